@@ -1,18 +1,18 @@
 """Writing: whole or not at all, by one process, never over finished work; states belong to one run."""
 
 import errno
-import json
 import os
 import resource
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from errors import raises_option
 from safetensors import SafetensorError
 
-from draftlab import atomic, cli, workspace
+from draftlab import atomic, cli
 from draftlab.commands.report import ReportConfig
 from draftlab.errors import Interrupted, UserError
 from draftlab.output import Output
@@ -81,6 +81,18 @@ def test_a_kill_between_the_two_renames_of_force_loses_nothing(tmp_path, monkeyp
         pass
     assert (out / "kept").read_text() == "old"
     assert hidden(tmp_path) == []
+
+
+def test_a_failed_replacement_keeps_the_old_and_a_good_one_replaces_it(tmp_path):
+    out = tmp_path / "out"
+    for name in ("a", "b", "failing"):
+        expected = pytest.raises(ZeroDivisionError) if name == "failing" else nullcontext()
+        with expected, atomic.new_directory(out, force=name != "a") as work:
+            (work / name).write_text("x")
+            assert name != "failing" or 1 / 0
+    assert list(tmp_path.rglob("*")) == [out, out / "b"]
+    with raises_option("--force"):
+        atomic.check_free(out, force=False)
 
 
 def test_of_two_writers_the_slower_one_loses(tmp_path):
@@ -230,19 +242,6 @@ def test_a_full_disk_is_said_before_the_work(tmp_path):
     with pytest.raises(UserError):
         atomic.check_space(tmp_path / "out", 10**21, "the draft")
     atomic.check_space(tmp_path / "out", 1, "the draft")
-
-
-def test_the_newest_output_is_a_finished_one(tmp_path):
-    record = {
-        "command": "prune", "config": {}, "inputs": {}, "versions": {}, "created": "2026-01-01", "seconds": 1.0,
-        "peak_memory_bytes": 1,
-    }  # fmt: skip
-    for name in ("done", ".half.new"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "draftlab.json").write_text(
-            json.dumps(record | {"created": f"2026 {name}"})
-        )
-    assert workspace.newest(tmp_path, ("prune",)) == tmp_path / "done"
 
 
 TORN = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

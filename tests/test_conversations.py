@@ -12,7 +12,6 @@ from typed import call
 
 from draftlab.data import loss_on_of, open_batches, open_heldout
 from draftlab.data.text import chat_ids, render
-from draftlab.model.checkpoint import load_tokenizer
 from draftlab.target_outputs.batches import StoredBatches
 from draftlab.target_outputs.outputs import padded
 from draftlab.target_outputs.store import read_store
@@ -148,38 +147,6 @@ def test_sources_without_conversations_take_no_loss_on(tmp_path, chatty):  # noq
     )
     with raises_option("mixed.jsonl"):
         open_batches(str(mixed), chatty, rows=1, seq_len=9, steps=1, seed=0, loss_on="all")
-
-
-def test_a_head_learns_what_the_assistant_says(space):  # noqa: F811
-    """From a store and from the data: every step counts the masks' tokens, but for the first ones of a conversation."""
-    conversations(space)
-    few = "--data chat.jsonl --seq-len 120"
-    call(f"outputs build {few} --num-sequences 12 --top-logprobs 4 --out stored")
-    head = (
-        "distill --student eagle:ttt_steps=2,layer_ids=1+2 --vocab 100 --steps 2 "
-        "--training-dtype float32"
-    )
-    call(f"{head} --outputs stored --seq-len 120 --batch-size 12 --out from-store")
-    call(f"{head} {few} --batch-size 4 --out from-data")
-    call(f"{head} {few} --batch-size 4 --loss-on all --out of-all")
-
-    def counted(masks: np.ndarray) -> int:
-        return int(masks[:, 2:].sum())
-
-    def tokens(name: str) -> list[int]:
-        lines = [json.loads(line) for line in (Path(name) / "log.jsonl").read_text().splitlines()]
-        return [line["tokens"] for line in lines if "grad_norm" in line]
-
-    every = counted(padded(read_store(space / "stored").outputs, 120).mask)
-    assert tokens("from-store") == [every, every]
-    tokenizer = load_tokenizer(space / "target")
-    for name, loss_on in (("from-data", "assistant"), ("of-all", "all")):
-        batches = open_batches(
-            "chat.jsonl", tokenizer, rows=4, seq_len=120, steps=2, seed=0, loss_on=loss_on
-        )
-        assert tokens(name) == [counted(batches.batch(step).mask) for step in range(2)]
-    assert tokens("of-all")[0] > tokens("from-data")[0]
-    assert "--text" in call(f"{head} {few} --text data=0.5,target=0.5", code=1).stderr
 
 
 def test_a_store_keeps_the_mask_and_training_from_it_is_training_with_the_target(space):  # noqa: F811

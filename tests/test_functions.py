@@ -1,6 +1,5 @@
 """Commands are functions of the library: the same names, the same checks, typed results."""
 
-import inspect
 import re
 import subprocess
 import sys
@@ -9,8 +8,6 @@ from pathlib import Path
 import pytest
 
 import draftlab
-from draftlab.commands import COMMANDS
-from draftlab.config.base import extra
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 
@@ -34,35 +31,11 @@ def test_importing_the_package_is_cheap():
     assert out.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", ["prune", "distill", "score", "outputs_build"])
-def test_a_signature_names_every_option(name):
-    parameters = inspect.signature(getattr(draftlab, name)).parameters
-    options = COMMANDS[name.replace("_", " ")].config.model_fields
-    assert set(options) <= set(parameters)
-    assert set(parameters) - set(options) <= {"force", "dry_run"}
-    for option, field in options.items():
-        if (
-            field.default_factory is None
-            and not field.is_required()
-            and extra(field)["typed"] is None
-        ):
-            assert parameters[option].default == field.default
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: draftlab.prune(source="tiny", layer=3),
-        lambda: draftlab.prune(source="tiny", layers=0),
-        lambda: draftlab.score(target="nope", draft=["tiny"]),
-        lambda: draftlab.predict(),
-    ],
-    ids=["unknown", "out of range", "missing checkpoint", "required"],
-)
-def test_a_mistake_raises_user_error(call, tmp_path, monkeypatch):
+@pytest.mark.parametrize("settings", [{"layer": 3}, {"layers": 0}, {"source": "nope"}])
+def test_a_mistake_raises_user_error(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(draftlab.UserError):
-        call()
+        draftlab.prune(**{"source": "tiny"} | settings)
 
 
 def test_paths_and_single_values_are_taken(tmp_path, monkeypatch):

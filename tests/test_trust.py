@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from draftlab.commands.distill import DistillConfig
 from draftlab.commands.score import ScoreConfig
 from draftlab.errors import UserError
 from draftlab.exporting import card
-from draftlab.model import checkpoint, native_cpu, saving
+from draftlab.model import native_cpu, saving
 from draftlab.reading import read_json
 from draftlab.registry import SERVERS
 from draftlab.servers.kinds import Launch
@@ -173,26 +172,6 @@ def test_trust_holds_for_one_command_and_is_not_written(tmp_path):
     }  # fmt: skip
     (tmp_path / "draftlab.json").write_text(json.dumps(record))
     assert DistillConfig.of_file(tmp_path, "distill") == {"draft": "tiny"}
-
-
-class Bomb:
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self):
-        return (Path.touch, (self.file,))
-
-
-def test_pickled_weights_are_not_loaded(tmp_path, tokenizer_dir):
-    folder = tmp_path / "pickled"
-    build("llama").save_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Bomb(tmp_path / "ran")}))
-    import torch
-
-    with pytest.raises(UserError):
-        checkpoint.load_model(folder, torch.float32)
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.fixture

@@ -41,12 +41,3 @@ def test_a_draft_learns_from_the_targets_answers_which_the_next_run_finds(space,
     for one, other in zip(*records, strict=True):
         np.testing.assert_allclose(one.loss, other.loss, rtol=0)
     assert str(place) in json.loads(Path("first/draftlab.json").read_text())["inputs"]
-
-
-def test_other_prompts_sampling_and_system_prompts_are_answered_anew(space):  # noqa: F811
-    lines(space, *PROMPTS)
-    for number, more in enumerate(["", "--sample-temperature 0", "--system-prompt a", "--seed 1"]):
-        call(f"{DISTILL} {more} --out run-{number}")
-    lines(space, *PROMPTS[1:])
-    call(f"{DISTILL} --out run-4")
-    assert len(list(Path("runs").glob("answers-*"))) == 5

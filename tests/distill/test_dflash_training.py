@@ -1,5 +1,6 @@
 """DFlash heads learn in the blocks that they will draft: the logits of decoding, and a killed run resumes."""
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -7,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from errors import raises_option
-from head_training import check_killed_run, distilled_from_store, head_settings
-from safetensors.torch import load_file, save_file
+from head_training import check_killed_run, head_settings
 from test_dflash import loaded
 from torch import Tensor, nn
 
@@ -163,40 +163,12 @@ def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_pa
     check_killed_run(trained, words, tmp_path)
 
 
-def acceptance(head: Path, words: dict[str, Any], out: Path) -> tuple[float, ...]:
-    """Held-out acceptance by place in the block."""
-    given = words | {"student": "dflash:anchors=0.5", "draft": str(head), "steps": 1}
-    return cast(Any, COMMANDS["distill"](**given, out=out, force=True).data)["before"]["offsets"]
-
-
-def test_a_trained_head_is_accepted_more_often_than_one_that_misreads_the_states(words, tmp_path):
-    out, lost = tmp_path / "head", tmp_path / "lost"
-    given = words | {"steps": 30, "eval_steps": 30, "lr": 5e-3}
-    found = cast(Any, COMMANDS["distill"](**given, out=out).data)
-    before, after = found["before"], found["after"]
-    assert after["loss"] < 0.6 * before["loss"]
-    assert min(after["offsets"]) > max(before["offsets"]) + 0.05
-    weights = load_file(out / "model.safetensors")
-    lost.mkdir()
-    (lost / "config.json").write_bytes((out / "config.json").read_bytes())
-    save_file(weights | {"fc.weight": -weights["fc.weight"]}, lost / "model.safetensors")
-    good, bad = (acceptance(head, words, tmp_path / "on") for head in (out, lost))
-    assert good == pytest.approx(after["offsets"], rel=1e-4)
-    assert min(good) > max(bad) + 0.05
-    scored = COMMANDS["score"](
-        target=words["target"], drafter=[f"dflash:heads={out}"], data=words["data"], k="2", num_prompts=4,
-        prompt_tokens=16, max_new_tokens=24, repeats=1, out=tmp_path / "score",
-    )  # fmt: skip
-    assert all(score.identical for score in cast(Any, scored).scores)
-
-
-def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
-    distilled_from_store(words, tmp_path)
-    replayed = COMMANDS["replay"](
-        directory=tmp_path / "store", draft=[str(tmp_path / "head")], target=words["target"], k="3",
-        out=tmp_path / "replay",
-    )  # fmt: skip
-    assert replayed.data
+def test_training_goes_on_with_a_head_as_it_was_written(trained, words, tmp_path):
+    """fc reads states that training divides by their sizes."""
+    given = words | {"student": "dflash:anchors=0.5", "draft": str(trained), "steps": 1}
+    found = cast(Any, COMMANDS["distill"](**given, out=tmp_path / "on").data)
+    ended = json.loads((trained / "draftlab.json").read_text())["notes"]["after"]
+    assert found["before"]["offsets"] == pytest.approx(ended["offsets"], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +179,7 @@ def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
         ({"student": "dflash:block_size=1"}, "block_size"),
         ({"vocab": 50}, "--vocab"),
         ({"text": "draft", "prompt_tokens": 8}, "--text"),
+        ({"draft": "head"}, "--draft"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_weights_are_read(
@@ -214,8 +187,3 @@ def test_settings_that_do_not_fit_are_refused_before_weights_are_read(
 ):
     with raises_option(named):
         COMMANDS["distill"](**words | given, dry_run=True, out=tmp_path / "head")
-
-
-def test_a_shape_and_a_head_to_go_on_with_exclude_each_other(trained, words, tmp_path):
-    with raises_option("--draft"):
-        COMMANDS["distill"](**words, draft=str(trained), dry_run=True, out=tmp_path / "head")

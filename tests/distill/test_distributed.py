@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from distributed_worker import main
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from draftlab.cli import app
-from draftlab.training import checkpointer
 
 HERE = Path(__file__).parents[1]
 PATHS = os.pathsep.join(map(str, (HERE.parent, HERE, HERE / "prune")))
@@ -121,15 +119,6 @@ def test_what_a_launcher_cannot_train_is_refused_at_once(launcher, words, said, 
     result = CliRunner().invoke(app, words.split())
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert said in result.stderr
-
-
-def test_the_loop_alone_accumulates(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        assert checkpointer.new_accelerator("float32", 1.0).gradient_accumulation_steps == 1
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.slow

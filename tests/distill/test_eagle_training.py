@@ -19,7 +19,6 @@ from draftlab.errors import UserError
 from draftlab.model import eagle
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.target_outputs.outputs import TargetOutput
-from draftlab.training import eagle as training
 from draftlab.training.eagle import StoredRows, within_chains
 from draftlab.training.eagle_head import EagleHead, EagleObjective, EagleTeacher, TargetPass
 from draftlab.training.fused_loss import Dense
@@ -97,13 +96,7 @@ def test_unrolled_steps_are_those_of_decoding_token_by_token(text, variant):
 
 @pytest.mark.parametrize(
     ("loss", "variant"),
-    [
-        ("fkl", "plain"),
-        ("tvd", "plain"),
-        ("0.5*lk(3) + 0.2*ce", "plain"),
-        ("fkl", "speculators"),
-        ("fkl", "fc_norm"),
-    ],
+    [("0.5*lk(3) + 0.2*ce", "plain"), ("tvd", "speculators"), ("fkl", "fc_norm")],
 )
 def test_training_time_test_has_the_loss_and_gradients_of_a_plain_unrolling(text, loss, variant):
     """Each counted token, predicted by each step of the chain that ends there; p over all ids of the target."""
@@ -203,12 +196,6 @@ def test_sequences_that_share_a_row_learn_as_if_they_were_apart():
     torch.testing.assert_close(found[1], found[0], atol=FP32, rtol=FP32)
 
 
-def test_no_chain_ends_before_it_can_begin():
-    batch = Batch(np.zeros((2, 8), np.int64), np.ones((2, 7), np.float32))
-    assert within_chains(batch, 3).mask.tolist() == [[0, 0, 0, 1, 1, 1, 1]] * 2
-    assert batch.mask.all()
-
-
 def test_every_stored_sequence_is_read_once_in_an_epoch():
     outputs = [TargetOutput(number=i, prompt=np.array([i]), ids=np.array([i, i])) for i in range(6)]
     rows = StoredRows(outputs, 4, 3, seed=1)
@@ -230,55 +217,21 @@ def trained(words, tmp_path_factory) -> Path:
     return out
 
 
-def test_training_lowers_the_loss_at_every_step_and_least_squares_starts_below_random_weights(
-    words, trained, family_dirs, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(training, "start_linear", lambda student, found: None)
-    before = (family_dirs["llama"] / "model.safetensors").read_bytes()
-    outcome = COMMANDS["distill"](**words | {"steps": 40, "eval_steps": 40}, out=tmp_path / "head")
-    found = cast(Any, outcome.data)
-    # 0.91 to 0.93 from process to process, and 1 without training
-    assert found["after"]["loss"] < 0.95 * found["before"]["loss"]
-    assert (
-        json.loads((trained / "draftlab.json").read_text())["notes"]["before"]["loss"]
-        < found["after"]["loss"]
-    )
-    assert found["after"]["offsets"][0] == found["after"]["acceptance"]
-    assert all(
-        a > b for a, b in zip(found["after"]["offsets"], found["before"]["offsets"], strict=True)
-    )
-    assert (family_dirs["llama"] / "model.safetensors").read_bytes() == before
-
-
 def test_a_killed_run_writes_the_head_of_one_that_was_not(trained, words, tmp_path):
     check_killed_run(trained, words, tmp_path)
 
 
-def test_training_goes_on_with_a_head_as_it_was_written(words, tmp_path, monkeypatch):
+def test_training_goes_on_with_a_head_as_it_was_written(words, trained, tmp_path):
     """With its ids, from its held-out losses; here as it is exported for a server."""
-    monkeypatch.setattr(training, "start_linear", lambda student, found: None)
-    first, exported = tmp_path / "first", tmp_path / "exported"
-    COMMANDS["distill"](**words | {"steps": 20}, out=first)
-    COMMANDS["export"](draft=str(first), target=words["target"], to="speculators", out=exported)
+    exported, out = tmp_path / "exported", tmp_path / "on"
+    COMMANDS["export"](draft=str(trained), target=words["target"], to="speculators", out=exported)
     given = {name: value for name, value in words.items() if name != "vocab"}
-    began, ended = (
-        json.loads((first / "draftlab.json").read_text())["notes"][at] for at in ("before", "after")
-    )
-    assert ended["loss"] < 0.98 * began["loss"]
-    out = tmp_path / "on"
     found = cast(Any, COMMANDS["distill"](**given, draft=str(exported), out=out).data)
+    ended = json.loads((trained / "draftlab.json").read_text())["notes"]["after"]
     assert found["before"]["offsets"] == pytest.approx(ended["offsets"], rel=1e-5)
     assert found["before"]["loss"] == pytest.approx(ended["loss"], rel=1e-5)
-    assert found["after"]["loss"] < found["before"]["loss"]
-    ids = [eagle.read(head, Path(words["target"]), torch.float32).ids for head in (first, out)]
+    ids = [eagle.read(head, Path(words["target"]), torch.float32).ids for head in (trained, out)]
     assert torch.equal(*ids)
-
-
-def test_a_head_learns_from_what_the_target_writes(words, tmp_path):
-    outcome = COMMANDS["distill"](
-        **words, text="data=0.5,target=0.5", prompt_tokens=8, out=tmp_path / "head"
-    )
-    assert cast(Any, outcome.data)["after"]["tokens"] > 0
 
 
 def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):

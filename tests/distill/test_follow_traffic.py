@@ -38,9 +38,6 @@ def traffic(family_dirs, text, tmp_path_factory) -> Path:  # noqa: F811
     return root
 
 
-def test_a_draft_that_gains_on_unseen_traffic_is_served(traffic, draft, tmp_path):
+def test_a_draft_is_served_if_it_gains_on_unseen_traffic(traffic, draft, tmp_path):
     assert follow(traffic, draft, tmp_path / "new", lr=3e-3, **FAST) == tmp_path / "new"
-
-
-def test_a_draft_that_gains_nothing_is_not_served(traffic, draft, tmp_path):
-    assert follow(traffic, draft, tmp_path / "new", lr=1e-9, **FAST) == draft
+    assert follow(traffic, draft, tmp_path / "same", lr=1e-9, **FAST) == draft

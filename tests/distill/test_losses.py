@@ -1,59 +1,16 @@
-"""Divergences equal their definitions, keep their bounds, and have the right gradients."""
+"""Divergences keep their bounds and digits; test_trimmed_training.py has their definitions."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.errors import UserError
 from draftlab.training.losses import Loss, Pair, log_probs, parse_loss
 
-EVERY = ["fkl", "rkl", "jsd(0.3)", "tvd", "nla", "lk(2)", "0.25*rkl + 2*tvd"]
-
-
-def logits_pair(
-    seed: int, rows: int = 7, vocab: int = 23, spread: float = 2.0
-) -> tuple[Tensor, Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    y, z = (torch.randn(rows, vocab, generator=rng, dtype=torch.float64) * spread for _ in range(2))
-    return torch.log_softmax(y, -1), torch.log_softmax(z, -1)
-
-
-def by_definition(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
-    p, q = log_p.exp(), log_q.exp()
-    kl = lambda a, b: (a * (a / b).log()).sum(-1)  # noqa: E731
-    m = 0.3 * p + 0.7 * q
-    tv = 0.5 * (p - q).abs().sum(-1)
-    part = (-2 * (1 - tv)).exp()
-    values = {
-        "fkl": kl(p, q),
-        "rkl": kl(q, p),
-        "jsd(0.3)": 0.3 * kl(p, m) + 0.7 * kl(q, m),
-        "tvd": tv,
-        "nla": -(1 - tv).log(),
-        "lk(2)": part * kl(p, q) + (1 - part) * tv,
-        "0.25*rkl + 2*tvd": 0.25 * kl(q, p) + 2 * tv,
-    }
-    return values[name]
+EVERY = ["fkl", "rkl", "jsd(0.3)", "tvd", "nla", "lk(3)"]
 
 
 def value(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
     return parse_loss(name).divergence(Pair.of(log_p, log_q))[0]
-
-
-def slope(name: str, log_p: Tensor, log_q: Tensor) -> Tensor:
-    return parse_loss(name).divergence(Pair.of(log_p, log_q))[1]
-
-
-@pytest.mark.parametrize("name", EVERY)
-@given(st.integers(0, 1000))
-@settings(max_examples=20, deadline=None)
-def test_value_is_the_definition(name, seed):
-    log_p, log_q = logits_pair(seed)
-    torch.testing.assert_close(
-        value(name, log_p, log_q), by_definition(name, log_p, log_q), atol=1e-12, rtol=1e-10
-    )
 
 
 @pytest.mark.parametrize("name", ["fkl", "rkl", "jsd(0.5)"])
@@ -65,8 +22,8 @@ def test_never_negative_in_fp32_when_p_and_q_nearly_agree(name):
     found = value(name, log_p, log_q)
     assert (found >= 0).all()
     torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=0)
-    if name != "jsd(0.5)":
-        textbook = by_definition(name, log_p, log_q)
+    if name == "fkl":
+        textbook = (log_p.exp() * (log_p - log_q)).sum(-1)
         assert ((textbook - exact) / exact).abs().median() > 0.05
 
 
@@ -83,56 +40,14 @@ def test_what_underflows_in_fp32_still_counts(name):
     )
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("fk", "did you mean 'fkl'"),
-        ("jsd(0)", "use fkl"),
-        ("fkl(2)", "fkl"),
-        ("x*fkl", "weight"),
-        ("fkl@2 -> tvd", "above 0 and below 1"),
-        ("fkl -> tvd@0.5", "leave out"),
-    ],
-)
-def test_bad_losses_are_refused(spec, message):
-    with pytest.raises(UserError, match=message.replace("(", r"\(")):
-        parse_loss(spec)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_slopes_give_autograds_gradient_of_the_value(name):
-    log_p, _ = logits_pair(4)
-    z = torch.randn(7, 23, dtype=torch.float64, requires_grad=True)
-    log_q = torch.log_softmax(z, -1)
-    (grad,) = torch.autograd.grad(value(name, log_p, log_q).sum(), z)
-    found = slope(name, log_p, log_q.detach())
-    torch.testing.assert_close(
-        grad, found - log_q.detach().exp() * found.sum(-1, keepdim=True), atol=1e-12, rtol=1e-9
-    )
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_equal_distributions_have_no_loss_and_no_gradient(name):
-    log_p, _ = logits_pair(5)
+    logits = torch.randn(7, 23, generator=torch.Generator().manual_seed(5)).double()
+    log_p = torch.log_softmax(2 * logits, -1)
     log_p = torch.cat([log_p, torch.full((7, 2), -200.0).to(log_p)], 1)  # padded vocabulary
-    assert value(name, log_p, log_p).abs().max() < 1e-12
-    found = slope(name, log_p, log_p)
+    loss, found = parse_loss(name).divergence(Pair.of(log_p, log_p))
+    assert loss.abs().max() < 1e-12
     assert (found - log_p.exp() * found.sum(-1, keepdim=True)).abs().max() < 1e-12
-
-
-def test_lk_holds_its_share_constant():
-    """With the share in the gradient it would be another loss: finite differences of the value must not agree."""
-    log_p, _ = logits_pair(6)
-    z = torch.randn(7, 23, dtype=torch.float64, requires_grad=True)
-
-    def total(logits: Tensor) -> Tensor:
-        return value("lk(2)", log_p, torch.log_softmax(logits, -1)).sum()
-
-    (grad,) = torch.autograd.grad(total(z), z)
-    step = torch.zeros_like(z)
-    step[0, 0] = 1e-6
-    finite = (total(z.detach() + step) - total(z.detach() - step)) / 2e-6
-    assert abs(float(finite) - float(grad[0, 0])) > 1e-4
 
 
 def test_phases_follow_each_other():

@@ -14,12 +14,10 @@ from transformers import (
 )
 
 from draftlab.data import Batch, TopLogprobs
-from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import DistillStep
 from draftlab.training.teachers import LocalTeacher, OutputHead, StoredTeacher
 
-SETTINGS = Loop(steps=6, optimizer="adamw", lr=3e-3, dtype="float32", eval_steps=6, save_steps=2)
 CPU = torch.device("cpu")
 
 
@@ -86,12 +84,6 @@ def test_rows_of_answers_are_nearly_full(rows):
     assert packed.mask.sum() / packed.mask.size > 0.92
 
 
-def test_full_rows_stay_as_they_are():
-    batch = answers()
-    full = Batch(batch.ids, np.ones_like(batch.mask), batch.top_logprobs)
-    assert full.packed() is full
-
-
 @pytest.mark.parametrize(
     "model",
     [
@@ -104,8 +96,3 @@ def test_full_rows_stay_as_they_are():
 )
 def test_models_that_would_mix_sequences_are_not_given_packed_ones(model):
     assert not OutputHead.of(model, 307).takes_packed
-
-
-class Uneven:
-    def batch(self, step: int) -> Batch:
-        return answers(seed=step)

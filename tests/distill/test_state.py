@@ -171,13 +171,3 @@ def test_a_log_is_read_up_to_the_half_line_of_a_kill(tmp_path):
     log.write_text("")
     with pytest.raises(UserError):
         run.read_log(log)
-
-
-def test_checkpoints_say_what_cannot_be_written(state, monkeypatch):
-    monkeypatch.setattr(
-        torch, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "No space left"))
-    )
-    with pytest.raises(UserError):
-        training().save(state, 2)
-    assert [path.name for path in checkpointer._checkpoints(state)] == ["step-00000001"]
-    assert not (state / "writing").exists()

@@ -1,14 +1,14 @@
 """Heads of different sizes: padding changes no loss and takes little, and a draft leaves with the target's size."""
 
+import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from builders import build, setup
+from random_rows import RandomRows
 from torch import nn
 
-from draftlab.data import Batch
 from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
 from draftlab.model import checkpoint
 from draftlab.model.llama import load
@@ -18,12 +18,6 @@ from draftlab.training.trainer import train
 from draftlab.training.vocabulary import resize
 
 SETTINGS = Loop(steps=2, optimizer="adamw", lr=1e-3, dtype="float32", eval_steps=2, save_steps=9)
-
-
-class Rows:
-    def batch(self, step: int) -> Batch:
-        ids = np.random.default_rng(step).integers(3, 300, (4, 17))
-        return Batch(ids, np.ones((4, 16), dtype=np.float32))
 
 
 def padded(model, rows: int):
@@ -42,7 +36,7 @@ def padded(model, rows: int):
     return model
 
 
-@pytest.mark.parametrize("loss", ["fkl", "rkl", "jsd(0.5)", "lk(3)"])
+@pytest.mark.parametrize("loss", ["rkl", "lk(3)"])
 @pytest.mark.parametrize(("draft_rows", "target_rows"), [(0, 13), (13, 0)])
 def test_padding_of_one_head_changes_no_step(loss, draft_rows, target_rows, tmp_path):
     def run(name: str, draft: int, target: int):
@@ -50,7 +44,10 @@ def test_padding_of_one_head_changes_no_step(loss, draft_rows, target_rows, tmp_
         teacher = padded(build("llama", 9, num_hidden_layers=2), target)
         records = list(
             train(
-                student, setup(teacher, Rows(), [Rows().batch(9)], loss), SETTINGS, tmp_path / name
+                student,
+                setup(teacher, RandomRows(), [RandomRows().batch(9)], loss),
+                SETTINGS,
+                tmp_path / name,
             )
         )
         return student, records
@@ -68,7 +65,7 @@ def test_padding_of_one_head_changes_no_step(loss, draft_rows, target_rows, tmp_
 @pytest.mark.parametrize("family", ["llama", "llama3_tied"])
 def test_added_rows_take_less_than_their_share_and_leave_again(family, family_dirs, tmp_path):
     out = tmp_path / "draft"
-    copy(family_dirs[family], out)
+    shutil.copytree(family_dirs[family], out)
     before = probabilities(out)
     assert resize(out, 320) == "307 -> 320"
     assert checkpoint.read_shape(out).vocab == 320
@@ -83,17 +80,15 @@ def test_added_rows_take_less_than_their_share_and_leave_again(family, family_di
 
 @torch.no_grad()
 def probabilities(directory: Path) -> torch.Tensor:
-    ids = torch.from_numpy(Rows().batch(5).ids)
+    ids = torch.from_numpy(RandomRows().batch(5).ids)
     return checkpoint.load_model(directory, torch.float32)(ids).logits.softmax(-1)
 
 
-@pytest.mark.parametrize(
-    ("draft_vocab", "temperature"), [(320, 0.0), (320, 0.8), (300, 0.0), (300, 0.8)]
-)
+@pytest.mark.parametrize(("draft_vocab", "temperature"), [(320, 0.8), (300, 0.0)])
 def test_speculation_with_a_head_of_another_size_is_lossless(
     family_dirs, tmp_path, draft_vocab, temperature
 ):
-    copy(family_dirs["llama"], tmp_path / "draft")
+    shutil.copytree(family_dirs["llama"], tmp_path / "draft")
     resize(tmp_path / "draft", draft_vocab)
     target, draft = (load(d, torch.float32) for d in (family_dirs["llama"], tmp_path / "draft"))
     sampling, prompt = SamplingParams(temperature=temperature, max_tokens=40), list(range(3, 12))
@@ -104,9 +99,3 @@ def test_speculation_with_a_head_of_another_size_is_lossless(
     assert sum(s.accepted for s in steps) > 0.6 * sum(s.drafted for s in steps)
     if temperature == 0:
         assert emitted == [t for s in decode(target, [prompt], sampling) for t in s.tokens]
-
-
-def copy(source: Path, out: Path) -> None:
-    out.mkdir()
-    for file in source.iterdir():
-        (out / file.name).write_bytes(file.read_bytes())

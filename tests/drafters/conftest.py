@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from head_texts import random_weights
 from test_dflash import NATIVE, written
 from test_dspark import DSPARK
 from test_peagle import PEAGLE
@@ -74,11 +75,9 @@ def peagle_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathF
 @pytest.fixture(scope="module")
 def eagle_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random EAGLE-3 head."""
-    folder, generator = tmp_path_factory.mktemp("eagle"), torch.Generator().manual_seed(0)
+    folder = tmp_path_factory.mktemp("eagle")
     config = eagle.head_config(family_dirs["llama"], None, 100)
-    weights = {
-        name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
-    }
+    weights = random_weights(config.sizes(), 0, 0.1)
     head = Head(config=config, weights=weights, ids=torch.arange(100), embedding=None)
     eagle.write(folder, head, "native", target=family_dirs["llama"], k=2)
     return folder

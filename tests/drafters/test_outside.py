@@ -68,9 +68,6 @@ def test_a_broken_package_is_named_in_one_line_and_breaks_nothing_else(site, mod
     assert len(refused.stderr.splitlines()) == 1, refused.stderr
     assert "broken-drafters" in refused.stderr
     assert BROKEN[module][1] in refused.stderr
-    assert draftlab(site, *score, "ngram:order=1").stderr.startswith(
-        "error: --drafter ngram:order=1: order"
-    )
 
 
 def test_a_name_that_two_packages_offer_is_refused_with_both(site):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 from drafter_laws import check_greedy, check_rows, save_models
-from test_kinds import built
 
 from draftlab.config.kinds import parse_drafter
 from draftlab.engine.drafters.suffix import Memory, SuffixDrafter
@@ -34,13 +33,6 @@ def test_greedy_texts_and_rows_are_those_of_the_target(tmp_path):
     for k in (1, 6):
         check_greedy(models["target"], SuffixDrafter(memory, 24, 1.0, 0.1), k)
     check_rows(models["target"], SuffixDrafter(memory, 24, 1.0, 0.1))
-
-
-def test_a_store_of_answers_is_remembered(context, stored):
-    run = built(context, f"suffix:outputs={stored}")
-    assert run.model is None
-    assert isinstance(run.drafter, SuffixDrafter)
-    assert run.drafter.memory is not None
 
 
 def test_vllm_gets_the_options_of_drafters_without_weights():

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from builders import build
+from head_texts import random_weights
 from torch import Tensor
 
 from draftlab.acceptance import expected
@@ -81,10 +82,7 @@ def peagle_drafter(target: llama.Llama) -> PEagleDrafter:
 
 def random_head(target: llama.Llama, config: HeadShape, kind: Any = EagleLlama) -> Any:
     """A head of random weights, whose output layer is the target's, over a third of the ids."""
-    generator = torch.Generator().manual_seed(4)
-    weights = {
-        name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
-    }
+    weights = random_weights(config.sizes(), 4, 0.1)
     ids = torch.arange(0, 3 * 102, 3)
     weights["lm_head.weight"], weights["norm.weight"] = target.head[ids], torch.ones(64)
     head = Head(config=config, weights=weights, ids=ids, embedding=None)
@@ -97,10 +95,7 @@ def dflash_drafter(target: llama.Llama) -> DFlashDrafter:
         layers=2, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, eps=1e-6, context=256, vocab=VOCAB,
         draft_vocab=102, layer_ids=(1, 3), block_size=7, mask_token_id=2, windows=(None, 6), causal=(False, True),
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(4)
-    weights = {
-        name: 0.1 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
-    }
+    weights = random_weights(config.sizes(), 4, 0.1)
     ids = torch.arange(0, 3 * 102, 3)
     weights["norm.weight"] = torch.ones(64)
     rope = 1 / 10000 ** (torch.arange(0, 12, 2) / 12), 1.0

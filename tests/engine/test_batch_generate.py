@@ -5,18 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from errors import raises_option
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from draftlab.acceptance import token_logprobs
-from draftlab.engine.batch_generate import Batching, generate_batch, load_generator
+from draftlab.engine.batch_generate import Batching, generate_batch
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import load
 from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
 
-CPU = torch.device("cpu")
 PROMPTS = [list(range(3, 12)), list(range(40, 45)), [7], list(range(90, 99)), list(range(200, 212))]
 
 
@@ -140,18 +138,6 @@ def test_memory_bounds_how_many_prompts_are_decoded_together(opt):
         assert max(rows) == 1
     finally:
         opt.forward = run
-
-
-def test_a_prompt_that_leaves_no_room_is_refused(models):
-    with raises_option("12", "300"):
-        generate_batch(models["eager"], PROMPTS, SamplingParams(max_tokens=300))
-
-
-def test_the_engine_writes_where_it_can_and_transformers_elsewhere(family_dirs, opt, tmp_path):
-    assert isinstance(load_generator(family_dirs["qwen3"], torch.float32, CPU), NativeLlama)
-    assert isinstance(load_generator(family_dirs["llama"], torch.bfloat16, CPU, "auto"), HFDecoder)
-    opt.save_pretrained(tmp_path)
-    assert isinstance(load_generator(tmp_path, torch.float32, CPU), HFDecoder)
 
 
 @pytest.mark.parametrize("name", ["eager", "hosted", "opt"])

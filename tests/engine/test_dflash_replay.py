@@ -8,13 +8,10 @@ import pytest
 import torch
 from drafter_laws import PROMPTS, VOCAB, dflash_drafter, dspark_drafter, replay_errors, save_models
 from errors import raises_option
-from test_dflash import NATIVE, written
 
 from draftlab.acceptance.block_logprobs import score_blocks
-from draftlab.commands import COMMANDS
 from draftlab.engine.drafters.dflash import DFlashDrafter
 from draftlab.engine.generate import decode, output_tokens
-from draftlab.latency.cost_model import read_profile
 from draftlab.model.dflash import DFlash
 from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
@@ -77,38 +74,6 @@ def test_replay_expects_what_sampling_counts(target, kind):
 
     sampling = SamplingParams(max_tokens=24, temperature=1.5)
     assert replay_errors(target, drafter, score, sampling, 3, 200)[0] < 5
-
-
-def test_a_head_as_typed_through_replay_profile_and_predict(family_dirs, tmp_path):
-    """Its profile is by the tokens that a pass drafts, and no other kind of draft takes its acceptance."""
-    target, head = family_dirs["llama"], written(tmp_path / "head", family_dirs["llama"], NATIVE)
-    sizes: dict[str, Any] = {"num_prompts": 3, "prompt_tokens": 12, "max_new_tokens": 12}
-    COMMANDS["outputs build"](
-        use="replay", target=str(target), data="stdlib-tests", out=tmp_path / "answers", **sizes
-    )
-    replay = {"directory": tmp_path / "answers", "draft": [str(head)], "target": str(target)}
-    COMMANDS["replay"](**replay, k="1-4", out=tmp_path / "replay")
-    COMMANDS["profile"](
-        models=[str(target), str(head)], k=4, context="8,40", repeats=3, mode="eager", threads=1,
-        out=tmp_path / "profile",
-    )  # fmt: skip
-    profiles = {name: tmp_path / "profile" / f"{name}.yaml" for name in ("llama", "head")}
-    found = read_profile(profiles["head"])
-    assert (found.drafter, found.shape) == ("dflash", None)
-    pair = {"draft_profile": [str(profiles["head"])], "target_profile": str(profiles["llama"])}
-    acceptance = [str(tmp_path / "replay" / "head")]
-    predicted = (
-        COMMANDS["predict"](**pair, acceptance=acceptance, k="1-4").predictions[0].prediction
-    )
-    ms = {(p.width, p.context): p.median_ms for p in found.forward}
-    for row in predicted.rows:
-        drafting = 1e3 * row.shares["draft"] * row.tokens_per_pass.value / row.tokens_per_second
-        assert ms[row.k, 8] * 0.5 < drafting < 2 * max(ms[row.k, 8], ms[row.k, 40]) + 2
-    pair["draft_profile"] = [str(profiles["llama"])]
-    with raises_option("dflash"):
-        COMMANDS["predict"](**pair, acceptance=acceptance, k="1-4")
-    with raises_option("--k", 4):
-        COMMANDS["replay"](**replay, k="5", out=tmp_path / "deep")
 
 
 def test_a_text_longer_than_the_heads_context_is_refused(target):

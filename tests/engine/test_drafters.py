@@ -100,21 +100,14 @@ def test_q_is_what_was_sampled(models, ngrams, name):
 def test_a_model_that_is_asked_now_and_then_knows_what_was_written_meanwhile(models, temperature):
     """The model is the target, so all that it proposes stands, unless its cache holds what was never written."""
     target = models["target"]
-    proposing = FallbackDrafter(Now(), ModelDrafter(target, VOCAB), VOCAB)
+    proposing = FallbackDrafter(Now(), ModelDrafter(target, VOCAB), VOCAB, 3)
     steps = list(
         speculative_decode(
             target, proposing, PROMPTS, 4, SamplingParams(max_tokens=40, temperature=temperature)
         )
     )
     assert all(step.accepted == step.drafted for step in steps if step.drafted > 1)
-
-
-def test_the_second_drafter_drafts_at_most_its_own_number(models):
-    proposing = FallbackDrafter(Now(), ModelDrafter(models["target"], VOCAB), VOCAB, 2)
-    steps = list(
-        speculative_decode(models["target"], proposing, PROMPTS, 4, SamplingParams(max_tokens=40))
-    )
-    assert {step.drafted for step in steps if step.drafted > 1} == {2}
+    assert max(step.drafted for step in steps) == 3  # at most its own number
 
 
 class Now(Drafter):
@@ -166,19 +159,3 @@ def test_kneser_ney_by_hand():
     after_a = np.array([0, 2 - 0.2, 1 - 0.2]) / 3 + 0.2 * 2 / 3 * before
     np.testing.assert_allclose(model.probabilities([b, a]), after_a)
     np.testing.assert_allclose(model.probabilities([c]), before)  # nothing comes behind c
-
-
-def test_kneser_ney_sums_to_one_and_likes_its_own_text():
-    rng = np.random.default_rng(0)
-    text = np.cumsum(rng.integers(0, 3, 3000)) % 50
-    model = NgramModel(text, 50, 4)
-    rows = np.stack([model.probabilities(text[max(0, i - 5) : i].tolist()) for i in range(300)])
-    np.testing.assert_allclose(rows.sum(1), 1)
-    assert (rows > 0).all()
-    # there are three ways on
-    assert np.log(rows[np.arange(5, 300), text[5:300]]).mean() > -np.log(4)
-
-
-def test_contexts_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="64 bits"):
-        NgramModel(np.zeros(10, dtype=np.int64), 150_000, 5)

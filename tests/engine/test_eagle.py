@@ -8,6 +8,7 @@ import pytest
 import torch
 from builders import build, recording
 from drafter_laws import PROMPTS, check_greedy_replay, replay_errors
+from head_texts import random_weights
 from plain_eagle import VARIANTS, PlainHead, target_and_head
 
 from draftlab.acceptance.chain_logprobs import score_chains
@@ -17,7 +18,7 @@ from draftlab.model import Mode, eagle, eagle_llama, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.decoder import Tree
 from draftlab.model.eagle import Head
-from draftlab.model.eagle_llama import EagleLlama, NativeEagle
+from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.llama import LayerStates
 from draftlab.model.modes import with_mode
 from draftlab.model.native_cpu import NativeLlama
@@ -29,10 +30,7 @@ def folder(request, family_dirs, tmp_path_factory) -> Path:
     """A random head of each variant; one is in speculators' layout."""
     out, target = tmp_path_factory.mktemp("head"), family_dirs["llama"]
     config = eagle.head_config(target, None, 120, **VARIANTS[request.param])
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
-    }
+    weights = random_weights(config.sizes(), 0)
     head = Head(config=config, weights=weights, ids=torch.arange(0, 240, 2), embedding=None)
     layout = "speculators" if request.param == "speculators" else "native"
     eagle.write(out, head, layout, target=target, k=3)
@@ -83,61 +81,22 @@ def test_the_engine_drafts_what_a_plain_head_says_of_transformers_states(
                 written.append(token)
 
 
-def test_what_is_sampled_is_what_q_says_and_only_draft_ids_are(folder, target, family_dirs):
-    drafter, sampling = (
-        drafter_of(folder, target, family_dirs),
-        SamplingParams(max_tokens=12, temperature=1.0),
-    )
-    output_tokens(speculative_decode(target, drafter, PROMPTS, 4, sampling))
-    for _, draft in drafter.seen:
-        assert draft.q is not None
-        assert draft.q.shape[-1] == 307
-        assert not draft.q[..., 1::2].any()
-        torch.testing.assert_close(draft.q.sum(-1), torch.ones(draft.ids.shape))
-        assert (draft.q.gather(2, draft.ids.unsqueeze(2)) > 0).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_passes_keep_the_states_of_eager_ones(family_dirs, dtype):
+def test_compiled_passes_keep_the_states_of_eager_ones(family_dirs):
     """Rows of unequal lengths, a wide pass, a narrow one and a token tree."""
-    eager = llama.load(family_dirs["qwen3"], dtype)
+    eager = llama.load(family_dirs["qwen3"], torch.float32)
     ids = torch.randint(3, 300, (2, 30), generator=torch.Generator().manual_seed(0))
     tree, found = Tree.from_parents([0, 0, 1, 2]), []
     for model in (eager, NativeLlama(eager)):
         cache = model.new_cache(2, 40)
-        cache.layer_states = LayerStates((0, 2, 5), torch.zeros(2, 40, 3 * 64, dtype=dtype))
+        cache.layer_states = LayerStates((0, 2, 5), torch.zeros(2, 40, 3 * 64))
         model.forward(ids[:, :20], cache)
         cache.used = [20, 12]
         model.forward(ids[:, 20:24], cache)
         model.forward(ids[:, 24:29], cache, tree=tree)
         cache.keep(0, 25, [1, 3])
         found.append(cache.layer_states.states)
-    eps = {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
-    torch.testing.assert_close(found[1], found[0], atol=eps, rtol=eps)
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
     assert found[0][0, :27].any(-1).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_head_is_the_eager_one(folder, family_dirs, dtype):
-    target = llama.load(family_dirs["llama"], dtype)
-    eager = EagleLlama(eagle.read(folder, family_dirs["llama"], dtype), target.embed, folder)
-    generator = torch.Generator().manual_seed(0)
-    ids, states = (
-        torch.randint(0, 307, (2, 9), generator=generator),
-        torch.randn(2, 9, 64, generator=generator),
-    )
-    found = []
-    for model in (eager, NativeEagle(eager)):
-        cache, outputs = model.new_cache(2, 12), []
-        for part in (slice(0, 4), slice(4, 5), slice(5, 9)):
-            tree = Tree.from_parents([0, 0, 1]) if part.start == 5 else None
-            outputs += model.step(ids[:, part], states[:, part].to(dtype), cache, last=1, tree=tree)
-        found.append(outputs)
-    eps = {torch.float32: 1e-4, torch.bfloat16: 0.1}[dtype]
-    for compiled, plain in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(compiled.float(), plain.float(), atol=eps, rtol=eps)
-    with pytest.raises(TypeError, match="step"):
-        eager.forward(ids, eager.new_cache(2, 12))
 
 
 def scored(pair, pairs, sampling):

@@ -4,20 +4,19 @@ from functools import partial
 
 import pytest
 import torch
-from builders import recording, rounding
+from builders import rounding
 from drafter_laws import PROMPTS, check_greedy_replay, replay_errors, save_models
 from errors import raises_option
 
 from draftlab.acceptance.token_logprobs import score_offsets
 from draftlab.engine.drafters.parallel import ParallelDrafter, model_drafter, offset_logits
-from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
+from draftlab.engine.generate import ModelDrafter
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.modes import with_mode
 from draftlab.sampling import SamplingParams
 
 MASK, VOCAB = 2, 307
-GREEDY = SamplingParams(max_tokens=40)
 
 
 @pytest.fixture(scope="module", params=["whole", "trimmed"])
@@ -48,30 +47,6 @@ def test_an_offset_has_the_logits_of_an_ordinary_pass_also_after_a_rejection(mod
                 # -inf where it is trimmed
                 torch.testing.assert_close(logits[row, j], plain, atol=bound, rtol=0)
     assert drafter.cache.used == [8, 6]
-
-
-def test_the_keys_of_mask_tokens_would_change_the_drafts(models):
-    """A control: a cache that is not rolled back drafts otherwise."""
-    drafter = ParallelDrafter(models["parallel"], VOCAB)
-    drafter.reset(1, 64)
-    offset_logits(drafter, MASK, [PROMPTS[0]], 4)
-    text = [*PROMPTS[0], 50, 51, 52, 53]
-    drafter.cache.used = [len(PROMPTS[0]) + 3]  # three mask tokens as if they were the text
-    drafter.cached = [text]
-    wrong = offset_logits(drafter, MASK, [text], 4)
-    fresh = ParallelDrafter(models["parallel"], VOCAB)
-    fresh.reset(1, 64)
-    assert not torch.allclose(offset_logits(fresh, MASK, [text], 4), wrong, atol=0.1, rtol=0)
-
-
-@pytest.mark.parametrize("k", [2, 5])
-def test_text_is_the_targets_and_drafted_tokens_are_of_the_drafts_head(models, k):
-    drafter = recording(ParallelDrafter, models["parallel"], VOCAB)
-    steps = speculative_decode(models["target"], drafter, PROMPTS, k, GREEDY)
-    assert output_tokens(steps) == output_tokens(decode(models["target"], PROMPTS, GREEDY))
-    drafted = torch.cat([draft.ids.flatten() for _, draft in drafter.seen])
-    head = models["parallel"].head_ids
-    assert head is None or torch.isin(drafted, head).all()
 
 
 def scored(models, pairs, sampling):

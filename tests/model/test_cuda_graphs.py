@@ -11,13 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.parallel import model_drafter
-from draftlab.engine.generate import (
-    ModelDrafter,
-    Sampler,
-    decode,
-    output_tokens,
-    speculative_decode,
-)
+from draftlab.engine.generate import ModelDrafter, Sampler, speculative_decode
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
 from draftlab.model.eagle_llama import CudaGraphEagle
@@ -31,18 +25,6 @@ CUDA = pytest.param(
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
 )
 DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
-
-
-@DEVICES
-def test_ragged_speculation_is_the_models(family_dirs, device):
-    """Target and draft share their weights, so that nearly all is accepted; each still has a cache of its own."""
-    model = llama.load(family_dirs["qwen3"], torch.float32, torch.device(device))
-    graphed, sampling = CudaGraphLlama(model), SamplingParams(max_tokens=20)
-    expected = [output_tokens(decode(model, [prompt], sampling))[0] for prompt in RAGGED[:3]]
-    assert output_tokens(decode(graphed, RAGGED[:3], sampling)) == expected
-    steps = list(speculative_decode(graphed, ModelDrafter(graphed), RAGGED[:3], 3, sampling))
-    assert output_tokens(steps) == expected
-    assert all(step.accepted == step.drafted for step in steps)
 
 
 @DEVICES
@@ -115,17 +97,6 @@ def test_the_last_reference_frees_a_model_and_what_was_captured_of_it(family_dir
         gc.enable()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second GPU")
-def test_graphs_of_another_device_than_the_current_one(family_dirs):
-    """After a capture on the current one."""
-    sampling = SamplingParams(max_tokens=20)
-    for device in (torch.device("cuda:0"), torch.device("cuda:1")):
-        model = llama.load(family_dirs["qwen3"], torch.float32, device)
-        expected = output_tokens(decode(model, RAGGED[:3], sampling))
-        assert output_tokens(decode(CudaGraphLlama(model), RAGGED[:3], sampling)) == expected
-
-
 @DEVICES
 @pytest.mark.parametrize("warp", [{}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9}])
 def test_a_chain_drafts_what_its_passes_draft(family_dirs, device, warp):
@@ -167,19 +138,6 @@ def test_a_head_drafts_from_the_states_that_graphs_of_its_target_keep(tmp_path, 
         assert sum(step.accepted for step in found[0]) > 0
         made.append((len(graphs[0]._stores), len(graphs[1]._stores), len(graphs[1]._chains)))
     assert made == [(1, 1, 1)] * 3
-
-
-def test_a_plain_text_after_a_heads_does_not_write_states(tmp_path):
-    target, head = target_and_head(tmp_path)
-    graphs, sampling = (CudaGraphLlama(target), CudaGraphEagle(head)), SamplingParams(max_tokens=12)
-    drafter = EagleDrafter(*graphs)
-    expected = output_tokens(speculative_decode(graphs[0], drafter, [RAGGED[0]], 2, sampling))
-    states = drafter.layer_states.states.clone()
-    assert output_tokens(decode(graphs[0], [RAGGED[0][:-1]], sampling))
-    assert torch.equal(drafter.layer_states.states, states)
-    assert (
-        output_tokens(speculative_decode(graphs[0], drafter, [RAGGED[0]], 2, sampling)) == expected
-    )
 
 
 def test_what_is_captured_never_waits_for_the_device(family_dirs, tmp_path):

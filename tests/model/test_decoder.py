@@ -1,58 +1,35 @@
-"""Modes are chosen by the device and the models, and caches of transformers roll back as the engine's do."""
+"""Modes are chosen by the device and the models; a broken checkpoint is not left to transformers."""
 
 import shutil
 
 import pytest
 import torch
+from builders import save_neox
 from errors import raises_option
-from transformers import OPTConfig, OPTForCausalLM
 
-from draftlab.model import modes, native_cpu
+from draftlab.model import modes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.fixture
-def opt_dir(tmp_path):
-    config = OPTConfig(
-        vocab_size=307,
-        hidden_size=32,
-        num_hidden_layers=1,
-        ffn_dim=64,
-        num_attention_heads=2,
-        word_embed_proj_dim=32,
-    )
-    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
-    return tmp_path / "opt"
-
-
 @pytest.mark.parametrize(
-    ("device", "dtype", "mode"), [(CUDA, torch.bfloat16, "graphs"), (CPU, torch.float16, "eager")]
+    ("asked", "device", "dtype", "names", "mode"),
+    [
+        ("auto", CUDA, torch.bfloat16, ["llama"], "graphs"),
+        ("auto", CPU, torch.float16, ["llama"], "eager"),
+        ("auto", CPU, torch.float32, ["llama", "qwen3"], "native"),
+        ("auto", CPU, torch.float32, ["llama", "neox"], "eager"),
+        ("auto", CUDA, torch.float32, ["llama", "neox"], "eager"),
+        ("eager", CUDA, torch.float32, [], "eager"),
+    ],
 )
-def test_auto_is_the_fastest_mode_that_runs(device, dtype, mode, family_dirs):
-    assert modes.resolve_mode("auto", device, dtype, [family_dirs["llama"]]) == mode
-
-
-@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_auto_is_native_on_a_cpu(family_dirs):
-    assert native_cpu.library()
-    assert (
-        modes.resolve_mode("auto", CPU, torch.float32, [family_dirs["llama"], family_dirs["qwen3"]])
-        == "native"
-    )
-
-
-@pytest.mark.parametrize("device", [CPU, CUDA])
-def test_auto_is_eager_if_one_model_needs_transformers(device, family_dirs, opt_dir, capsys):
-    assert (
-        modes.resolve_mode("auto", device, torch.float32, [family_dirs["llama"], opt_dir])
-        == "eager"
-    )
-    assert "eager" in capsys.readouterr().err
-
-
-def test_a_named_mode_is_not_changed():
-    assert modes.resolve_mode("eager", CUDA, torch.float32, []) == "eager"
+def test_auto_is_the_fastest_mode_that_runs_every_model(
+    asked, device, dtype, names, mode, family_dirs, tokenizer_dir, tmp_path
+):
+    if mode == "native" and shutil.which("c++") is None:
+        pytest.skip("needs a C++ compiler")
+    places = family_dirs | {"neox": save_neox(tmp_path / "neox", tokenizer_dir)}
+    assert modes.resolve_mode(asked, device, dtype, [places[name] for name in names]) == mode
 
 
 def test_graphs_need_cuda():

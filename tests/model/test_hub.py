@@ -134,11 +134,8 @@ def test_what_cannot_be_had_says_why_and_what_to_type(served, cache, name, words
     [
         "prune --source NAME --layers 2 --dry-run",
         "distill --draft NAME --target NAME --dry-run",
-        "distill --loss ce --draft NAME --data stdlib --seq-len 64 --out out --dry-run",
-        "outputs build --target NAME --dry-run",
         "outputs build --use replay --target NAME --prompt-file prompts.jsonl --dry-run",
         "score --draft NAME --target NAME --prompt-file prompts.jsonl --dry-run",
-        "profile NAME --dry-run",
         "profile --law NAME --dry-run",
         "search --source NAME --target NAME --layers 1 --dry-run",
         "design --source NAME --params 100k",

@@ -12,9 +12,7 @@ from errors import raises_option
 from safetensors.torch import load_file, save_file
 
 from draftlab.latency.cost_model import active_params, pass_bytes
-from draftlab.latency.roofline import devices, parse_profile
 from draftlab.model import checkpoint
-from draftlab.model.checkpoint import check_quantizer
 from draftlab.model.families import presets, shipped
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.size import read_size
@@ -62,10 +60,6 @@ def test_its_size_is_what_is_stored(pair):
     assert size.describe().startswith("fp8 llama, ")
 
 
-def test_it_computes_in_the_dtype_of_its_config(pair):
-    assert checkpoint.compute_dtype(pair[1], torch.device("cuda")) == torch.bfloat16
-
-
 def test_transformers_loads_it_with_all_weights_accounted_for(pair):
     """Without a GPU transformers makes bfloat16 of it."""
     ids = torch.arange(3, 19)[None]
@@ -87,19 +81,6 @@ def test_without_a_gpu_it_is_refused_in_one_line(method, family_dirs, tmp_path):
             read(tmp_path / "model")
 
 
-@pytest.mark.parametrize(
-    ("method", "library"), [("bitsandbytes", "bitsandbytes"), ("awq", "gptqmodel")]
-)
-def test_a_missing_library_is_named_before_anything_is_loaded(method, library, tmp_path):
-    try:
-        __import__(library)
-    except ImportError:
-        with raises_option("loaded", library):
-            check_quantizer(tmp_path, {"quantization_config": METHODS[method]})
-    else:
-        pytest.skip("it is there")
-
-
 def test_four_bits_of_a_65b_are_what_awq_stores():
     """Groups of 128 weights with 20 bits more; embedding and head in 16."""
     shape = presets(shipped("widths"))["llama-65b"]
@@ -107,19 +88,3 @@ def test_four_bits_of_a_65b_are_what_awq_stores():
     stored = pass_bytes(shape, "int4")
     assert stored == pytest.approx(matrices * 4.15625 / 8 + 2 * shape.vocab * shape.hidden)
     assert 33e9 < stored < 35e9
-
-
-def test_four_bits_fit_one_gpu_and_take_a_quarter_of_the_time():
-    assert "int4" in devices()["a100-80gb"].tflops
-    spec = {"widths": [1, 5], "batches": [1], "longest": 1024}
-    with raises_option("13"):
-        parse_profile("llama-65b@a100-80gb,graphs", **spec)
-    four = parse_profile("llama-65b@4xa100-80gb,graphs,int4", **spec)
-    sixteen = parse_profile("llama-65b@4xa100-80gb,graphs", **spec)
-    host = 80 * 0.050 + 2 * 80 * 0.0055  # of layers and all-reduces, in each
-    ratio = (four.forward[0].median_ms - host) / (sixteen.forward[0].median_ms - host)
-    assert 0.25 < ratio < 0.28
-    assert (
-        parse_profile("llama-65b@a100-80gb,graphs,int4", **spec).forward[0].median_ms
-        > four.forward[0].median_ms
-    )

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from head_texts import LAYERS, T, V, W, draft_ids, random_text
+from head_texts import LAYERS, T, V, W, draft_ids, random_text, random_weights
 from plain_eagle import VARIANTS
 from torch import Tensor
 from transformers import AutoConfig
@@ -19,11 +19,6 @@ core = pytest.importorskip("speculators.models.eagle3.core", reason="make peers 
 pytestmark = pytest.mark.slow
 
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def target(family_dirs) -> Path:
-    return family_dirs["llama"]
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +58,7 @@ def test_a_head_written_here_has_the_same_logits_there(target, tmp_path, text, v
         {"sliding_window": 8} if "sliding_window" in VARIANTS[variant] else {}
     )
     config = eagle.head_config(target, LAYERS, W, **fields)
-    generator = torch.Generator().manual_seed(2)
-    weights = {
-        name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
-    }
+    weights = random_weights(config.sizes())
     head = Head(config=config, weights=weights, ids=draft_ids(), embedding=None)
     eagle.write(tmp_path, head, "speculators", target=target, k=STEPS)
     loaded = core.Eagle3SpeculatorConfig.from_pretrained(tmp_path)

@@ -24,7 +24,6 @@ TEXT = "\n\n".join(PART.format(i) for i in range(200))  # 8 % of paragraphs are 
 BRIEF = "--steps 1 --batch-size 2 --training-dtype float32"
 TEACH = f"{BRIEF} --seq-len 32"
 TEACH_HEAD = "--steps 8 --batch-size 4 --seq-len 32 --training-dtype float32"
-WROTE = "--prompts 2 --prompt-tokens 16 --max-new-tokens 24"
 SCORE = "score --k 2 --repeats 1 --num-prompts 2 --prompt-tokens 16 --max-new-tokens 24"
 IMPORT = "draftlab import"
 UNPACKED = (

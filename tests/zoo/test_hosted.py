@@ -3,9 +3,7 @@
 import pytest
 import torch
 from errors import raises_option
-from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig
 
-from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.decoder import feed
 from draftlab.model.hf_decoder import HFDecoder
@@ -13,7 +11,6 @@ from draftlab.model.hf_decoder import HFDecoder
 from .build import build, small
 from .facts import zoo
 
-CPU = torch.device("cpu")
 HOSTED = ("gemma-3-1b-it", "gpt-oss-20b", "opt-125m", "bloom-560m", "gpt2", "phi-3-mini-4k")
 
 
@@ -49,19 +46,3 @@ def test_a_text_longer_than_the_model_reads_is_refused(name, hosted):
     assert model.context == small(zoo()[name]).context
     with raises_option("256"):
         model.new_cache(1, 257)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2),
-        Mamba2Config(
-            vocab_size=50, hidden_size=32, num_heads=8, head_dim=8, n_groups=1, num_hidden_layers=2
-        ),
-    ],
-    ids=["mamba", "mamba2"],
-)
-def test_a_model_without_attention_is_refused(config):
-    model = HFDecoder(AutoModelForCausalLM.from_config(config).eval())
-    with pytest.raises(UserError):
-        model.new_cache(1, 20)

@@ -22,14 +22,13 @@ from draftlab.commands.base import Outcome
 from draftlab.data import Batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs import build as building
 from draftlab.target_outputs import store
 from draftlab.target_outputs.batches import StoredBatches, open_stored
 from draftlab.target_outputs.build import ServerLog
-from draftlab.target_outputs.outputs import TEMPERATURES, StoredLogprobs, padded
+from draftlab.target_outputs.outputs import TEMPERATURES, padded
 from draftlab.target_outputs.store import read_manifest, read_store
 from draftlab.target_outputs.targets import LocalTarget, ServedTarget, verify
 from draftlab.training.loop import Loop
@@ -166,26 +165,6 @@ def above_zero(shard: dict[str, np.ndarray]) -> None:
     shard["rest_logprob"][0] = 0.5
 
 
-def impossible(shard: dict[str, np.ndarray]) -> None:
-    shard["top_logprobs"][0, -1] = -np.inf
-
-
-def an_empty_prompt(shard: dict[str, np.ndarray]) -> None:
-    shard["prompt_offsets"][1] = 0
-
-
-def another_dtype(shard: dict[str, np.ndarray]) -> None:
-    shard["top_logprobs"] = shard["top_logprobs"].astype(np.float32)
-
-
-def a_negative_number(shard: dict[str, np.ndarray]) -> None:
-    shard["number"][0] = -4
-
-
-def impossible_normalizers(shard: dict[str, np.ndarray]) -> None:
-    shard["normalizers"][0, 0] = 1e30
-
-
 def a_missing_array(shard: dict[str, np.ndarray]) -> None:
     del shard["token_logprob"]
 
@@ -195,12 +174,7 @@ def a_missing_array(shard: dict[str, np.ndarray]) -> None:
     [
         (beyond_the_vocabulary, "prompt_ids"),
         (above_zero, "rest_logprob"),
-        (impossible, "top_logprobs"),
-        (an_empty_prompt, "prompt_offsets"),
-        (another_dtype, "top_logprobs"),
         (a_missing_array, "token_logprob"),
-        (a_negative_number, "number"),
-        (impossible_normalizers, "normalizers"),
     ],
 )
 def test_arrays_that_no_target_has_given_are_refused_with_the_right_checksum(
@@ -216,9 +190,7 @@ def test_a_shifted_or_foreign_cache_is_found_without_the_target(change, made, tm
         StoredBatches(spoilt(made, tmp_path / "c", change), 4)
 
 
-@pytest.mark.parametrize(
-    "asked", [{"use": "replay"}, {"use": "replay", "temperature": 1.0}, {"top_logprobs": 4}]
-)
+@pytest.mark.parametrize("asked", [{"use": "replay"}, {"top_logprobs": 4}])
 def test_a_target_whose_logits_are_not_finite_stores_nothing(asked, family_dirs, text, tmp_path):
     shutil.copytree(family_dirs["llama"], tmp_path / "target")
     config = json.loads((tmp_path / "target" / "config.json").read_text())
@@ -278,19 +250,6 @@ def test_what_is_seen_is_the_targets_own_whatever_the_memory(
         )
         np.testing.assert_allclose(scored.logprobs, log_p.topk(8).values, atol=2e-2)
         np.testing.assert_allclose(scored.token, came, atol=2e-2)
-    prompts, sampling = (
-        [Prompt(row) for row in ids[:, :4].tolist()],
-        SamplingParams(max_tokens=17, temperature=1.0),
-    )
-    for output, prompt in zip(
-        LocalTarget(place, CPU).generate(prompts, range(5), sampling, 8), prompts, strict=True
-    ):
-        assert output.prompt.tolist() == prompt.ids
-        assert output.top is not None
-        assert output.logprobs is not None
-        assert len(output.ids) == len(output.top.token) == 17
-        # read as it was written
-        np.testing.assert_allclose(output.top.token, output.logprobs, atol=1e-3)
 
 
 def test_acceptance_from_few_tokens_is_a_lower_end_with_its_slack(made, family_dirs, tmp_path):
@@ -349,36 +308,6 @@ def test_a_cache_from_a_server_is_that_of_the_target(small, made, family_dirs, t
         StoredBatches(tmp_path / "c", 4, 0.8)
 
 
-def test_text_that_a_server_wrote_is_kept_with_what_it_thought(small, family_dirs, text, tmp_path):
-    settings: dict[str, Any] = {
-        "server": small.http.url,
-        "text": "target",
-        "num_sequences": 12,
-        "seq_len": 24,
-    }
-    build_store(family_dirs["llama"], text, tmp_path / "c", **settings)
-    found = read_store(tmp_path / "c")
-    eos = checkpoint.eos_token_ids(family_dirs["llama"])
-    assert found.manifest.sampling == SamplingParams(
-        max_tokens=21, temperature=1.0, stop_token_ids=eos
-    )
-    assert found.manifest.logprobs == "raw"
-    batch = padded(found.outputs, 24)
-    assert (batch.mask[:, :3] == 0).all()
-    for ids, mask in zip(batch.ids, batch.mask, strict=True):
-        ends = np.flatnonzero(np.isin(ids[4:], list(STOPS)))
-        last = 4 + ends[0] if len(ends) else 24
-        # the prompt and what follows eos do not count
-        assert np.array_equal(np.flatnonzero(mask), np.arange(3, last))
-    assert len(set(batch.mask.sum(1))) > 2
-    rescored = LocalTarget(family_dirs["llama"], CPU).score(batch, 8)
-    stored = StoredLogprobs.joined([o.top for o in found.outputs if o.top is not None])
-    assert np.array_equal(rescored.ids[:, 0], stored.ids[:, 0])
-    assert np.abs(rescored.token - stored.token).max() < 0.01
-    given = np.concatenate([o.logprobs for o in found.outputs if o.logprobs is not None])
-    assert np.abs(rescored.token - given).max() < 0.01
-
-
 def test_another_tokenizer_on_the_server_is_found(small):
     with pytest.raises(UserError):
         ServedTarget.connected(small, hub.locate("tiny"), None, 8)
@@ -388,8 +317,6 @@ def test_another_tokenizer_on_the_server_is_found(small):
     ("mode", "temperature", "fits"),
     [
         ("processed_logprobs", 0.7, False),
-        ("processed_logits", None, False),
-        ("processed_logprobs", 1.0, True),
         ("processed_logprobs", None, True),  # log-probabilities of given text are raw
     ],
 )
@@ -493,15 +420,10 @@ LINE = {
     "line",
     [
         "{",
-        "[1, 2]",
         {k: v for k, v in LINE.items() if k != "ids"},
-        LINE | {"ids": ["7", 8]},
         LINE | {"ids": [7]},
         LINE | {"top_ids": [[7, 7], [1, 8]]},
-        LINE | {"prompt_ids": []},
         LINE | {"prompt_ids": [307]},
-        LINE | {"top_ids": [[7, 999], [1, 8]]},
-        LINE | {"logprobs": [0.5, -2.0]},
         '{"prompt_ids":[0],"ids":[7],"top_ids":[[7]],"top_logprobs":[[NaN]],"logprobs":[-1]}',
         LINE | {"top_logprobs": [[-0.5, -0.5], [-0.4, -2.0]]},  # probabilities that sum to 1.213
         LINE | {"logprobs": [-0.5, -1.0]},  # the list says -2.0
@@ -512,21 +434,6 @@ def test_a_bad_line_of_traffic_is_named(line, tmp_path):
     file = traffic_file(tmp_path / "log.jsonl", [LINE, "", LINE, line, LINE])
     with raises_option("log.jsonl:4"):
         ServerLog.open(file, vocab=307, seq_len=16, top_logprobs=8)
-
-
-def test_traffic_without_two_lines_to_keep_is_refused(tmp_path):
-    def opened(lines: list) -> ServerLog:
-        return ServerLog.open(
-            traffic_file(tmp_path / "log.jsonl", lines), vocab=307, seq_len=3, top_logprobs=8
-        )
-
-    for lines in ([], [LINE]):
-        with pytest.raises(UserError):
-            opened(lines)
-    empty = {name: [] for name in LINE} | {"prompt_ids": [0]}
-    with pytest.raises(UserError):
-        opened([LINE | {"prompt_ids": [1] * 4}, empty])
-    assert len(opened([LINE, LINE | {"prompt_ids": [1] * 3}]).starts) == 2
 
 
 def test_lists_are_sorted_and_cut_to_what_every_line_has(tmp_path, family_dirs):
@@ -555,11 +462,8 @@ FEW: dict[str, Any] = {"num_sequences": 4, "seq_len": 12, "top_logprobs": 4}
 
 def test_the_commands_build_and_verify_from_a_server(space, small, tmp_path):
     url = small.http.url
-    # 48 of 6 k + 14 bytes
-    assert outputs.build(server=url, **FEW, dry_run=True).data["disk"] == "0.001824 MB"
     made = outputs.build(server=url, **FEW)
     assert (made.path, made.data["source"]) == (Path("runs/outputs-distill-llama"), "vllm 0.32.0")
-    assert made.data["top_logprobs"] == 4
     record = provenance.read_record(space / "runs" / "outputs-distill-llama")
     assert record is not None
     assert record.notes["server"] == {"kind": "vllm", "version": "0.32.0", "model": "small"}
@@ -577,19 +481,3 @@ def test_a_log_is_imported_with_a_tokenizer_alone(space, log, tokenizer_dir):
     open_stored(
         space / "runs" / "outputs-day", Path(workspace.load().target), batch_size=2, temperature=1.0
     )
-
-
-@pytest.mark.parametrize(
-    ("given", "option"),
-    [
-        ({"server": "http://127.0.0.1:1"}, "--server"),
-        ({"text": "target", "prompt_tokens": 300}, "--prompt-tokens"),
-        ({"prompt_file": Path("nope")}, "nope"),
-        ({"from_file": Path("nope")}, "nope"),
-        ({"top_logprobs": 0}, "--top-logprobs"),
-    ],
-)
-def test_mistakes_are_refused_before_anything_is_written(given, option, space):
-    with pytest.raises(UserError, match=option):
-        outputs.build(**given)
-    assert not (space / "runs").exists()

@@ -171,7 +171,7 @@ class Source:
 
 
 def check_cut(config: dict[str, object], have: Shape, shape: Shape) -> None:
-    """Check that transformers builds source and draft as the axis table describes.
+    """Check that transformers builds source and draft with the tensor sizes of model/shape.py.
 
     Raises:
         UserError: A tensor or a size differs. The message names it.

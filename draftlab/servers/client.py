@@ -90,7 +90,10 @@ class HttpClient:
         tries: int = TRIES,
         default: Answer = None,
     ) -> Answer:
-        """Return the JSON value of an answer. default: Value if the server has no such page; None raises instead."""
+        """Return the JSON value of an answer.
+
+        default: Value if the server lacks the page; with None this is an error.
+        """
         answer = self._send(method, path, body, tries)
         if default is not None and answer.status_code in MISSING:
             return default

@@ -303,7 +303,10 @@ class _Objective:
         return value, [x.alpha, torch.zeros_like(x.alpha), _tops(log_q, top)], gradient
 
     def _listed(self, log_q: Tensor, teacher: TopK) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return the same as _dense for k listed tokens and a bucket, whose tokens share its slope by their q."""
+        """Return what _dense returns, for k listed tokens and a bucket.
+
+        The bucket's slope is split over its tokens by their q.
+        """
         ids, q, listed = self._rows(teacher.ids), log_q.exp(), teacher.log_p
         if self.trimmed is not None:
             listed = torch.where(ids < len(self.trimmed.ids), listed, LOST)

@@ -240,7 +240,7 @@ class Measurement:
         )
 
     def _label(self, name: str, batch: int) -> str:
-        """Return the name of a result: the draft or drafter, plus @int8 for rounded weights, -bBATCH for several batches."""
+        """Return the name of a result: the draft or drafter, @int8 for rounded weights, -bBATCH for several batches."""
         comparison = self.comparison
         models = [*comparison.drafts, *(s.name for s in comparison.drafters if s.drafts)]
         rounded = "@int8" if comparison.engine.draft_int8 and name in models else ""

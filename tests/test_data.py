@@ -129,11 +129,6 @@ def test_bad_files_say_where(tmp_path, content, name, where):
         data.documents(str(tmp_path / name))
 
 
-def test_unknown_source_suggests_a_known_one():
-    with pytest.raises(UserError):
-        data.documents("stdlibs")
-
-
 def test_json_lines_are_read_with_any_text_column(tmp_path):
     rows = [{"question": "q"}, {"text": "t"}, {"prompt": "p", "text": "t2"}]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -195,15 +190,6 @@ def test_few_bad_rows_are_left_out_and_named(tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text("\n".join([*good[:50], "{oops", '{"prompt": ""}']))
     with raises_option("x.jsonl:51"):
         list(rows_of(tmp_path / "x.jsonl", prompt_of))
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"prompt": "q", "completion": None}, {"prompt": 3, "completion": "a"}]
-)
-def test_a_completion_that_is_no_text_is_refused(wrong, tmp_path):
-    (tmp_path / "x.jsonl").write_text(json.dumps(wrong) + "\n")
-    with raises_option("x.jsonl:1"):
-        data.documents(str(tmp_path / "x.jsonl"))
 
 
 def dynamic(rows: int = 8) -> DynamicBatches:

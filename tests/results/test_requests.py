@@ -1,6 +1,5 @@
 """Speed-ups are of whole requests, over the fastest plain decoding; TPOT and TTFT stand next to them."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -223,8 +222,3 @@ def test_identical_follows_from_the_equal_texts():
     assert "75.0%" in rendered(board(lossy), 120)
     assert "75.0%" in markdown([lossy])
     assert "75.0%" not in rendered(board(score()), 120)
-
-
-def test_a_score_of_requests_survives_its_file():
-    one = drafted("d", 0.75, {4: 0.25}, other_plain={"int8": arm(0.4, 0.6)})
-    assert Score.model_validate(json.loads(one.model_dump_json())) == one

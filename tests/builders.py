@@ -30,7 +30,8 @@ from transformers import (
 )
 
 from draftlab.data import Batch, HeldOut
-from draftlab.engine.generate import Draft, Drafter
+from draftlab.engine.generate import Draft, Drafter, Step
+from draftlab.results.decoding import Generation
 from draftlab.sampling import SamplingParams
 from draftlab.training import run
 from draftlab.training.loop import Batches, Loop
@@ -92,8 +93,11 @@ TOKENIZER_TEXT = [
 ]
 
 
-def build(family: str, seed: int = 0, **changes: int) -> PreTrainedModel:
-    """A random model in which norms and biases matter too, at logits wide enough to have clear winners."""
+def build(family: str, seed: int = 0, noise: float = 0.0, **changes: int) -> PreTrainedModel:
+    """A random model in which norms and biases matter too, at logits wide enough to have clear winners.
+
+    noise: Standard deviations of each weight that are added, so that the model of a seed agrees now and then.
+    """
     torch.manual_seed(seed)
     before = dict(SIZES)
     SIZES.update(changes)
@@ -104,6 +108,8 @@ def build(family: str, seed: int = 0, **changes: int) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.08))
+        for parameter in model.parameters() if noise else ():
+            parameter.add_(torch.randn_like(parameter) * noise * parameter.std())
     return model.eval()
 
 
@@ -171,6 +177,16 @@ def training_killed_at(step: int) -> Iterator[None]:
         patch.setattr(run, "train", killed)
         with pytest.raises(KeyboardInterrupt):
             yield
+
+
+def generation_of(steps: Iterable[Step], prompt: int = 0) -> Generation:
+    """Return the steps of one row as a score counts them, each phase after the prefill in a second."""
+    prefill, *decoded = steps
+    return Generation(
+        prompt=prompt, tokens=len(prefill.tokens) + sum(len(s.tokens) for s in decoded),
+        drafted=[s.drafted for s in decoded], accepted=[s.accepted for s in decoded],
+        emitted=[len(s.tokens) for s in decoded], prefill_seconds=1, draft_seconds=0, verify_seconds=1, host_seconds=0,
+    )  # fmt: skip
 
 
 def recording(drafter: type[Drafter], *arguments: Any) -> Any:

@@ -97,6 +97,22 @@ class Observed:
         return answer
 
 
+def vllm_page(
+    path: str, body: Any, tokenizer: PreTrainedTokenizerBase, grown: dict[str, float]
+) -> tuple[int, Any] | None:
+    """Answer all but completions as vLLM does. grown: Its speculative counters."""
+    if path == "/metrics":
+        series = (f"vllm:spec_decode_{name} {value}\n" for name, value in grown.items())
+        return 200, "".join(series)
+    if path == "/v1/models":
+        return 200, {"data": [{"id": "small", "owned_by": "vllm", "max_model_len": 128}]}
+    if path == "/version":
+        return 200, {"version": "0.32.0"}
+    if path == "/tokenize":
+        return 200, {"tokens": tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
+    return None
+
+
 @dataclass(frozen=True)
 class SmallVLLM:
     """vLLM's answers, in the form that was recorded, from a transformers model in fp32. Text ends with one of stops.
@@ -107,26 +123,13 @@ class SmallVLLM:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     stops: frozenset[int]
-    longest: int = 128
     draft: PreTrainedModel | None = None
     k: int = 3
     grown: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        if path == "/metrics":
-            return 200, "".join(
-                f"vllm:spec_decode_{name} {value}\n" for name, value in self.grown.items()
-            )
-        if path == "/v1/models":
-            return 200, {
-                "data": [{"id": "small", "owned_by": "vllm", "max_model_len": self.longest}]
-            }
-        if path == "/version":
-            return 200, {"version": "0.32.0"}
-        if path == "/tokenize":
-            return 200, {
-                "tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
-            }
+        if page := vllm_page(path, body, self.tokenizer, self.grown):
+            return page
         if isinstance(body["prompt"][0], list):
             return 200, {"choices": [self._of_batch(body, *body["prompt"])]}
         return 200, {
@@ -233,22 +236,15 @@ class PacedVLLM:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        if path == "/metrics":
-            return 200, "".join(
-                f"vllm:spec_decode_{name}_total {value}\n" for name, value in self.grown.items()
-            )
-        if path == "/v1/models":
-            return 200, {"data": [{"id": "small", "owned_by": "vllm", "max_model_len": 128}]}
-        if path == "/version":
-            return 200, {"version": "0.32.0"}
-        if path == "/tokenize":
-            return 200, {
-                "tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
-            }
+        if page := vllm_page(path, body, self.tokenizer, self.grown):
+            return page
         steps = body["max_tokens"] - 1
         time.sleep(steps * self.step_seconds)
         with self.lock:
-            for name, value in (("num_drafts", steps), ("num_draft_tokens", steps * self.k)):
+            for name, value in (
+                ("num_drafts_total", steps),
+                ("num_draft_tokens_total", steps * self.k),
+            ):
                 if self.k:
                     self.grown[name] = self.grown.get(name, 0.0) + value
         return 200, {

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,29 +45,21 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of a head
 }
 
 
+@dataclass
 class PlainHead:
-    def __init__(
-        self,
-        sizes: dict,
-        weights: dict[str, Tensor],
-        ids: Tensor,
-        embedding: Tensor,
-        residual: bool,
-        norm_output: bool = False,
-        window: int | None = None,
-    ) -> None:
-        """sizes: of a LlamaConfig. weights: with the layer's names behind the dot. residual: norm_before_residual.
+    """A head on [T, A E] states of a target, in the order of the description.
 
-        The norms before fc and of queries and keys are there if their weights are.
-        """
-        self.sizes, self.weights, self.ids, self.embedding, self.residual = (
-            sizes,
-            weights,
-            ids,
-            embedding,
-            residual,
-        )
-        self.norm_output, self.window = norm_output, window
+    sizes: Fields of a LlamaConfig. weights: The layer's names without their prefix. The norms before fc and of queries
+    and keys are there if their weights are. residual: norm_before_residual.
+    """
+
+    sizes: dict[str, Any]
+    weights: dict[str, Tensor]
+    ids: Tensor
+    embedding: Tensor
+    residual: bool
+    norm_output: bool = False
+    window: int | None = None
 
     @classmethod
     def of(cls, folder: Path, embedding: Tensor) -> "PlainHead":

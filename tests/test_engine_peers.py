@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from builders import build
 
-from benchmarks.peers import OURS, Answer, Arm, Job, _ours, _theirs, arms_of, result
+from benchmarks.peers import OURS, Answer, Arm, Job, _ours, _theirs, result
 from draftlab.model import hub
 
 TEXT = list(range(11))
@@ -82,11 +82,3 @@ def test_the_lead_is_over_the_fastest_peer_at_equal_bits():
     assert leads[16]["peer"] == leads[8]["peer"] == "llama.cpp"
     assert leads[16]["over"]["value"] == pytest.approx(1.5)
     assert leads[8]["over"]["value"] == pytest.approx(1.1)
-
-
-def test_llama_cpp_has_its_own_lengths_of_n_grams_too():
-    ks = {"plain": [0], "draft": [1, 2], "ngram": [2, 5]}
-    arms = list(arms_of([OURS, "llama.cpp", "vllm"], ks, "bfloat16"))
-    assert sum(each.way == "ngram" and each.engine == "llama.cpp" for each in arms) == 2 * 3
-    assert sum(each.way == "ngram" and each.engine == OURS for each in arms) == 2 * 2
-    assert {each.precision for each in arms if each.engine == "llama.cpp"} == {"bfloat16", "Q8_0"}

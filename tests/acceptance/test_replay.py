@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from builders import build
+from builders import build, generation_of
 from errors import raises_option
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,12 +16,12 @@ from draftlab.acceptance import expected, token_logprobs
 from draftlab.acceptance.expected import chain, texts_of, tokens_per_pass, visits
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.engine.batch_generate import Batching, generate_batch
-from draftlab.engine.generate import ModelDrafter, Step, decode, speculative_decode
+from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.engine.verify import distribution, verify
 from draftlab.intervals import ratio_intervals
 from draftlab.model import hf_decoder
 from draftlab.model.llama import Llama, load
-from draftlab.results.decoding import Generation, count_acceptance
+from draftlab.results.decoding import count_acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.training import evaluate
 
@@ -105,19 +105,6 @@ def test_texts_do_not_touch_each_other(rows, k):
                 getattr(together, name)[i], getattr(alone, name)[0], err_msg=name
             )
         np.testing.assert_allclose(alone.passes, visits(text, k).sum())
-
-
-@given(st.lists(chance_lists, min_size=1, max_size=4), st.integers(1, 6))
-@settings(max_examples=40, deadline=None)
-def test_self_checks_of_the_metrics_hold(rows, k):
-    counts = chain(texts_of([np.array(row) for row in rows]), k)
-    found = counts.acceptance()
-    assert 1 <= found.mean_acceptance_length <= k + 1 + 1e-9
-    assert found.mean_acceptance_length == pytest.approx(1 + sum(found.per_position_acceptance))
-    assert sum(found.acceptance_histogram) == pytest.approx(found.num_spec_steps)
-    emitted = found.num_accepted_draft_tokens + counts.passes.sum() - found.n_truncated_steps
-    assert emitted == pytest.approx(counts.tokens.sum())
-    assert found.num_accepted_draft_tokens == pytest.approx(float((counts.reached[:, 1:]).sum()))
 
 
 # sampling: exact enumeration over a small vocabulary
@@ -212,8 +199,7 @@ def match(p: float, q: float) -> float:
     return q
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "k"), [(0, 1), (0, 3), (1, 2)])
 def test_replay_over_all_texts_is_leviathan_speculation_enumerated(seed, k):
     p, q = table(seed, 3), table(seed + 100, 3)
     live = passes_by_leviathan(p, q, (), 4, k)
@@ -222,7 +208,7 @@ def test_replay_over_all_texts_is_leviathan_speculation_enumerated(seed, k):
     assert abs(passes_by_replay(p, q, 4, k, match) - live) > 0.01
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("k", [1, 3])
 def test_replay_over_all_texts_is_sampler_match_enumerated(k):
     p, q = table(3, 3), table(103, 3)
     live = passes_by_match(p, q, (), 4, k)
@@ -283,7 +269,7 @@ def simulate(
     return np.array(text), passes
 
 
-@pytest.mark.parametrize("k", [1, 3, 5, 8])
+@pytest.mark.parametrize("k", [1, 5])
 def test_replay_is_simulated_speculation_where_the_usual_formulas_are_not(k):
     p, q = markov_pair()
     rng = np.random.default_rng(k)
@@ -349,10 +335,6 @@ def pair(tmp_path_factory) -> tuple[Llama, Llama]:
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250], [0, 90, 91, 92, 93, 94, 95, 7]]
 
 
-def tokens_of(steps: list[Step]) -> list[int]:
-    return [t for step in steps for t in step.tokens]
-
-
 def greedy_chances(pair: tuple[Llama, Llama], texts: list[list[int]]) -> list[np.ndarray]:
     """Of every token after the first, which comes with the prefill."""
     given = [(np.array(p), np.array(t)) for p, t in zip(PROMPTS, texts, strict=True)]
@@ -365,34 +347,26 @@ def greedy_chances(pair: tuple[Llama, Llama], texts: list[list[int]]) -> list[np
 def test_greedy_replay_is_live_speculation_step_by_step(pair):
     target, draft = pair
     sampling = SamplingParams(max_tokens=90)
-    texts = [tokens_of(list(decode(target, [prompt], sampling))) for prompt in PROMPTS]
+    texts = [output_tokens(decode(target, [prompt], sampling))[0] for prompt in PROMPTS]
     kept = greedy_chances(pair, texts)
     assert 0.3 < np.concatenate(kept).mean() < 0.95
     for k in KS:
         generations = []
         for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
             steps = list(speculative_decode(target, ModelDrafter(draft), [prompt], k, sampling))
-            assert tokens_of(steps) == text
+            assert output_tokens(steps)[0] == text
             starts = np.flatnonzero(visits(kept[number], k))
             emitted = np.diff(np.append(starts, len(text) - 1))
             assert [len(s.tokens) for s in steps[1:]] == emitted.tolist()
             assert [s.accepted for s in steps[1:]] == (emitted - 1).tolist()
-            generations.append(of_steps(number, steps))
+            generations.append(generation_of(steps, number))
         assert chain(texts_of(kept), k).acceptance() == count_acceptance(generations, k)
-
-
-def of_steps(prompt: int, steps: list[Step]) -> Generation:
-    return Generation(
-        prompt=prompt, tokens=sum(len(s.tokens) for s in steps), drafted=[s.drafted for s in steps[1:]],
-        accepted=[s.accepted for s in steps[1:]], emitted=[len(s.tokens) for s in steps[1:]],
-        prefill_seconds=0.0, draft_seconds=0.0, verify_seconds=0.0, host_seconds=0.0,
-    )  # fmt: skip
 
 
 def test_greedy_replay_is_live_speculation_where_text_ends_early(pair):
     """An end-of-text token anywhere in a block: live steps count what they accepted up to it, the first of several."""
     target, draft = pair
-    whole = tokens_of(list(decode(target, [PROMPTS[0]], SamplingParams(max_tokens=40))))
+    whole = output_tokens(decode(target, [PROMPTS[0]], SamplingParams(max_tokens=40)))[0]
     for at in (1, 7, 16, 29):
         if whole[at] in whole[:at]:
             continue
@@ -406,7 +380,7 @@ def test_greedy_replay_is_live_speculation_where_text_ends_early(pair):
         )[1:]
         for k in KS:
             steps = list(speculative_decode(target, ModelDrafter(draft), [PROMPTS[0]], k, sampling))
-            live, found = of_steps(0, steps), chain(texts_of([kept], np.array([39])), k)
+            live, found = generation_of(steps), chain(texts_of([kept], np.array([39])), k)
             assert (found.passes[0], found.tokens[0]) == (len(live.drafted), live.tokens - 1)
             assert found.drafted[0] == sum(live.drafted)
             assert found.accepted[0] == sum(live.accepted)
@@ -476,7 +450,7 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
                     pair[0], engine, [prompt.tolist()], k, SamplingParams(max_tokens=24)
                 )
             )
-            assert tokens_of(steps) == row[1].tolist()
+            assert output_tokens(steps)[0] == row[1].tolist()
             assert visits(chance, k).sum() == len(steps) - 1  # the prefill emits the first token
 
 

@@ -157,14 +157,6 @@ def test_with_ready_drafts_nothing_is_trained_unless_it_is_asked_for(family_dirs
         find_prompts(fewer, None, None, target, [1])
 
 
-def test_a_ready_draft_may_have_the_name_of_a_kind(family_dirs, tmp_path):
-    named = shutil.copytree(family_dirs["llama"], tmp_path / "draft")
-    ready = ready_drafts([str(named)], family_dirs["llama"], weights=True)
-    plan = planned(family_dirs["llama"], tmp_path, ready=ready, trains=False)
-    assert plan.ready == ["draft"]
-    assert "draft" in plan.left_out  # the kind, which is not trained
-
-
 def test_a_ready_draft_with_other_words_is_refused(family_dirs, tmp_path):
     train_tokenizer(
         ["other words entirely " * 50],
@@ -196,11 +188,9 @@ def test_prompts_are_parted_without_overlap_and_always_alike(family_dirs, tmp_pa
     ("settings", "option"),
     [
         ({"prompt_file": 90}, "--prompts: "),
-        ({}, "--prompts: "),
         ({"data": "stdlib", "prompt_file": 96}, "--data: "),
         ({"prompt_file": 96, "verify_with": "vllm"}, "--verify-with: "),
         ({"prompt_file": 96, "server": "transformers", "streams": "1,4"}, "--streams: "),
-        ({"prompt_file": 96, "out": "a,b"}, "--out a,b"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_by_its_option(

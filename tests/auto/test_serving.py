@@ -17,7 +17,7 @@ from draftlab.model.size import read_size
 from draftlab.searching.plan import Request, served_by
 from draftlab.searching.prompts import PromptSplit
 from draftlab.searching.schedule import StepRunner
-from draftlab.searching.verdict import Arm, serve, unverified
+from draftlab.searching.verdict import Arm, serve
 
 SERVERS = ["vllm", "sglang", "llama.cpp", "transformers"]
 
@@ -107,7 +107,6 @@ def test_drafts_are_chosen_by_the_rule_that_the_script_for_vllm_sets(space, fami
     ("ks", "server", "ranges"),
     [
         ({1: 3, 4: 2, 16: 0}, "vllm", "[[1, 3, 3], [4, 15, 2], [16, 16, 0]]"),
-        ({2: 3, 4: 3, 8: 1}, "vllm", "[[1, 7, 3], [8, 8, 1]]"),
         ({1: 3, 4: 3}, "vllm", None),
         ({1: 0, 4: 3}, "vllm", None),
         ({1: 3, 4: 2}, "sglang", None),
@@ -123,14 +122,6 @@ def test_k_by_streams_is_in_vllms_script_where_it_differs_and_the_draft_pays_fro
     assert re.search(r"^# K = 3\b", text, re.M)
 
 
-def test_what_is_not_verified_is_said(family_dirs):
-    target = family_dirs["llama"]
-    assert unverified(request_of(target)) == []
-    assert "sglang" in unverified(request_of(target, "sglang"))[0]
-    assert "--verify-with" in unverified(request_of(target, "vllm"))[0]
-    assert unverified(request_of(target, "vllm", Path("/bin/false"))) == []
-
-
 def test_a_server_that_does_not_start_costs_the_verification_only(space, family_dirs):
     chosen = Arm(kind="draft", draft=Path("draft"))
     settings = {"server": "vllm", "program": Path("/bin/false")}
@@ -138,13 +129,3 @@ def test_a_server_that_does_not_start_costs_the_verification_only(space, family_
     assert Path(command.split()[1]).is_file()
     assert len(notes) == 1
     assert served(family_dirs["llama"], chosen, **settings)[0] == command
-
-
-def test_draftlabs_own_engine_gets_a_command(space, family_dirs):
-    target = family_dirs["llama"]
-    typed = f"draftlab score --target {target} --drafter %s --k 3 --prompt-file out/prompts/measure.jsonl"
-    lookup, _ = served(target, Arm(kind="prompt-lookup", drafter=PromptLookupSpec.of()))
-    assert lookup == typed % "prompt-lookup"
-    command, _ = served(target, Arm(kind="draft", draft=Path("draft")))
-    assert command == typed % "model:draft=out/export"
-    assert Path("out/export/config.json").is_file()

@@ -7,8 +7,7 @@ import pytest
 from draftlab.config.kinds import parse_drafter
 from draftlab.drafters.fallback import FallbackSpec
 from draftlab.intervals import Interval
-from draftlab.searching.plan import LABELS
-from draftlab.searching.verdict import Arm, Verdict, judged
+from draftlab.searching.verdict import Arm, judged
 
 
 def gain(value: float, half: float = 0.05) -> Interval:
@@ -30,37 +29,6 @@ def test_a_draft_is_advised_where_it_gains(speedups, use):
     assert judged(speedups)[0] == use
 
 
-def test_no_draft_is_a_verdict_with_its_reason_and_what_would_change_it():
-    verdict = Verdict(
-        target="tiny", use=False, speedups={1: gain(0.8)},
-        precision="target int8, draft int8",
-        reason="too slow", plain_tokens_per_second=100,
-        would_change=["a cheaper draft"], ranking=[], training=None,
-        left_out={"eagle": "too few minutes", "fallback-eagle": "too few minutes"}, planned_minutes=10, minutes=9,
-    )  # fmt: skip
-    text = "\n".join(verdict.lines())
-    for part in (
-        verdict.reason,
-        gain(0.8).as_speedup(),
-        verdict.precision,
-        *verdict.would_change,
-        LABELS["fallback-eagle"],
-    ):
-        assert part in text
-
-
-def test_a_verdict_from_scores_in_doubt_says_that_nobody_can_tell():
-    settings = {
-        "target": "tiny", "use": True, "choice": "prompt lookup", "k": 3, "speedups": {1: gain(1.5)},
-        "reason": "a gain", "plain_tokens_per_second": 100, "ranking": [],
-        "training": None, "left_out": {}, "planned_minutes": 10, "minutes": 9,
-    }  # fmt: skip
-    assert Verdict(**settings).lines()[0] == "Use prompt lookup with K = 3: a gain."
-    doubtful = Verdict(**settings, doubt="12 of 40 steps stalled")
-    assert doubtful.lines()[0].startswith("Cannot tell, because 12 of 40 steps stalled")
-    assert doubtful.model_dump(mode="json")["doubt"] == "12 of 40 steps stalled"
-
-
 def test_candidates_have_the_names_of_their_scores():
     assert Arm(kind="draft", draft=Path("runs/a/2x64-1")).name == "2x64-1"
     drafter = FallbackSpec.of(draft="runs/a/2x64", draft_tokens=2)
@@ -70,12 +38,3 @@ def test_candidates_have_the_names_of_their_scores():
         == drafter.name
         == parse_drafter(drafter.text).name
     )
-    assert (
-        Arm(kind="fallback", drafter=drafter, shape="2x64").label
-        == "prompt lookup followed by draft model 2x64"
-    )
-
-
-def test_every_kind_of_candidate_has_words():
-    labels = {Arm(kind=kind, draft=Path("a"), shape="2x64").label for kind in LABELS}
-    assert len(labels) == len(LABELS)

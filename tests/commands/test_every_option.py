@@ -37,18 +37,34 @@ class World:
     """What the cases work on: directories of small models, text, and outputs of earlier cases."""
 
     root: Path
-    source: Path
-    draft: Path
-    text: Path
+    source: str
+    draft: str
+    text: str
     server: str  # runs source
     drafting_server: str  # runs source with draft
     paced: str  # takes a known time for every step
     paced_drafting: str
 
+    @property
+    def cut(self) -> dict[str, Any]:
+        return {"source": self.source, "data": self.text}
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        return {"target": self.source, "data": self.text}
+
+    @property
+    def pair(self) -> dict[str, Any]:
+        return {"draft": self.draft, "target": self.source}
+
 
 Settings = dict[str, Any]
 CASES: dict[tuple[str, str], Callable[[World], Settings]] = {}
 TINY_CUT: Settings = {"layers": 2, "width": 48, "ffn": 40, "seq_len": 16}
+
+
+def without(settings: Settings, *names: str) -> Settings:
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 def case(
@@ -61,36 +77,28 @@ def case(
     return register
 
 
-@case("prune", "importance")
-def _(w: World) -> Settings:
-    return TINY_CUT | {"source": str(w.source), "data": str(w.text), "calibration_tokens": 64}
+CASES["prune", "importance"] = lambda w: TINY_CUT | {**w.cut, "calibration_tokens": 64}
 
 
-@case("prune", "random")
-def _(w: World) -> Settings:
-    return TINY_CUT | {
-        "source": str(w.source),
-        "data": str(w.text),
-        "method": "random",
-        "calibration_tokens": 64,
-    }
+CASES["prune", "random"] = lambda w: (
+    TINY_CUT | {**w.cut, "method": "random", "calibration_tokens": 64}
+)
 
 
-@case("prune", "first, nothing refitted")
-def _(w: World) -> Settings:
-    off = {"refit": "none", "method": "first"}
-    return TINY_CUT | off | {"source": str(w.source), "data": str(w.text)}
+CASES["prune", "first, nothing refitted"] = lambda w: (
+    TINY_CUT | {"refit": "none", "method": "first"} | w.cut
+)
 
 
-@case("prune", "head trimmed to the target's answers")
-def _(w: World) -> Settings:
-    stored = CASES["replay", "chains"](w)["directory"]
-    return TINY_CUT | {
-        "source": str(w.source),
+CASES["prune", "head trimmed to the target's answers"] = lambda w: (
+    TINY_CUT
+    | {
+        "source": w.source,
         "vocab": "200",
-        "outputs": stored,
+        "outputs": CASES["replay", "chains"](w)["directory"],
         "calibration_tokens": 64,
     }
+)
 
 
 MASKS: Settings = TINY_CUT | {
@@ -101,14 +109,10 @@ MASKS: Settings = TINY_CUT | {
 }
 
 
-@case("prune", "masks, frozen")
-def _(w: World) -> Settings:
-    return MASKS | {"source": str(w.source), "data": str(w.text)}
+CASES["prune", "masks, frozen"] = lambda w: MASKS | w.cut
 
 
-@case("prune", "masks, full")
-def _(w: World) -> Settings:
-    return CASES["prune", "masks, frozen"](w) | {"lr": 1e-4}
+CASES["prune", "masks, full"] = lambda w: CASES["prune", "masks, frozen"](w) | {"lr": 1e-4}
 
 
 def other_words(w: World) -> str:
@@ -120,41 +124,33 @@ def other_words(w: World) -> str:
     return str(folder)
 
 
-@case("export", "vllm, another vocabulary")
-def _(w: World) -> Settings:
-    return {
-        "draft": str(w.draft),
-        "target": other_words(w),
-        "to": "vllm",
-        "use_heterogeneous_vocab": True,
-    }
+CASES["export", "vllm, another vocabulary"] = lambda w: {
+    "draft": w.draft,
+    "target": other_words(w),
+    "to": "vllm",
+    "use_heterogeneous_vocab": True,
+}
 
 
-@case("design", "parameters")
-def _(w: World) -> Settings:
-    return {"source": "tiny", "params": "4m", "layers": "2,4"}
+CASES["design", "parameters"] = lambda w: {"source": "tiny", "params": "4m", "layers": "2,4"}
 
 
 FEW: Settings = {"steps": 2, "batch_size": 2, "seq_len": 24, "save_steps": 1}
 
 
 def distilling(w: World, **more: Any) -> Settings:
-    return FEW | {"draft": str(w.draft), "target": str(w.source), "data": str(w.text)} | more
+    return FEW | {**w.pair, "data": w.text} | more
 
 
-@case("distill", "data")
-def _(w: World) -> Settings:
-    return distilling(w)
+CASES["distill", "data"] = lambda w: distilling(w)
 
 
-@case("distill", "text of both models")
-def _(w: World) -> Settings:
-    return distilling(w, text="target=0.5,draft=0.5", prompt_tokens=8)
+CASES["distill", "text of both models"] = lambda w: distilling(
+    w, text="target=0.5,draft=0.5", prompt_tokens=8
+)
 
 
-@case("distill", "trimmed head")
-def _(w: World) -> Settings:
-    return distilling(w, vocab="200")
+CASES["distill", "trimmed head"] = lambda w: distilling(w, vocab="200")
 
 
 @case("distill", "answers to prompts")
@@ -163,8 +159,8 @@ def _(w: World) -> Settings:
     Path("prompts.jsonl").write_text(
         "".join(json.dumps({"prompt": f"def parse{i}(line):"}) + "\n" for i in range(12))
     )
-    few = {name: value for name, value in FEW.items() if name != "seq_len"}
-    return few | settings | {"draft": str(w.draft), "text": "target", "max_new_tokens": 6}
+    few = without(FEW, "seq_len")
+    return few | settings | {"draft": w.draft, "text": "target", "max_new_tokens": 6}
 
 
 def talks(w: World) -> Settings:
@@ -177,45 +173,40 @@ def talks(w: World) -> Settings:
     return {"target": chat(w)["target"], "data": "chat.jsonl", "seq_len": 48}
 
 
-@case("distill", "conversations")
-def _(w: World) -> Settings:
-    return FEW | {"loss": "ce", "draft": talks(w)["target"], "data": "chat.jsonl", "seq_len": 48}
+CASES["distill", "conversations"] = lambda w: (
+    FEW | {"loss": "ce", "draft": talks(w)["target"], "data": "chat.jsonl", "seq_len": 48}
+)
 
 
-@case("outputs build", "conversations")
-def _(w: World) -> Settings:
-    return talks(w) | {"num_sequences": 4, "top_logprobs": 4}
+CASES["outputs build", "conversations"] = lambda w: (
+    talks(w) | {"num_sequences": 4, "top_logprobs": 4}
+)
 
 
-@case("distill", "cross-entropy")
-def _(w: World) -> Settings:
-    return FEW | {"draft": str(w.draft), "data": str(w.text), "loss": "ce"}
+CASES["distill", "cross-entropy"] = lambda w: FEW | {"draft": w.draft, "data": w.text, "loss": "ce"}
 
 
-@case("distill", "in parallel")
-def _(w: World) -> Settings:
-    return distilling(w, student="parallel:tokens=3")
+CASES["distill", "in parallel"] = lambda w: distilling(w, student="parallel:tokens=3")
 
 
-@case("distill", "a head, text of the target")
-def _(w: World) -> Settings:
-    few = FEW | {"student": "eagle:ttt_steps=2,layer_ids=1+2", "text": "target", "prompt_tokens": 8}
-    return few | {"target": str(w.source), "data": str(w.text)}
+CASES["distill", "a head, text of the target"] = lambda w: (
+    FEW
+    | {"student": "eagle:ttt_steps=2,layer_ids=1+2", "text": "target", "prompt_tokens": 8}
+    | w.asked
+)
 
 
 @case("distill", "a head, stored outputs")
 def _(w: World) -> Settings:
     COMMANDS["outputs build"](**CASES["outputs build", "replay"](w), out=Path("told"))
     few = FEW | {"student": "eagle:ttt_steps=2,layer_ids=1+2", "seq_len": 64}
-    return few | {"target": str(w.source), "outputs": Path("told")}
+    return few | {"target": w.source, "outputs": Path("told")}
 
 
-@case("distill", "a head to train on")
-def _(w: World) -> Settings:
-    return CASES["distill", "a head, stored outputs"](w) | {
-        "student": "eagle:ttt_steps=2",
-        "draft": str(head(w)),
-    }
+CASES["distill", "a head to train on"] = lambda w: (
+    CASES["distill", "a head, stored outputs"](w)
+    | {"student": "eagle:ttt_steps=2", "draft": str(head(w))}
+)
 
 
 def head(w: World) -> Path:
@@ -224,9 +215,12 @@ def head(w: World) -> Path:
     return Path("head")
 
 
-@case("replay", "an EAGLE-3 head")
-def _(w: World) -> Settings:
-    return {"draft": [str(head(w))], "directory": Path("told"), "target": str(w.source), "k": "1,2"}
+CASES["replay", "an EAGLE-3 head"] = lambda w: {
+    "draft": [str(head(w))],
+    "directory": Path("told"),
+    "target": w.source,
+    "k": "1,2",
+}
 
 
 @case("replay", "a drafter")
@@ -235,24 +229,18 @@ def _(w: World) -> Settings:
     return {"drafter": [f"model:draft={w.draft}"], "directory": Path("told"), "k": "1,2"}
 
 
-@case("profile", "an EAGLE-3 head")
-def _(w: World) -> Settings:
-    return CASES["profile", "native"](w) | {"models": [str(w.source), str(head(w))]}
+CASES["profile", "an EAGLE-3 head"] = lambda w: (
+    CASES["profile", "native"](w) | {"models": [w.source, str(head(w))]}
+)
 
 
-@case("check", "run")
-def _(w: World) -> Settings:
-    return {"draft": str(w.draft), "target": str(w.source), "data": str(w.text)}
+CASES["check", "run"] = lambda w: {**w.pair, "data": w.text}
 
 
-@case("check", "conversations")
-def _(w: World) -> Settings:
-    return {"draft": str(w.draft)} | chat(w)
+CASES["check", "conversations"] = lambda w: {"draft": w.draft} | chat(w)
 
 
-@case("check", "files only")
-def _(w: World) -> Settings:
-    return {"draft": str(w.draft), "target": str(w.source), "files_only": True}
+CASES["check", "files only"] = lambda w: {**w.pair, "files_only": True}
 
 
 def trained_head(w: World) -> str:
@@ -266,42 +254,36 @@ def trained_head(w: World) -> str:
     return str(folder)
 
 
-@case("check", "EAGLE-3 head")
-def _(w: World) -> Settings:
-    return {"draft": trained_head(w), "target": str(w.source), "data": str(w.text)}
+CASES["check", "EAGLE-3 head"] = lambda w: {"draft": trained_head(w), **w.asked}
 
 
-@case("export", "EAGLE-3 head")
-def _(w: World) -> Settings:
-    return {"draft": trained_head(w), "target": str(w.source), "to": "vllm", "k": 2}
+CASES["export", "EAGLE-3 head"] = lambda w: {
+    "draft": trained_head(w),
+    "target": w.source,
+    "to": "vllm",
+    "k": 2,
+}
 
 
-@case("export", "EAGLE-3 head, GGUF")
-def _(w: World) -> Settings:
-    return {"draft": trained_head(w), "target": str(w.source), "to": "llama.cpp"}
+CASES["export", "EAGLE-3 head, GGUF"] = lambda w: {
+    "draft": trained_head(w),
+    "target": w.source,
+    "to": "llama.cpp",
+}
 
 
-@case("export", "hf")
-def _(w: World) -> Settings:
-    return {"draft": str(w.draft), "target": str(w.source)}
+CASES["export", "hf"] = lambda w: w.pair
 
 
-@case("export", "vllm")
-def _(w: World) -> Settings:
-    return {"draft": str(w.draft), "target": str(w.source), "to": "vllm", "k": 2}
+CASES["export", "vllm"] = lambda w: {**w.pair, "to": "vllm", "k": 2}
 
 
 @case("export", "K by batch size")
 def _(w: World) -> Settings:
     ranges = {"ranges": [[1, 4, 2], [5, 8, 0]], "pays_up_to": 4}
-    row = {"draft_sha256": provenance.fingerprint(w.draft), "schedule": ranges}
+    row = {"draft_sha256": provenance.fingerprint(Path(w.draft)), "schedule": ranges}
     Path("prediction.json").write_text(json.dumps({"predictions": [row]}))
-    return {
-        "draft": str(w.draft),
-        "target": str(w.source),
-        "to": "vllm",
-        "prediction": Path("prediction.json"),
-    }
+    return {**w.pair, "to": "vllm", "prediction": Path("prediction.json")}
 
 
 @case("import", "")
@@ -312,7 +294,7 @@ def _(w: World) -> Settings:
             folder, safe_serialization=False
         )
         if not (folder / "pytorch_model.bin").exists():
-            weights = load_file(w.draft / "model.safetensors")
+            weights = load_file(Path(w.draft) / "model.safetensors")
             (folder / "model.safetensors").unlink(missing_ok=True)
             torch.save(weights, folder / "pytorch_model.bin")
         for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -323,7 +305,7 @@ def _(w: World) -> Settings:
 @case("init", "target")
 def _(w: World) -> Settings:
     Path("draftlab.yaml").touch()
-    return {"target": str(w.source), "source": str(w.draft), "overwrite": True}
+    return {"target": w.source, "source": w.draft, "overwrite": True}
 
 
 @case("init", "preset")
@@ -343,20 +325,22 @@ def _(w: World) -> Settings:
         "threads": 1,
     }
     data = str(write_text(Path("more.jsonl"), 700))
-    return few | {"target": str(costly_target(w)), "source": str(w.source), "data": data}
+    return few | {"target": str(costly_target(w)), "source": w.source, "data": data}
 
 
 def costly_target(w: World) -> Path:
     """The source with layers that add nothing, so that shapes are cheap beside it on any machine."""
     folder = w.root / "costly"
     if not folder.exists():
-        expand(w.source, folder, checkpoint.read_shape(w.source).model_copy(update={"layers": 10}))
+        expand(
+            Path(w.source),
+            folder,
+            checkpoint.read_shape(Path(w.source)).model_copy(update={"layers": 10}),
+        )
     return folder
 
 
-@case("search", "parallel drafts")
-def _(w: World) -> Settings:
-    return CASES["search", "widths"](w) | {"parallel": True}
+CASES["search", "parallel drafts"] = lambda w: CASES["search", "widths"](w) | {"parallel": True}
 
 
 @case("search", "stored outputs and prompts")
@@ -364,49 +348,51 @@ def _(w: World) -> Settings:
     stored = CASES["outputs info", ""](w)["directory"]
     prompts = [{"prompt": f"def parse{i}(line):"} for i in range(60)]
     Path("asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
-    settings = {
-        name: value for name, value in CASES["search", "widths"](w).items() if name != "data"
-    }
+    settings = without(CASES["search", "widths"](w), "data")
     return settings | {"outputs": stored, "prompt_file": Path("asked.jsonl"), "vocab": "200"}
 
 
 LAW: Settings = {"law": True, "repeats": 3, "context": "8", "threads": 1, "mode": "eager"}
 
 
-@case("profile", "law")
-def _(w: World) -> Settings:
-    return LAW | {"models": [str(w.source)]}
+CASES["profile", "law"] = lambda w: LAW | {"models": [w.source]}
 
 
 @case("profile", "law of profiles")
 def _(w: World) -> Settings:
-    COMMANDS["profile"](**LAW, models=[str(w.source)], out=Path("law"))
+    COMMANDS["profile"](**LAW, models=[w.source], out=Path("law"))
     return {"models": ["law"], "law": True}
 
 
-@case("profile", "eager")
-def _(w: World) -> Settings:
-    return {"models": [str(w.draft)], "k": 1, "context": "8", "repeats": 3, "mode": "eager"}
+CASES["profile", "eager"] = lambda w: {
+    "models": [w.draft],
+    "k": 1,
+    "context": "8",
+    "repeats": 3,
+    "mode": "eager",
+}
 
 
-@case("profile", "native")
-def _(w: World) -> Settings:
-    return {"models": [str(w.draft)], "k": 1, "context": "8", "repeats": 3, "mode": "native"}
+CASES["profile", "native"] = lambda w: {
+    "models": [w.draft],
+    "k": 1,
+    "context": "8",
+    "repeats": 3,
+    "mode": "native",
+}
 
 
-@case("predict", "alpha")
-def _(w: World) -> Settings:
-    return profiles() | {"acceptance": ["0.7"]}
+CASES["predict", "alpha"] = lambda w: profiles() | {"acceptance": ["0.7"]}
 
 
-@case("predict", "acceptance length")
-def _(w: World) -> Settings:
-    return profiles() | {"acceptance": ["2.5@4"], "batch": "1,2"}
+CASES["predict", "acceptance length"] = lambda w: (
+    profiles() | {"acceptance": ["2.5@4"], "batch": "1,2"}
+)
 
 
-@case("predict", "vLLM, by batch size")
-def _(w: World) -> Settings:
-    return profiles() | {"acceptance": ["0.7"], "batch": "1,2", "server": "vllm"}
+CASES["predict", "vLLM, by batch size"] = lambda w: (
+    profiles() | {"acceptance": ["0.7"], "batch": "1,2", "server": "vllm"}
+)
 
 
 def profiles() -> Settings:
@@ -425,20 +411,16 @@ def scoring(w: World, **more: Any) -> Settings:
         "repeats": 1,
         "mode": "eager",
     }
-    return few | {"draft": [str(w.draft)], "target": str(w.source), "data": str(w.text)} | more
+    return few | {"draft": [w.draft], **w.asked} | more
 
 
-@case("score", "greedy")
-def _(w: World) -> Settings:
-    return scoring(w)
+CASES["score", "greedy"] = lambda w: scoring(w)
 
 
-@case("score", "lm-eval's task")
-def _(w: World) -> Settings:
-    return scoring(w, tasks=str(task(w)), task_limit=2)
+CASES["score", "lm-eval's task"] = lambda w: scoring(w, tasks=task(w), task_limit=2)
 
 
-def task(w: World) -> Path:
+def task(w: World) -> str:
     """A task of lm-eval with data on this disk."""
     rows = "".join(
         json.dumps({"question": f"return {n}", "answer": n % 2}) + "\n" for n in range(4)
@@ -448,22 +430,18 @@ def task(w: World) -> Path:
     text = f"task: own\ndataset_path: json\ndataset_kwargs: {data}\ntest_split: test\noutput_type: multiple_choice\n"
     text += 'doc_to_text: "{{question}}"\ndoc_to_choice: ["yes", "no"]\ndoc_to_target: answer\n'
     (w.root / "own.yaml").write_text(text + "metric_list: [{metric: acc}]\n")
-    return w.root / "own.yaml"
+    return str(w.root / "own.yaml")
 
 
-@case("score", "sampled, drafters, native")
-def _(w: World) -> Settings:
-    return scoring(w, temperature=1.0, drafter=["prompt-lookup"], mode="native", threads=1)
+CASES["score", "sampled, drafters, native"] = lambda w: scoring(
+    w, temperature=1.0, drafter=["prompt-lookup"], mode="native", threads=1
+)
 
 
-@case("score", "sampled as vLLM")
-def _(w: World) -> Settings:
-    return scoring(w, temperature=1.0, server_rule="vllm")
+CASES["score", "sampled as vLLM"] = lambda w: scoring(w, temperature=1.0, server_rule="vllm")
 
 
-@case("score", "conversations")
-def _(w: World) -> Settings:
-    return {name: value for name, value in scoring(w).items() if name != "prompt_tokens"} | chat(w)
+CASES["score", "conversations"] = lambda w: without(scoring(w), "prompt_tokens") | chat(w)
 
 
 def chat(w: World) -> Settings:
@@ -478,44 +456,31 @@ def chat(w: World) -> Settings:
     return {"prompt_file": Path("prompts.jsonl"), "target": str(folder)}
 
 
-@case("outputs build", "distill, data")
-def _(w: World) -> Settings:
-    return {
-        "target": str(w.source),
-        "data": str(w.text),
-        "num_sequences": 4,
-        "seq_len": 24,
-        "top_logprobs": 4,
-    }
+CASES["outputs build", "distill, data"] = lambda w: {
+    **w.asked,
+    "num_sequences": 4,
+    "seq_len": 24,
+    "top_logprobs": 4,
+}
 
 
-@case("outputs build", "distill, text of the target")
-def _(w: World) -> Settings:
-    few = {
-        "num_sequences": 4,
-        "seq_len": 24,
-        "top_logprobs": 4,
-        "prompt_tokens": 8,
-        "text": "target",
-    }
-    return few | {"target": str(w.source), "data": str(w.text)}
+CASES["outputs build", "distill, text of the target"] = lambda w: (
+    {"num_sequences": 4, "seq_len": 24, "top_logprobs": 4, "prompt_tokens": 8, "text": "target"}
+    | w.asked
+)
 
 
-@case("outputs build", "replay")
-def _(w: World) -> Settings:
-    return replayable(w)
+CASES["outputs build", "replay"] = lambda w: replayable(w)
 
 
 def replayable(w: World) -> Settings:
     few = {"use": "replay", "num_prompts": 4, "prompt_tokens": 8, "max_new_tokens": 8}
-    return few | {"target": str(w.source), "data": str(w.text)}
+    return few | w.asked
 
 
-@case("outputs build", "replay, conversations")
-def _(w: World) -> Settings:
-    return {name: replayable(w)[name] for name in ("use", "num_prompts", "max_new_tokens")} | chat(
-        w
-    )
+CASES["outputs build", "replay, conversations"] = lambda w: (
+    {name: replayable(w)[name] for name in ("use", "num_prompts", "max_new_tokens")} | chat(w)
+)
 
 
 @case("outputs info", "")
@@ -524,40 +489,35 @@ def _(w: World) -> Settings:
     return {"directory": Path("stored")}
 
 
-@case("outputs info", "verify")
-def _(w: World) -> Settings:
-    return CASES["outputs info", ""](w) | {"verify": True, "target": str(w.source)}
+CASES["outputs info", "verify"] = lambda w: (
+    CASES["outputs info", ""](w) | {"verify": True, "target": w.source}
+)
 
 
 @case("distill", "stored outputs")
 def _(w: World) -> Settings:
     stored = CASES["outputs info", ""](w)["directory"]
-    few = {name: value for name, value in FEW.items() if name != "seq_len"}
-    return few | {"draft": str(w.draft), "outputs": stored}
+    few = without(FEW, "seq_len")
+    return few | {"draft": w.draft, "outputs": stored}
 
 
 @case("replay", "chains")
 def _(w: World) -> Settings:
     COMMANDS["outputs build"](**replayable(w), out=Path("answers"))
-    return {"directory": Path("answers"), "draft": [str(w.draft)], "k": "1,2"}
+    return {"directory": Path("answers"), "draft": [w.draft], "k": "1,2"}
 
 
-@case("replay", "as llama.cpp")
-def _(w: World) -> Settings:
-    settings = CASES["replay", "chains"](w)
-    return {name: settings[name] for name in ("directory", "draft", "k")} | {
-        "server_rule": "llama.cpp"
-    }
+CASES["replay", "as llama.cpp"] = lambda w: (
+    CASES["replay", "chains"](w) | {"server_rule": "llama.cpp"}
+)
 
 
-@case("report", "")
-def _(w: World) -> Settings:
-    return {
-        "scores": [scored(w)],
-        "min_speedup": 0.01,
-        "min_acceptance_length": 1.0,
-        "html": Path("page.html"),
-    }
+CASES["report", ""] = lambda w: {
+    "scores": [scored(w)],
+    "min_speedup": 0.01,
+    "min_acceptance_length": 1.0,
+    "html": Path("page.html"),
+}
 
 
 def scored(w: World) -> Path:
@@ -570,39 +530,26 @@ def _(w: World) -> Settings:
     row = {"prompt_ids": [0, 30, 29], "ids": [65, 57], "logprobs": [-1.61, -0.52]}
     row |= {"top_ids": [[65, 135], [57, 14]], "top_logprobs": [[-1.61, -2.69], [-0.52, -1.07]]}
     Path("day.jsonl").write_text((json.dumps(row) + "\n") * 4)
-    return {
-        "from_file": Path("day.jsonl"),
-        "target": str(w.source),
-        "seq_len": 8,
-        "top_logprobs": 2,
-    }
+    return {"from_file": Path("day.jsonl"), "target": w.source, "seq_len": 8, "top_logprobs": 2}
 
 
-@case("distill", "server")
-def _(w: World) -> Settings:
-    return FEW | {"draft": str(w.draft), "data": str(w.text), "server": w.server, "top_logprobs": 4}
+CASES["distill", "server"] = lambda w: (
+    FEW | {"draft": w.draft, "data": w.text, "server": w.server, "top_logprobs": 4}
+)
 
 
-@case("outputs build", "server")
-def _(w: World) -> Settings:
-    few = {"num_sequences": 4, "seq_len": 24, "top_logprobs": 4, "server": w.server}
-    return few | {"target": str(w.source), "data": str(w.text)}
+CASES["outputs build", "server"] = lambda w: (
+    {"num_sequences": 4, "seq_len": 24, "top_logprobs": 4, "server": w.server} | w.asked
+)
 
 
-@case("outputs build", "replay, server")
-def _(w: World) -> Settings:
-    return replayable(w) | {"server": w.server}
+CASES["outputs build", "replay, server"] = lambda w: replayable(w) | {"server": w.server}
 
 
 @case("outputs info", "verify, server")
 def _(w: World) -> Settings:
     COMMANDS["outputs build"](**CASES["outputs build", "server"](w), out=Path("served"))
-    return {
-        "directory": Path("served"),
-        "verify": True,
-        "server": w.server,
-        "target": str(w.source),
-    }
+    return {"directory": Path("served"), "verify": True, "server": w.server, "target": w.source}
 
 
 @case("score", "servers")
@@ -612,25 +559,20 @@ def _(w: World) -> Settings:
         "prompt_tokens": 8,
         "max_new_tokens": 9,
         "repeats": 1,
-        "target": str(w.source),
+        "target": w.source,
     }
     servers = {"server": w.server, "speculative_server": w.drafting_server}
-    return few | servers | {"data": str(w.text), "draft": [str(w.draft)]}
+    return few | servers | {"data": w.text, "draft": [w.draft]}
 
 
-@case("score", "servers, lm-eval's task")
-def _(w: World) -> Settings:
-    return CASES["score", "servers"](w) | {"tasks": str(task(w)), "task_limit": 2}
+CASES["score", "servers, lm-eval's task"] = lambda w: (
+    CASES["score", "servers"](w) | {"tasks": task(w), "task_limit": 2}
+)
 
 
-@case("score", "the plain server")
-def _(w: World) -> Settings:
-    settings = CASES["score", "servers"](w)
-    return {
-        name: value
-        for name, value in settings.items()
-        if name not in ("speculative_server", "draft")
-    }
+CASES["score", "the plain server"] = lambda w: without(
+    CASES["score", "servers"](w), "speculative_server", "draft"
+)
 
 
 @case("score", "a drafting server")
@@ -639,18 +581,15 @@ def _(w: World) -> Settings:
     return CASES["score", "servers"](w) | {"server": "plain"}
 
 
-@case("score", "servers, conversations")
-def _(w: World) -> Settings:
-    settings = CASES["score", "servers"](w) | chat(w)
-    return {
-        name: value for name, value in settings.items() if name not in ("data", "prompt_tokens")
-    }
+CASES["score", "servers, conversations"] = lambda w: without(
+    CASES["score", "servers"](w) | chat(w), "data", "prompt_tokens"
+)
 
 
-@case("profile", "servers")
-def _(w: World) -> Settings:
-    few = {"batch": "1", "context": "4,40", "repeats": 3}
-    return few | {"models": [str(w.source), "mine"], "server": [w.paced, w.paced_drafting]}
+CASES["profile", "servers"] = lambda w: (
+    {"batch": "1", "context": "4,40", "repeats": 3}
+    | {"models": [w.source, "mine"], "server": [w.paced, w.paced_drafting]}
+)
 
 
 def traced(config: type[Config]) -> tuple[type[Config], set[str]]:
@@ -813,4 +752,4 @@ def world(
             stack.enter_context(running(PacedVLLM(tokenizer, *pace)))
             for pace in ((0.005,), (0.015, 3))
         ]
-        yield World(root, source, draft, text, server, drafting, *paced)
+        yield World(root, str(source), str(draft), str(text), server, drafting, *paced)

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from errors import raises_option
 
 from draftlab import provenance, workspace
-from draftlab.errors import UserError
-from draftlab.latency.roofline import parse_profile
 from draftlab.recipe import read_recipe, run
 
 ROOT = Path(__file__).parents[2]
@@ -53,48 +52,19 @@ def _names(value: object) -> list[str]:
     )
 
 
-def test_the_paper_is_a_recipe_three_ways(monkeypatch):
-    """Five drafts of the paper's shapes are cut alike; then the target is in memory, on servers, or a trace."""
-    monkeypatch.chdir(ROOT)
-    ways = {
-        way: read_recipe(ROOT / f"recipes/llama-65b{way}.yaml")
-        for way in ("", "-served", "-replay")
-    }
-    commands = {way: [step.command.name for step in steps] for way, steps in ways.items()}
-    assert commands[""] == ["prune"] * 5 + ["score", "report"]
-    assert commands["-served"] == ["prune", "outputs build", "distill", "score", "report"]
-    assert commands["-replay"] == ["prune"] * 5 + ["outputs build", "replay", "profile", "predict"]
-    prunes = [step for steps in ways.values() for step in steps if step.command.name == "prune"]
-    cut = {step.out: step.settings for step in prunes}
-    assert len(cut) == 5
-    assert all(step.settings == cut[step.out] for step in prunes)
-    predicted = ways["-replay"][-1].settings
-    for name in (*predicted["draft_profile"], predicted["target_profile"]):
-        assert parse_profile(name, widths=[1, 17], batches=[1], longest=600).kind == "analytic"
-
-
 @pytest.mark.parametrize(
-    ("step", "message"),
+    ("step", "named"),
     [
-        ({"purne": {}}, "step 1: no command 'purne'; did you mean 'prune'"),
-        ({"prune": {"layer": 2}}, r"step 1 \(prune\): unknown key 'layer'; did you mean 'layers'"),
-        ({"prune": {"layers": "two"}}, r"step 1 \(prune\): --layers two: "),
-        ({"prune": {"layers": 0}}, "--layers 0: .*at least 1"),
-        ({"distill": {"optimizer": "adamv"}}, "--optimizer adamv: .*'adamw' or 'muon'"),
-        ({"outputs info": {}}, "DIRECTORY is required"),
+        ({"purne": {}}, "prune"),
+        ({"prune": {"layer": 2}}, "layers"),
+        ({"prune": {"layers": 0}}, "--layers"),
+        ({"outputs info": {}}, "DIRECTORY"),
         ({"prune": {}, "score": {}}, "step 1"),
-        ("prune", "step 1"),
     ],
 )
-def test_mistakes_are_found_before_anything_runs(tmp_path, step, message):
-    with pytest.raises(UserError, match=message):
+def test_mistakes_are_found_before_anything_runs(tmp_path, step, named):
+    with raises_option("step 1", named):
         read_recipe(write(tmp_path / "r.yaml", step))
-
-
-def test_a_recipe_without_steps_is_refused(tmp_path):
-    (tmp_path / "r.yaml").write_text("stpes: []\n")
-    with pytest.raises(UserError):
-        read_recipe(tmp_path / "r.yaml")
 
 
 def test_finished_steps_are_skipped_until_their_inputs_or_arguments_change(tmp_path, family_dirs):

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-from test_prompts import call, lines, space  # noqa: F401
+from test_prompts import lines, space  # noqa: F401
+from typed import call
 
 from draftlab.target_outputs import build
 from draftlab.target_outputs.store import HELDOUT, read_store
@@ -14,14 +15,14 @@ from draftlab.training.trainer import StepRecord
 PROMPTS = [{"prompt": f"return {i}"} for i in range(14)] + [
     {"turns": ["if not line:", "self.path"]}
 ] * 3
-TRAINING = ["--steps", "3", "--batch-size", "4", "--eval-steps", "3", "--training-dtype", "float32"]
-PROMPT_FILE = ["--text", "target", "--prompt-file", "prompts.jsonl", "--max-new-tokens", "12"]
-DISTILL = ("distill", "--draft", "draft", *PROMPT_FILE, *TRAINING)
+TRAINING = "--draft draft --steps 3 --batch-size 4 --eval-steps 3 --training-dtype float32"
+PROMPT_FILE = "--text target --prompt-file prompts.jsonl --max-new-tokens 12"
+DISTILL = f"distill {PROMPT_FILE} {TRAINING}"
 
 
 def test_a_draft_learns_from_the_targets_answers_which_the_next_run_finds(space, monkeypatch):  # noqa: F811
     lines(space, *PROMPTS)
-    first = call(*DISTILL, "--out", "first")
+    first = call(f"{DISTILL} --out first")
     (place,) = Path("runs").glob("answers-target-prompts-*")
     assert str(place) in first.stderr
     stored = read_store(place)
@@ -33,9 +34,9 @@ def test_a_draft_learns_from_the_targets_answers_which_the_next_run_finds(space,
     steps = [r for r in read_log(Path("first/log.jsonl")) if isinstance(r, StepRecord)]
     assert sum(s.tokens for s in steps) <= sum(len(o.ids) for o in rows)  # answers alone count
     monkeypatch.setattr(build, "build", None)  # nothing is written again
-    second = call(*DISTILL, "--lr", 0.001, "--out", "second")
+    second = call(f"{DISTILL} --lr 0.001 --out second")
     assert str(place) in second.stderr
-    call("distill", "--draft", "draft", "--outputs", place, *TRAINING, "--out", "third")
+    call(f"distill --outputs {place} {TRAINING} --out third")
     records = [read_log(Path(name) / "log.jsonl") for name in ("first", "third")]
     for one, other in zip(*records, strict=True):
         np.testing.assert_allclose(one.loss, other.loss, rtol=0)
@@ -44,10 +45,8 @@ def test_a_draft_learns_from_the_targets_answers_which_the_next_run_finds(space,
 
 def test_other_prompts_sampling_and_system_prompts_are_answered_anew(space):  # noqa: F811
     lines(space, *PROMPTS)
-    for number, more in enumerate(
-        [(), ("--sample-temperature", 0), ("--system-prompt", "a"), ("--seed", 1)]
-    ):
-        call(*DISTILL, *more, "--out", f"run-{number}")
+    for number, more in enumerate(["", "--sample-temperature 0", "--system-prompt a", "--seed 1"]):
+        call(f"{DISTILL} {more} --out run-{number}")
     lines(space, *PROMPTS[1:])
-    call(*DISTILL, "--out", "run-4")
+    call(f"{DISTILL} --out run-4")
     assert len(list(Path("runs").glob("answers-*"))) == 5

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from builders import TOKENIZER_TEXT, build
-from errors import raises_option
-from typer.testing import CliRunner
+from typed import call
 
 from benchmarks.tiny_target import train_tokenizer
-from draftlab.cli import app
 from draftlab.commands import COMMANDS
 from draftlab.exporting import artifact, trials
 from draftlab.model import checkpoint, llama, saving
@@ -60,6 +58,20 @@ def test_a_model_fits_itself_wherever_heads_of_12_run(pair):
     assert "head_dim" in error(pair, "vllm")
 
 
+@pytest.mark.parametrize(
+    ("spoilt", "file", "change", "level", "about"),
+    [
+        ("draft", "tokenizer_config.json", {"eos_token": "<pad>"}, "error", "special tokens"),
+        ("target", "generation_config.json", {"eos_token_id": [1, 5]}, "warning", "special tokens"),
+        ("draft", "config.json", {"max_position_embeddings": 128}, "warning", "context"),
+        ("draft", "config.json", {"pard_token": 307}, "error", "pard_token"),
+    ],
+)
+def test_a_difference_has_its_finding(pair, spoilt, file, change, level, about):
+    edit(pair[0].parent / spoilt / file, **change)
+    assert about in {f.about for f in findings(*pair) if f.level == level}
+
+
 def test_ids_that_mean_something_else_are_named(pair):
     file = pair[1] / "tokenizer.json"
     spec = json.loads(file.read_text())
@@ -84,7 +96,6 @@ def test_another_vocabulary_is_named_with_the_servers_that_translate(foreign):
     (wrong,) = (f for f in found if f.about == "tokenizer")
     assert wrong.level == "error"
     assert not {"special tokens", "vocabulary", "chat template"} & {f.about for f in found}
-    assert f"mergekit-tokensurgeon {foreign[0]} {foreign[1]}" in wrong.fix
     translated = {f.about: f for f in found if "--use-heterogeneous-vocab" in f.fix}
     assert set(translated) == {"vllm", "transformers"}
     tokens = [checkpoint.load_tokenizer(d).get_vocab() for d in foreign]
@@ -96,10 +107,6 @@ def test_another_vocabulary_is_named_with_the_servers_that_translate(foreign):
 def test_transformers_takes_two_tokenizers_only_where_the_logits_differ_in_number(foreign):
     resize(foreign[1], 330)
     assert "330" in error(foreign, "transformers")
-
-
-def test_spellings_are_compared_as_vllm_does():
-    assert artifact.spelled_alike(["Ġa", "b", "Ã©"], ["▁a", "b", "é", "c"]) == 2
 
 
 def test_one_tokenizer_that_transformers_reads_in_two_ways_is_no_error(pair):
@@ -126,19 +133,6 @@ def test_servers_that_cannot_draft_in_parallel_are_named(pair):
     assert "vllm" not in refused
     (said,) = (f.text for f in found if f.about == "pard_token")
     assert re.findall(r"\d+", said) == ["2", "6"]
-    edit(pair[0] / "config.json", pard_token=307)
-    assert "pard_token" in error(pair, "pard_token")
-
-
-def test_another_first_or_last_token_is_named(pair):
-    edit(pair[0] / "tokenizer_config.json", eos_token="<pad>")
-    assert re.findall(r"\d+", error(pair, "special tokens")) == ["2", "1"]
-
-
-def test_where_texts_end_is_compared(pair):
-    edit(pair[1] / "config.json", eos_token_id=[1, 5])
-    (pair[1] / "generation_config.json").unlink()
-    assert re.findall(r"\[.*?\]", notes(pair, "special tokens")) == ["[1]", "[1, 5]"]
 
 
 def test_padded_vocabularies_are_refused_where_they_are(pair):
@@ -156,29 +150,16 @@ def test_padded_vocabularies_are_refused_where_they_are(pair):
     assert "128" in error(pair, "llama.cpp")
 
 
-def test_a_shorter_context_and_another_template_are_noted(pair):
-    edit(pair[0] / "config.json", max_position_embeddings=128)
-    (pair[1] / "chat_template.jinja").write_text("{{ messages }}")
-    assert "128" in notes(pair, "context")
-    assert notes(pair, "chat template")
-
-
-def test_rows_that_do_not_divide_are_noted_with_sizes_that_do(pair):
-    assert "--ffn" in notes(pair, "llama.cpp")
-    assert "--ffn" in notes(pair, "llama.cpp")
-
-
 def test_a_qwen2_whose_heads_do_not_add_up_is_refused_by_vllm(family_dirs):
     draft = family_dirs["qwen2"]
     said = [f.text for f in findings(draft, draft) if f.level == "error" and f.about == "vllm"]
     assert any("head_dim" in text for text in said)
 
 
-@pytest.mark.parametrize(("value", "words"), [(float("nan"), "NaN"), (0.0, "all zero")])
-def test_broken_weights_are_found(pair, value, words):
+@pytest.mark.parametrize("value", [float("nan"), 0.0])
+def test_broken_weights_are_found(pair, value):
     spoil(pair[0], "model.layers.1.mlp.up_proj.weight", value)
     assert "model.layers.1.mlp.up_proj.weight" in error(pair, "weights")
-    assert words in error(pair, "weights")
 
 
 def test_devices_that_a_shape_splits_over_are_told(pair):
@@ -214,11 +195,6 @@ def test_a_draft_accepts_itself_unless_decoding_is_broken(family_dirs):
     assert trials.check_decoding(broken, prompts).level == "error"
 
 
-def test_servers_are_named_right():
-    with raises_option("--for"):
-        COMMANDS["check"](draft="tiny", target="tiny", servers="vlm")
-
-
 def test_a_draft_of_another_vocabulary_is_tried_on_its_own_words(family_dirs):
     """The tiny target has ids that the draft does not embed."""
     found = COMMANDS["check"](
@@ -230,8 +206,7 @@ def test_a_draft_of_another_vocabulary_is_tried_on_its_own_words(family_dirs):
 
 
 def test_the_command_exits_with_3_when_something_is_bad(pair):
-    arguments = ["check", str(pair[0]), "--target", str(pair[1]), "--files-only"]
-    result = CliRunner().invoke(app, [*arguments, "--for", "vllm", "--json"])
-    assert result.exit_code == 3
+    check = f"check {pair[0]} --target {pair[1]} --files-only"
+    result = call(f"{check} --for vllm --json", code=3)
     assert json.loads(result.stdout)["fits"] is False
-    assert CliRunner().invoke(app, [*arguments, "--for", "transformers"]).exit_code == 0
+    call(f"{check} --for transformers")

@@ -1,7 +1,7 @@
 """Costs agree with what was published, curves stay inside what was measured, and files say what is wrong with them."""
 
-import subprocess
-import sys
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -14,9 +14,7 @@ from draftlab.commands.latency import predict
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import (
     CostModel,
-    Point,
     Profile,
-    SteadyPoint,
     alpha_for,
     break_even_length,
     closed_form_speedup,
@@ -46,29 +44,36 @@ def latency(width: int, ms: float) -> Latency:
     return Latency(width=width, median_ms=ms, low_ms=ms, high_ms=ms, n=3)
 
 
-def point(width: int, batch: int, context: int) -> Point:
-    return Point(
-        **latency(width, width + 10 * batch + context / 16).model_dump(),
-        batch=batch,
-        context=context,
-    )
+def profile_of(
+    ms: Callable[[int, int, int, int], float],
+    *,
+    widths: Iterable[int] = WIDTHS,
+    batches: Sequence[int] = BATCHES,
+    contexts: Sequence[int] = CONTEXTS,
+    after: Sequence[int] = (1, 2),
+    **changes: object,
+) -> Profile:
+    """Return a profile of a law. ms: By width, batch, context and passes of the same model before it."""
 
+    def point(width: int, batch: int, context: int, before: int = 0) -> dict[str, object]:
+        took = latency(width, ms(width, batch, context, before))
+        return took.model_dump() | {"batch": batch, "context": context}
 
-def steady(point: Point, after: int) -> SteadyPoint:
-    """Return a point that is 1 ms faster after each pass of the same model."""
-    return SteadyPoint(**point.model_dump() | {"median_ms": point.median_ms - after}, after=after)
+    places = list(itertools.product(batches, contexts))
+    fields = {
+        "kind": "measured", "name": "m", "sha256": None, "shape": SHAPE, "device": "here", "dtype": "float32",
+        "mode": "eager", "threads": 1, "forward": [point(w, *at) for w in widths for at in places],
+        "steady": [point(1, *at, n) | {"after": n} for n in after for at in places],
+        "prefill": [latency(16, 5), latency(64, 9)], "host": [latency(1, 0.1), latency(5, 0.5)],
+        "bandwidth_gbs": 10, "matmul_tflops": {"float32": 0.1}, "command": "", "versions": {}, "created": "",
+    }  # fmt: skip
+    return Profile.model_validate(fields | changes)
 
 
 @pytest.fixture
 def profile() -> Profile:
-    """T(w, B, L) = w + 10 B + L / 16, so that interpolation is exact."""
-    forward = [point(w, b, c) for w in WIDTHS for b in BATCHES for c in CONTEXTS]
-    return Profile(
-        kind="measured", name="m", sha256=None, shape=SHAPE, device="here", dtype="float32", mode="eager", threads=1,
-        forward=forward, steady=[steady(p, n) for n in (1, 2) for p in forward if p.width == 1],
-        prefill=[latency(16, 5), latency(64, 9)], host=[latency(1, 0.1), latency(5, 0.5)],
-        bandwidth_gbs=10, matmul_tflops={"float32": 0.1}, command="draftlab profile m", versions={}, created="",
-    )  # fmt: skip
+    """T(w, B, L) = w + 10 B + L / 16, 1 ms faster after each pass of the same model: interpolation is exact."""
+    return profile_of(lambda w, b, c, before: w + 10 * b + c / 16 - before)
 
 
 @pytest.mark.parametrize(("c", "k"), [(0.01, 7), (0.02, 6), (0.05, 4), (0.1, 3)])
@@ -95,12 +100,6 @@ def test_expected_length_and_its_inverse(alpha, k, length):
     assert alpha_for(expected_tokens(alpha, k), k) == pytest.approx(alpha)
 
 
-@pytest.mark.parametrize("length", [0.9, 5.1])
-def test_an_acceptance_length_that_cannot_be_is_refused(length):
-    with raises_option("1", "5"):
-        alpha_for(length, 4)
-
-
 def test_curves_are_linear_between_their_points(profile):
     cost = CostModel.of(profile)
     contexts = np.array([16, 20, 64])
@@ -122,9 +121,12 @@ def test_nothing_is_extrapolated_unasked(profile, width, batch, context):
 def test_extrapolation_continues_widths_and_contexts_but_no_batch(profile):
     cost = CostModel.of(profile, extrapolate=True)
     assert cost.forward_ms(8, 1, np.array([96])) == pytest.approx([8 + 10 + 6])
-    assert cost.beyond("width", 1, 8) == ["m: width 1 to 8 is extrapolated from 1 to 5"]
-    assert cost.beyond("context", 8, 64) == ["m: context 8 to 64 is extrapolated from 16 to 64"]
-    assert cost.beyond("prompt", 16, 64) == []
+    beyond = [
+        cost.beyond("width", 1, 8),
+        cost.beyond("context", 8, 64),
+        cost.beyond("prompt", 16, 64),
+    ]
+    assert [len(notes) for notes in beyond] == [1, 1, 0]
     with raises_option("5"):
         cost.forward_ms(1, 5, np.array([16]))
 
@@ -135,28 +137,13 @@ def test_a_profile_survives_its_file(profile, tmp_path):
     assert read_profile(tmp_path) == profile
 
 
-def test_an_unknown_field_of_a_profile_is_refused(profile, tmp_path):
-    file = tmp_path / "m.yaml"
-    file.write_text(yaml.safe_dump(profile.model_dump() | {"speed": 3}))
-    with raises_option("speed"):
-        read_profile(file)
-
-
-def test_a_grid_with_a_hole_is_refused(profile, tmp_path):
-    file = tmp_path / "m.yaml"
+@pytest.mark.parametrize(("grid", "hole"), [("forward", -1), ("steady", 0)])
+def test_a_grid_with_a_hole_is_refused(profile, tmp_path, grid, hole):
     fields = profile.model_dump()
-    file.write_text(yaml.safe_dump(fields | {"forward": fields["forward"][:-1]}))
-    with raises_option("forward"):
-        read_profile(file)
-    gap = [entry for entry in fields["steady"] if entry["after"] == 1] + [
-        entry | {"after": n} for n in (3, 5) for entry in fields["steady"] if entry["after"] == 2
-    ]
-    file.write_text(yaml.safe_dump(fields | {"steady": gap}))
-    with raises_option("after"):
-        read_profile(file)
-    file.write_text(yaml.safe_dump(fields | {"steady": fields["steady"][1:]}))
-    with raises_option("steady"):
-        read_profile(file)
+    del fields[grid][hole]
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(fields))
+    with raises_option(grid):
+        read_profile(tmp_path / "m.yaml")
 
 
 def test_a_folder_of_profiles_is_not_one(profile, tmp_path):
@@ -200,12 +187,13 @@ def test_computed_eager_passes_agree_with_opt_under_deepspeed(layers, hidden, ff
     assert found.forward[0].median_ms == pytest.approx(ms, rel=0.05)
 
 
-def test_depth_decides_eager_and_bytes_decide_in_graphs():
-    deep, wide = "noft-1.3b@a100-80gb", "wide-1.3b@a100-80gb"
-    assert computed(f"{deep},eager") / computed(f"{wide},eager") == pytest.approx(
-        (6 + 24 * 0.354) / (6 + 12 * 0.354)
-    )
-    assert 1.2 < computed(f"{deep},graphs") / computed(f"{wide},graphs") < 1.35
+def test_a_cached_token_costs_the_reading_of_its_keys_and_values():
+    shape, device = presets(shipped("widths"))["llama-7b"], devices()["a100-80gb"]
+    spec = "llama-7b@a100-80gb,graphs"
+    cost = CostModel.of(parse_profile(spec, widths=[1], batches=[1], longest=200))
+    near, far = cost.forward_ms(1, 1, np.array([0, 200]))
+    read_ms = 200 * shape.kv_bytes_per_token(2) / (device.bandwidth_gbs * 1e6)
+    assert far - near == pytest.approx(read_ms)
 
 
 def test_a_head_reads_all_it_is_made_of_at_first_and_then_all_but_what_joins_the_states():
@@ -249,19 +237,6 @@ def test_wide_passes_turn_from_reading_to_computing():
         1024, 1, np.array(0)
     )
     assert wide > 2 * 65e9 * 1024 / (4 * 312e12) * 1e3
-
-
-def test_experts_make_verification_dear():
-    """Of Mixtral's bytes nearly all are experts, so beta is nearly 3.05."""
-    cost = {
-        w: roofline_profile(
-            known_sizes()["mixtral-8x7b"], devices()["h200"], "graphs", name="mixtral", dtype="bfloat16",
-            widths=[1, w], batches=[1], contexts=[0, 64],
-        ).forward
-        for w in (2, 5)
-    }  # fmt: skip
-    ms = {p.width: p.median_ms for points in cost.values() for p in points if p.context == 0}
-    assert 2.3 < ms[5] / ms[1] < 3.05
 
 
 CONFIGS = {
@@ -322,14 +297,7 @@ def test_a_curve_of_experts_makes_a_wide_pass_cheaper_than_chance(tmp_path):
 
 @pytest.mark.parametrize(
     "mlps",
-    [
-        "{experts: 2, active: 3}",
-        "{dense_layers: 1}",
-        "{dense_layers: 99, dense_ffn: 8}",
-        "{experts: 4, curve: [[2, 1], [1, 2]]}",
-        "{experts: 4, curve: [[1, 5]]}",
-        "{expert: 4}",
-    ],
+    ["{experts: 2, active: 3}", "{dense_layers: 1}", "{experts: 4, curve: [[2, 1], [1, 2]]}"],
 )
 def test_wrong_mlps_are_refused(mlps, tmp_path):
     file = tmp_path / "wrong.yaml"
@@ -344,14 +312,11 @@ def test_wrong_mlps_are_refused(mlps, tmp_path):
     [
         ("llama-65b", "no profile"),
         ("llama-65b@h100,graphs", "GB"),
-        ("llama-65b@h100,fast", "MODE"),
         ("llama-65b@h100,graphs,eagle=8,experts=8/2", "eagle=IDS"),
         ("mixtral-8x7c@h100,graphs", "mixtral-8x7b"),
-        ("mixtral-8x7b@h100,graphs", "GB"),
         ("llama-65b@h100,graphs,eagle=32001", "32,000"),
         ("llama-65b@4xa100-80gb,native", "native"),
         ("llama-65b@4xa100-80gb,graphs,float8", "float8"),
-        ("llama-66b@h100,graphs", "llama-65b"),
         ("missing.yaml@h100,graphs", "missing.yaml"),
     ],
 )
@@ -386,24 +351,9 @@ def test_a_device_is_its_data_sheet_at_the_a100s_share_of_bandwidth(
     assert device.bandwidth_gbs == pytest.approx(gigabytes_per_second * 1663 / 2039, rel=2e-3)
 
 
-def test_one_token_of_llama_3_2_1b_takes_the_time_to_read_its_weights():
-    """1,235,814,400 of them in bf16, on an L4, and 16 layers of 50 us."""
-    assert computed("llama-3.2-1b@l4,graphs") == pytest.approx(
-        1_235_814_400 * 2 / 245e6 + 16 * 0.050, rel=1e-3
-    )
-
-
 def test_caches_that_do_not_fit_are_refused():
     with raises_option("256", "2000"):
         parse_profile("llama-65b@4xa100-80gb,graphs", widths=[1, 2], batches=[1, 256], longest=2000)
-
-
-def test_needs_no_torch():
-    code = "import sys, draftlab.latency.cost_model, draftlab.latency.predict; print('torch' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
-        == "False"
-    )
 
 
 def test_every_device_that_ships_computes_weights_of_four_bits_at_the_rate_of_sixteen():

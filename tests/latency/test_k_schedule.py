@@ -10,40 +10,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 from errors import raises_option
-from test_cost_model import SHAPE, latency
-from typer.testing import CliRunner
+from test_cost_model import latency, profile_of
+from typed import call
 
-from draftlab.cli import app
-from draftlab.errors import UserError
-from draftlab.latency.cost_model import CostModel, Point, Profile, SteadyPoint, write_profile
+from draftlab.latency.cost_model import CostModel, write_profile
 from draftlab.latency.k_schedule import Ranges, ranges, read_schedule, schedule
 from draftlab.latency.steps import expected_time, plain_ms, step_costs, steps, total_ms
 from draftlab.latency.workload import Workload, constant_workload, workload_of
 
-BATCHES, WIDTHS, KS = (1, 2, 4, 8, 16, 32, 64), range(1, 12), range(1, 9)
-BUSY = 24  # tokens from which on a pass takes longer for more
+BATCHES, WIDTHS, KS = (1, 2, 4, 8, 16, 32), range(1, 9), range(1, 7)
+BUSY = 12  # tokens from which on a pass takes longer for more
 
 
 def roofline(name: str, ms: float, busy: float, context_ms: float = 0.0) -> CostModel:
     """A model whose passes take ms up to busy tokens, and beyond in proportion."""
 
-    def point(width: int, batch: int, context: int) -> Point:
-        found = latency(width, ms * max(1, width * batch / busy) + context_ms * context * batch)
-        return Point(**found.model_dump(), batch=batch, context=context)
-
-    places = [(b, c) for b in BATCHES for c in (0, 100)]
-    profile = Profile(
-        kind="measured", name=name, sha256=None, shape=SHAPE, device="here", dtype="float32", mode="eager", threads=1,
-        forward=[point(w, *at) for w in WIDTHS for at in places],
-        steady=[SteadyPoint(**point(1, *at).model_dump(), after=1) for at in places],
-        prefill=[latency(n, 1.0) for n in (1, 100)], host=[latency(1, 0.0), latency(11, 0.0)], bandwidth_gbs=10,
-        matmul_tflops={"float32": 0.1}, command="", versions={}, created="",
+    return CostModel.of(
+        profile_of(
+            lambda w, b, c, _: ms * max(1, w * b / busy) + context_ms * c * b,
+            name=name, widths=WIDTHS, batches=BATCHES, contexts=(0, 100), host=[latency(1, 0.0), latency(8, 0.0)],
+        )
     )  # fmt: skip
-    return CostModel.of(profile)
 
 
 def constant(alpha: float) -> Workload:
-    return constant_workload(alpha, tokens=60, prompt_tokens=10)
+    return constant_workload(alpha, tokens=40, prompt_tokens=10)
 
 
 def by_rule(found: Ranges, batch: int) -> int:
@@ -54,28 +45,27 @@ def by_rule(found: Ranges, batch: int) -> int:
 @pytest.mark.parametrize("c", [0.01, 0.3])
 def test_nothing_is_drafted_where_nothing_is_accepted(c):
     found = schedule(
-        roofline("d", c, BUSY), roofline("t", 1.0, BUSY), [constant(0.0)], KS, 64, "vllm"
+        roofline("d", c, BUSY), roofline("t", 1.0, BUSY), [constant(0.0)], KS, 32, "vllm"
     )
-    assert found.ranges == [(1, 64, 0)]
+    assert found.ranges == [(1, 32, 0)]
     assert found.pays_up_to == 0
-    assert found.verdict().startswith("No draft")
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("alpha", [0.3, 0.95])
 def test_nothing_is_drafted_where_every_token_costs_its_own_time(alpha):
     """K tokens more cost K passes more, of which at most K are saved."""
     found = schedule(
-        roofline("d", 1e-6, 1e-3), roofline("t", 1.0, 1e-3), [constant(alpha)], KS, 64, "vllm"
+        roofline("d", 1e-6, 1e-3), roofline("t", 1.0, 1e-3), [constant(alpha)], KS, 32, "vllm"
     )
-    assert found.ranges == [(1, 64, 0)]
+    assert found.ranges == [(1, 32, 0)]
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("alpha", [0.3, 0.8])
 def test_k_does_not_rise_with_the_streams_and_ends_at_none(alpha):
     found = schedule(
-        roofline("d", 1e-9, BUSY), roofline("t", 1.0, BUSY), [constant(alpha)], KS, 64, "vllm"
+        roofline("d", 1e-9, BUSY), roofline("t", 1.0, BUSY), [constant(alpha)], KS, 32, "vllm"
     )
-    ks = [by_rule(found.ranges, batch) for batch in range(1, 65)]
+    ks = [by_rule(found.ranges, batch) for batch in range(1, 33)]
     assert ks == sorted(ks, reverse=True)
     assert ks[0] > 1
     assert ks[-1] == 0
@@ -86,10 +76,10 @@ def test_a_dear_target_verifies_fewer_the_more_streams_there_are_and_a_longer_co
     """vllm#48627: where keys and values are most of a pass, more streams do not make it bound by compute."""
     draft = roofline("d", 0.01, BUSY)
     short, long = (
-        schedule(draft, roofline("t", 1.0, BUSY, each), [constant(0.8)], KS, 64, "vllm")
+        schedule(draft, roofline("t", 1.0, BUSY, each), [constant(0.8)], KS, 32, "vllm")
         for each in (0.0, 0.5)
     )
-    assert by_rule(short.ranges, 64) == 0 < by_rule(long.ranges, 64)
+    assert by_rule(short.ranges, 32) == 0 < by_rule(long.ranges, 32)
 
 
 def test_ranges_are_the_ks_that_they_were_made_of():
@@ -135,54 +125,35 @@ def test_a_step_of_vllm_is_its_passes():
     assert plain_ms(own, work).sum() == pytest.approx(plain)
 
 
-def written(folder: Path, *arguments: str) -> Path:
+def written(folder: Path, arguments: str) -> Path:
     for name, model in (("d", roofline("d", 0.05, BUSY)), ("t", roofline("t", 1.0, BUSY))):
         write_profile(model.profile, folder / f"{name}.yaml")
-    command = [
-        "predict",
-        "--draft-profile",
-        str(folder / "d.yaml"),
-        "--target-profile",
-        str(folder / "t.yaml"),
-    ]
-    result = CliRunner().invoke(
-        app, [*command, "--max-new-tokens", "20", "--context", "10", *arguments, "--json"]
-    )
-    assert result.exit_code == 0, result.output
-    (folder / "prediction.json").write_text(result.stdout)
+    profiles = f"--draft-profile {folder}/d.yaml --target-profile {folder}/t.yaml"
+    typed = f"predict {profiles} --max-new-tokens 20 --context 10 --k 1-6 {arguments} --json"
+    (folder / "prediction.json").write_text(call(typed).stdout)
     return folder / "prediction.json"
 
 
 def test_a_prediction_has_the_schedule_and_no_draft_as_a_candidate(tmp_path):
-    file = written(tmp_path, "--acceptance", "0.6", "--for", "vllm", "--batch", "1,8,64")
+    file = written(tmp_path, "--acceptance 0.6 --for vllm --batch 1,8,32")
     found = json.loads(file.read_text())["predictions"][0]
     read = read_schedule(file, "d", None)
     assert [list(each) for each in read.ranges] == found["schedule"]["ranges"]
-    assert {best["batch"]: best["k"] for best in found["best_ks"]}[64] == 0
+    assert {best["batch"]: best["k"] for best in found["best_ks"]}[32] == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "draft"),
     [
-        (("--acceptance", "0.6", "--batch", "1,8"), "has no table"),
-        (("--acceptance", "0", "--batch", "1,8", "--for", "vllm"), "slower than no draft"),
+        ("--acceptance 0.6 --batch 1,8", ("d", None)),
+        ("--acceptance 0 --batch 1,8 --for vllm", ("d", None)),
+        ("--acceptance 0.6 --batch 1,8 --for vllm", ("mine", "0" * 64)),
     ],
 )
-def test_predictions_without_a_schedule_to_write_are_refused(tmp_path, arguments, said):
-    file = written(tmp_path, *arguments)
-    with pytest.raises(UserError, match=said):
-        read_schedule(file, "d", None)
-
-
-def test_files_that_are_no_predictions_of_this_draft_are_refused(tmp_path):
-    file = written(tmp_path, "--acceptance", "0.6", "--batch", "1,8", "--for", "vllm")
-    with pytest.raises(UserError):
-        read_schedule(file, "mine", "0" * 64)
-    (tmp_path / "other.json").write_text(
-        '{"predictions": [{"schedule": {"ranges": [[0, 2, 1]], "pays_up_to": 1}}]}'
-    )
-    with raises_option("0"):
-        read_schedule(tmp_path / "other.json", "mine", None)
+def test_predictions_without_a_schedule_of_this_draft_are_refused(tmp_path, arguments, draft):
+    file = written(tmp_path, arguments)
+    with raises_option(file):
+        read_schedule(file, *draft)
 
 
 @pytest.mark.vllm

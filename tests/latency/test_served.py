@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from errors import raises_option
 from loopback_servers import PacedVLLM, running
-from typer.testing import CliRunner
+from typed import call
+from typer.testing import Result
 
-from draftlab.cli import app
 from draftlab.latency.cost_model import CostModel, read_profile
 from draftlab.latency.served import ServedPasses, draft_shares
 from draftlab.model import checkpoint
@@ -59,12 +59,10 @@ def target(family_dirs, tmp_path, monkeypatch):
     return family_dirs["llama"]
 
 
-def profiled(target: Path, servers: list[str], *arguments: str, code: int = 0):
+def profiled(target: Path, servers: list[str], *models: str, code: int = 0) -> Result:
     named = [word for server in servers for word in ("--server", server)]
-    few = ["--context", "4,24", "--batch", "1,2", "--repeats", "3", "--out", "out"]
-    result = CliRunner().invoke(app, ["profile", str(target), *arguments, *named, *few])
-    assert result.exit_code == code, (result.output, result.exception)
-    return result
+    few = "--context 4,24 --batch 1,2 --repeats 3 --out out"
+    return call(f"profile {few}", target, *models, *named, code=code)
 
 
 @pytest.mark.slow

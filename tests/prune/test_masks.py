@@ -163,7 +163,7 @@ def test_gradients_of_weights_agree_too(family_dirs):
     torch.testing.assert_close(gradient[rows][:, columns], found * scale, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("odds", [-3.0, 0.0, 1.5, 4.0])
+@pytest.mark.parametrize("odds", [-3.0, 1.5])
 def test_hard_concrete_samples_have_their_closed_form(odds):
     torch.manual_seed(0)
     n = 100_000
@@ -180,7 +180,7 @@ def test_hard_concrete_samples_have_their_closed_form(odds):
     assert (math.exp(BOUND), BETA) == pytest.approx((100, 2 / 3))
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_mha", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen3"])
 def test_deterministic_masks_have_exactly_the_targets_counts(family, family_dirs):
     have = checkpoint.read_shape(family_dirs[family])
     shape = smaller(have)
@@ -289,8 +289,9 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
     )
 
 
-@pytest.mark.parametrize("lr", [None, 1e-4])
-@pytest.mark.parametrize(("dtype", "family"), [("bfloat16", "qwen3"), ("float32", "qwen2_tied")])
+@pytest.mark.parametrize(
+    ("lr", "dtype", "family"), [(None, "bfloat16", "qwen3"), (1e-4, "float32", "qwen2_tied")]
+)
 def test_a_masks_prune_on_disk_is_a_plain_checkpoint(lr, dtype, family, family_dirs, tmp_path):
     source = tmp_path / "source"
     build(family).to(checkpoint.DTYPES[dtype]).save_pretrained(source)

@@ -9,7 +9,7 @@ import transformers as hf
 from builders import SIZES, TOKENIZER_TEXT
 from errors import raises_option
 from test_masks import both, masks_for, smaller
-from test_refit import run_all
+from test_refit import opened, random_rotation, walk_logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.tiny_target import train_tokenizer
@@ -19,7 +19,6 @@ from draftlab.model.shape import Shape
 from draftlab.pruning.choose import choose, random_scores
 from draftlab.pruning.cut import Cut, Rotated
 from draftlab.pruning.source import check_buildable, check_prunable
-from draftlab.pruning.walk import Walk
 
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
@@ -97,21 +96,13 @@ def test_masked_equals_extracted(name, saved):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_walking_and_rotating_give_the_models_logits(name, saved):
     source = saved[name]
-    have, weights, config = (
-        checkpoint.read_shape(source),
-        checkpoint.Weights(source),
-        checkpoint.read_config(source),
-    )
+    have, weights, config = opened(source)
     with torch.inference_mode():
         wanted = checkpoint.load_model(source, torch.float32)(IDS[:1], use_cache=False).logits
-    assert torch.equal(run_all(Walk(weights, config, torch.float32, CPU), [IDS[:1]])[0], wanted)
+    assert torch.equal(walk_logits(weights, config), wanted)
     if not have.tied:
-        rotation, _ = torch.linalg.qr(
-            torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-        )
-        turned = run_all(
-            Walk(Rotated(weights, have, rotation), config, torch.float32, CPU), [IDS[:1]]
-        )[0]
+        rotation = random_rotation()
+        turned = walk_logits(Rotated(weights, have, rotation), config)
         assert (turned - wanted).abs().max() / wanted.abs().max() < 1e-4
 
 

@@ -17,9 +17,8 @@ from test_report import (
     score,
     speculative,
 )
-from typer.testing import CliRunner
+from typed import call
 
-from draftlab.cli import app
 from draftlab.errors import UserError
 from draftlab.results.decoding import Counters, Generation, ServedGeneration
 from draftlab.results.ranking import (
@@ -29,9 +28,8 @@ from draftlab.results.ranking import (
     read_scores,
     score_warnings,
     speedup_ratio,
-    verdict_lines,
 )
-from draftlab.results.report import category_table, html, json_rows, ranking_table
+from draftlab.results.report import html, json_rows, ranking_table
 from draftlab.results.score import Environment, Latency, PromptRecord, Score, TaskResult
 
 
@@ -62,7 +60,6 @@ def test_drafts_that_differ_by_the_same_share_everywhere_are_told_apart_by_pairi
     assert behind.value == pytest.approx(1 / 1.05)
     assert (behind.low, behind.high) == (pytest.approx(1 / 1.05), pytest.approx(1 / 1.05))
     assert slow.speedup(4).high > fast.speedup(4).low
-    assert verdict_lines(places)[1].startswith("slow is slower: 0.95 (0.95 to 0.95) of")
     other = conditioned(slow, prompts_sha256="others")
     apart = rank(read_scores(kept(tmp_path / "o", fast, other)))[1]
     assert (apart.paired, apart.significant) == (False, False)
@@ -72,7 +69,6 @@ def test_a_difference_that_prompts_do_not_agree_on_is_not_told_apart(tmp_path):
     fast, noisy = at("even", [0.2] * PROMPTS), at("noisy", [0.12, 0.3] * (PROMPTS // 2))
     places = rank(read_scores(kept(tmp_path, fast, noisy)))
     assert places[1].significant is False
-    assert "noisy" in verdict_lines(places)[1]
     assert "~ noisy" in rendered(ranking_table(places), 80)
 
 
@@ -88,12 +84,7 @@ def test_a_draft_that_changes_the_output_is_last_and_not_called_the_fastest(tmp_
     lossy = change(at("lossy", [0.05] * PROMPTS), equal_texts=0.5)
     places = rank(read_scores(kept(tmp_path, lossy, at("right", [0.2] * PROMPTS))))
     assert [p.name for p in places] == ["right", "lossy"]
-    assert verdict_lines(places)[1].startswith("lossy ")
-    alone = rank(read_scores([tmp_path / "lossy"]))
-    assert verdict_lines(alone) == [
-        f"lossy changed the output: its speed-up of {lossy.speedup_value(4):.2f}x does not count."
-    ]
-    assert alone[0].as_dict()["identical"] is False
+    assert places[1].as_dict()["identical"] is False
 
 
 def test_drafts_of_different_targets_do_not_compare(tmp_path):
@@ -102,7 +93,7 @@ def test_drafts_of_different_targets_do_not_compare(tmp_path):
         rank(read_scores(kept(tmp_path, score("a"), other)))
 
 
-@pytest.mark.parametrize(("won", "lost"), [(0, 0), (1, 0), (8, 13), (13, 8), (0, 12), (40, 40)])
+@pytest.mark.parametrize(("won", "lost"), [(0, 0), (8, 13), (40, 40)])
 def test_p_is_mcnemars_exact_one(won, lost):
     """Two-sided: twice the tail of a fair coin thrown for each item on which the two differ."""
     n = won + lost
@@ -149,31 +140,17 @@ def test_no_difference_is_rarely_called_one():
 def test_the_command_ranks_and_keeps_the_bar(tmp_path):
     kinds = [PromptRecord(tokens=9, category="code" if i % 2 else "chat") for i in range(PROMPTS)]
     paths = kept(tmp_path, score("slow", speed=0.5), change(score("fast"), prompts=kinds))
-    call = ["report", *map(str, paths)]
-    found = json.loads(CliRunner().invoke(app, [*call, "--json"]).stdout)["ranking"]
+    typed = f"report {' '.join(map(str, paths))}"
+    found = json.loads(call(f"{typed} --json").stdout)["ranking"]
     assert [row["draft"] for row in found] == ["fast", "slow"]
     assert [(row["category"], row["prompts"]) for row in found[0]["categories"]] == [
         ("chat", 4),
         ("code", 4),
     ]
     assert found[0]["categories"][0]["speedup"] == pytest.approx(2.0)
-    missed = CliRunner().invoke(
-        app, [*call, "--min-speedup", "2.5", "--min-acceptance-length", "2"]
-    )
-    assert missed.exit_code == 3
+    missed = call(f"{typed} --min-speedup 2.5 --min-acceptance-length 2", code=3)
     assert "2.000" in missed.stderr
     assert "--min-speedup" in missed.stderr
-    assert CliRunner().invoke(app, ["report", str(tmp_path / "none")]).exit_code == 1
-
-
-def test_pages_are_written_where_they_are_asked_for_and_show_scores(tmp_path):
-    (place,) = kept(tmp_path, score("a"))
-    files = ("--html", str(tmp_path / "new/page.html"), "--markdown", str(tmp_path / "page.md"))
-    done = CliRunner().invoke(app, ["report", str(place), *files])
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "new/page.html").read_text().startswith("<!doctype html>")
-    assert "| a | 4 |" in (tmp_path / "page.md").read_text()
-    assert done.stdout.split()[-2:] == [files[1], files[3]]
 
 
 def test_a_served_score_stands_beside_a_local_one(tmp_path):
@@ -195,21 +172,6 @@ def test_a_served_score_stands_beside_a_local_one(tmp_path):
     assert [p.name for p in places] == ["served", "a"]
     assert html([served, score("a")], "")
     assert json_rows([served])[0]["draft_share"] is None
-
-
-def test_a_slow_down_is_not_praised(tmp_path):
-    """Plain decoding takes 0.3 to 1 s: half as much again with the draft, and as much with another."""
-    plain_seconds = [0.3 + 0.1 * i for i in range(PROMPTS)]
-    slow = at("slow", [1.5 * s for s in plain_seconds])
-    even = at("even", [s * (0.8, 1.3)[i % 2] for i, s in enumerate(plain_seconds)])
-    places = rank(read_scores(kept(tmp_path, slow)))
-    (line,) = verdict_lines(places)
-    assert "0.67" in line
-    table = rendered(ranking_table(places), 100)
-    assert table.index("* no draft") < table.index("slow")
-    both = rank(read_scores(kept(tmp_path / "o", slow, even)))
-    assert both[0].name == "even"
-    assert both[0].speedup.low < 1
 
 
 def test_a_kind_of_prompt_that_is_answered_with_its_end_gains_nothing(tmp_path):
@@ -235,9 +197,6 @@ def test_a_kind_of_prompt_that_is_answered_with_its_end_gains_nothing(tmp_path):
         pytest.approx(3.5),
     )
     assert of_ended["output_tps"] == pytest.approx(10)
-    table = category_table(one)
-    assert table is not None
-    assert "1.00x" in rendered(table, 80)
     assert len(score_warnings([one])) == len(score_warnings([base])) + 1
 
 
@@ -253,95 +212,75 @@ def test_a_parallel_draft_implies_one_pass_over_the_last_steps_tokens_and_the_ma
     assert found == pytest.approx(base.tokens_per_pass(k) / (0.1 * width + 2.0))
 
 
-def test_a_verdict_says_that_nobody_can_tell_where_the_machine_or_the_figures_disagree():
-    base = at("draft", [0.2] * PROMPTS)
-    assert base.doubt is None
-    busy = Environment(
-        system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None
-    )
-    assert change(base, environment=busy).verdict().startswith("Cannot tell")
-    for share, doubted in ((None, False), (0.1, False), (0.2, True)):
-        stolen = busy.model_copy(update={"busy_cores": 0.0, "stolen_share": share})
-        doubt = change(base, environment=stolen).doubt
-        assert (doubt == "the hypervisor gave 20% of the cores' time to other machines") == doubted
-    k = base.best_k
-    for share, doubted in ((0.0, False), (0.05, False), (0.8, True)):
-        some = [
-            g.model_copy(update={"stalled_passes": round(share * len(g.drafted))})
-            for g in base.generations(k)
-        ]
-        assert (change(base, speculative={k: some}).doubt is not None) == doubted
-    # a step of that many passes gives what was measured
-    target = base.speedup_value(k) / base.tokens_per_pass(k)
-    for factor, doubted in ((1.0, False), (1.2, False), (1.3, True), (0.7, True)):
-        passes = {1: 1.0, k + 1: 1 / (target * factor) - k * 0.01}
-        model = base.target.model_copy(
-            update={
-                "latency": [
-                    Latency(width=width, median_ms=ms, low_ms=ms, high_ms=ms, n=20)
-                    for width, ms in passes.items()
-                ]
-            }
-        )
-        draft = base.draft.model_copy(update={"latency": [latency(1, 0.01)]})
-        found = change(base, target=model, draft=draft)
-        assert found.implied_speedup(k) == pytest.approx(factor * base.speedup_value(k))
-        assert (found.doubt is not None) == doubted
-        in_parallel = change(found, draft=draft.model_copy(update={"parallel": True}))
-        one_pass = (found.tokens_per_pass(k) * passes[1]) / (0.01 + passes[k + 1])
-        assert in_parallel.implied_speedup(k) == pytest.approx(one_pass)
-        lookup_first = change(found, draft=draft.model_copy(update={"sha256": None}))
-        assert lookup_first.implied_speedup(k) is None
+IDLE = Environment(system="s", processor="p", cores=2, busy_cores=0.0, governor=None, driver=None)
+BUSY = IDLE.model_copy(update={"busy_cores": 1.5})
 
 
-BUSY_MACHINE = Environment(
-    system="s", processor="p", cores=2, busy_cores=1.5, governor=None, driver=None
+@pytest.mark.parametrize(
+    ("seen", "device", "threads", "doubted"),
+    [
+        ({"busy_cores": 1.5}, "p", 2, True),
+        ({"stolen_share": 0.1}, "p", 2, False),
+        ({"stolen_share": 0.2}, "p", 2, True),
+        ({"waited_share": 0.25}, "p", 1, True),
+        ({"pressure": 0.6}, "p", 2, True),
+        ({"pressure": 0.6}, "p", 1, False),  # CPU seconds are counted, without waits
+        ({"pressure": 1.0}, "H100", 1, False),
+    ],
 )
+def test_other_work_of_the_machine_is_doubt(seen, device, threads, doubted):
+    one = change(at("draft", [0.2] * PROMPTS), environment=IDLE.model_copy(update=seen))
+    assert (conditioned(one, device=device, threads=threads).doubt is not None) == doubted
 
 
-def test_waits_and_uneven_repeats_are_doubt_where_times_are_wall_clock():
-    """On one CPU thread CPU seconds are counted: waits are not in them, but what a shared core cost is."""
+@pytest.mark.parametrize(("share", "doubted"), [(0.05, False), (0.8, True)])
+def test_stalled_passes_are_doubt(share, doubted):
     base = at("draft", [0.2] * PROMPTS)
-    idle = BUSY_MACHINE.model_copy(update={"busy_cores": 0.0})
-    for waits, said, on_one in (
-        ({"waited_share": 0.25}, "25% of the time", True),
-        ({"pressure": 0.6}, "60% of the time", False),
-    ):
-        waiting = change(base, environment=idle.model_copy(update=waits))
-        for device, threads, doubted in (("p", 2, True), ("p", 1, on_one), ("p", None, True)):
-            doubt = conditioned(waiting, device=device, threads=threads).doubt
-            assert (said in str(doubt)) == doubted, (device, threads)
-    on_gpu = conditioned(
-        change(base, environment=idle.model_copy(update={"pressure": 1.0})),
-        device="H100",
-        threads=1,
-    )
-    assert on_gpu.doubt is None
-    for uneven, doubted in ((2, False), (3, True)):
-        again = [
-            plain(g.prompt, (2 if g.prompt < uneven else 1) * (0.3 + 0.1 * g.prompt))
-            for g in base.plain
-        ]
-        found = change(base, plain=[*base.plain, *again]).doubt
-        assert (f"{uneven} of 8 prompts" in str(found) and "2.0x" in str(found)) == doubted
-        assert (found is None) != doubted
-        counted = change(base, plain=[*base.plain, *again], environment=idle)
-        assert conditioned(counted, device="p", threads=1).doubt is None
-        assert (conditioned(counted, device="p", threads=2).doubt is None) != doubted
+    stalled = [
+        g.model_copy(update={"stalled_passes": round(share * len(g.drafted))})
+        for g in base.generations(base.best_k)
+    ]
+    assert (change(base, speculative={base.best_k: stalled}).doubt is not None) == doubted
+
+
+@pytest.mark.parametrize(
+    ("factor", "doubted"), [(1.0, False), (1.2, False), (1.3, True), (0.7, True)]
+)
+def test_passes_that_imply_another_speed_up_are_doubt(factor, doubted):
+    base = at("draft", [0.2] * PROMPTS)
+    k = base.best_k
+    # a step of these passes gives what was measured, times the factor
+    passes = {1: 1.0, k + 1: base.tokens_per_pass(k) / base.speedup_value(k) / factor - k * 0.01}
+    timed = [latency(width, ms) for width, ms in passes.items()]
+    target = base.target.model_copy(update={"latency": timed})
+    draft = base.draft.model_copy(update={"latency": [latency(1, 0.01)]})
+    one = change(base, target=target, draft=draft)
+    assert one.implied_speedup(k) == pytest.approx(factor * base.speedup_value(k))
+    assert (one.doubt is not None) == doubted
+    lookup_first = change(one, draft=draft.model_copy(update={"sha256": None}))
+    assert lookup_first.implied_speedup(k) is None
+
+
+@pytest.mark.parametrize(("uneven", "doubted"), [(2, False), (3, True)])
+def test_uneven_repeats_are_doubt_where_times_are_wall_clock(uneven, doubted):
+    base = at("draft", [0.2] * PROMPTS)
+    again = [
+        plain(g.prompt, (2 if g.prompt < uneven else 1) * (0.3 + 0.1 * g.prompt))
+        for g in base.plain
+    ]
+    one = change(base, plain=[*base.plain, *again], environment=IDLE)
+    for threads in (1, 2):
+        doubt = conditioned(one, device="p", threads=threads).doubt
+        assert (doubt is not None) == (doubted and threads == 2)
 
 
 def test_a_doubtful_score_is_not_called_the_fastest_and_reaches_no_bar(tmp_path):
-    doubtful = change(at("loud", [0.1] * PROMPTS), environment=BUSY_MACHINE)
+    doubtful = change(at("loud", [0.1] * PROMPTS), environment=BUSY)
     sound = at("right", [0.2] * PROMPTS)
     places = rank(read_scores(kept(tmp_path, sound, doubtful)))
-    assert verdict_lines(places)[0].startswith("Cannot tell which is fastest: loud has ")
-    assert "1.5" in verdict_lines(places)[0]
     assert [place.as_dict()["doubt"] for place in places] == [doubtful.doubt, None]
     assert "* " not in rendered(ranking_table(places), 80).partition("* Fastest")[0]
     assert json_rows([doubtful, sound])[0]["doubt"] == doubtful.doubt
     assert {row["doubt"] for row in json_rows([sound])} == {None}
-    alone = CliRunner().invoke(app, ["report", str(tmp_path / "loud"), "--min-speedup", "1.01"])
-    assert alone.exit_code == 3
+    alone = call(f"report {tmp_path}/loud --min-speedup 1.01", code=3)
     assert "--min-speedup" in alone.stderr
-    last = rank(read_scores(kept(tmp_path / "o", at("first", [0.05] * PROMPTS), doubtful)))
-    assert str(doubtful.doubt) in verdict_lines(last)[1]

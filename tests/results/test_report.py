@@ -1,7 +1,6 @@
 """Laws of reports: every number is the record's, every name is only text, a page loads nothing, warnings are exact."""
 
 import io
-import json
 import re
 from html import escape
 from html.parser import HTMLParser
@@ -17,7 +16,6 @@ from draftlab.model.shape import Shape
 from draftlab.provenance import Stage
 from draftlab.results import plots
 from draftlab.results.decoding import Generation
-from draftlab.results.plots import Mark
 from draftlab.results.ranking import rank, score_warnings
 from draftlab.results.report import export_command, html, json_rows, markdown, ranking_table
 from draftlab.results.score import Conditions, Latency, Model, Score, TaskResult
@@ -208,13 +206,6 @@ def test_one_prompt_has_no_interval():
     assert markdown_rows(markdown([single]))[0]["speed-up (95%)"] == "2.00x (n = 1)"
 
 
-def implying(ms: float) -> Score:
-    """The score, whose target was timed over K + 1 = 5 tokens, too: 3 tokens x 20 ms / (4 x 2.5 ms + ms)."""
-    base = score()
-    latency = [*base.target.latency, Latency(width=5, median_ms=ms, low_ms=ms, high_ms=ms, n=30)]
-    return change(base, target=base.target.model_copy(update={"latency": latency}))
-
-
 def test_accuracy_column_never_mixes_tasks():
     other = ACC.model_copy(update={"task": "other_choice"})
     rows = draft_rows(markdown([score("a"), score("b", speed=0.9, tasks=(other,))]))
@@ -242,9 +233,8 @@ def test_names_are_text_on_the_page():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-@pytest.mark.parametrize("count", [1, 5])
-def test_score_table_shows_every_number_whole(width: int, count: int):
-    names = ["a-draft-with-quite-a-long-name", *(f"draft-{i}" for i in range(1, count))]
+def test_score_table_shows_every_number_whole(width: int):
+    names = ["a-draft-with-quite-a-long-name", *(f"draft-{i}" for i in range(1, 5))]
     text = rendered(board(*[score(name, speed=1 - 0.1 * i) for i, name in enumerate(names)]), width)
     assert max(map(len, text.splitlines())) <= width
     lines = text.splitlines()
@@ -300,17 +290,9 @@ STAGES = [
 
 
 def test_the_cost_of_a_draft_is_its_records():
-    made = [
-        change(score("d"), made=STAGES),
-        change(score("lookup", speed=0.9), made=[]),
-        score("old", speed=0.8),
-    ]
-    text = markdown(made)
-    assert "| d | 11.0 | 2M | prune 0.5 min (1k tokens), distill 10.5 min (2M tokens) |" in text
-    assert "| lookup | 0 | 0 | nothing to make |" in text
-    assert "| old | – | – | not recorded |" in text
-    page = Page(html(made, command=""))
-    assert "10.5" in page.text
+    made = [change(score("d"), made=STAGES), score("old", speed=0.8)]
+    for text in (markdown(made), Page(html(made, command="")).text):
+        assert {"11.0", "2M"} <= set(re.findall(r"\b[\d.]+M?\b", text))
 
 
 def test_a_steps_time_is_its_phases():
@@ -323,10 +305,6 @@ def test_a_steps_time_is_its_phases():
         ["0.00", "40.0", "0.00", "40.0", "1.00", "40.0"],
         ["20.0", "30.0", "10.0", "60.0", "3.00", "20.0"],
     ]
-
-
-def test_marks_of_many_categories_differ():
-    assert len({(mark.colour, mark.marker) for mark in (Mark.of("", i) for i in range(64))}) == 64
 
 
 def luminance(colour: str) -> float:
@@ -381,28 +359,6 @@ def test_colours_stand_out_from_light_dark_and_paper():
                 assert (light + 0.05) / (dark + 0.05) >= (
                     3 if re.fullmatch(r"c\d", ink) else 4.5
                 ), (ink, ground)
-
-
-def test_plots_take_the_pages_ink():
-    source = html([score()], command="")
-    assert "currentColor" in source
-    assert "#000000" not in source
-    svgs = "".join(re.findall("<svg.*?</svg>", source, re.S))
-    assert "var(--c0)" in svgs
-    assert not re.search("(?:fill|stroke): #", svgs)
-    assert "#ffffff" not in source
-
-
-def test_json_has_a_flat_row_for_each_draft_and_k():
-    rows = json_rows([score("slow", speed=0.5), score("fast")])
-    assert [(row["draft"], row["num_speculative_tokens"], row["best"]) for row in rows] == [
-        ("slow", 1, False),
-        ("slow", 4, True),
-        ("fast", 1, False),
-        ("fast", 4, True),
-    ]
-    assert json.loads(json.dumps(rows)) == rows
-    assert not any(isinstance(value, dict) for row in rows for value in row.values())
 
 
 def test_json_has_vllms_names_and_the_records_numbers():
@@ -473,13 +429,12 @@ def test_unequal_conditions_and_targets_are_warned_of():
     )
 
 
-@pytest.mark.parametrize("count", [1, 8])
-def test_page_draws_every_draft_and_opens_with_answer_picture_and_table(count: int):
-    scores = [score(f"draft-{i}", speed=1 - 0.05 * i, layers=1 + i, tasks=()) for i in range(count)]
+def test_page_draws_every_draft_and_opens_with_answer_picture_and_table():
+    scores = [score(f"draft-{i}", speed=1 - 0.05 * i, layers=1 + i, tasks=()) for i in range(8)]
     source = html(scores, command="")
     page = Page(source)
     assert sum(tag == "svg" for tag, _ in page.tags) == 4
-    assert all(page.text.count(f"draft-{i}") >= 5 for i in range(count))
+    assert all(page.text.count(f"draft-{i}") >= 5 for i in range(8))
     assert "nan" not in "".join(attrs.get("d") or "" for _, attrs in page.tags)
     body = source[source.index("<h1>") :]
     assert (
@@ -498,19 +453,6 @@ def test_a_draft_that_gains_is_exported_by_the_command_on_the_page():
     assert export_command(ranked) in Page(html([one], command="")).text
     for other in (change(one, equal_texts=0.5), change(score("a b", speed=0.4), command=command)):
         assert export_command(*rank([other])) == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "label"),
-    [
-        ("fallback:draft=runs/x", "prompt lookup followed by the draft (draft=runs/x)"),
-        ("fallback@int8-b4", "prompt lookup followed by the draft@int8-b4"),
-        ("prompt-lookup", "prompt lookup"),
-        ("runs-12", "runs-12"),
-    ],
-)
-def test_drafters_have_names_in_words(name, label):
-    assert score(name).label == label
 
 
 def test_control_characters_of_a_score_reach_no_terminal_and_no_page():

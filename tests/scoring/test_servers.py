@@ -252,7 +252,7 @@ def test_sglangs_counters_are_in_its_answers():
 
 
 @pytest.mark.vllm
-def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32, tmp_path_factory):
+def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32):
     """The embedded target with its own first layers as the draft, both in fp32."""
     draft = tmp_path / "draft"
     monkeypatch.chdir(tmp_path)
@@ -263,10 +263,9 @@ def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32, t
     speculation = json.dumps(
         {"method": "draft_model", "model": str(draft), "num_speculative_tokens": K}
     )
-    logs = tmp_path_factory.mktemp("logs")
     with (
-        serving_vllm(fp32, logs / "plain.txt") as plain,
-        serving_vllm(fp32, logs / "speculative.txt", "--speculative-config", speculation) as other,
+        serving_vllm(fp32) as plain,
+        serving_vllm(fp32, "--speculative-config", speculation) as other,
     ):
         urls = (
             "--server",

@@ -8,10 +8,6 @@ names its binary.
 import json
 import math
 import os
-import signal
-import socket
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,6 +23,7 @@ from safetensors.numpy import load_file
 from draftlab.commands import COMMANDS
 from draftlab.data import Batch, open_heldout
 from draftlab.errors import UserError
+from draftlab.exporting import verify as verifying
 from draftlab.model import checkpoint, hub
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import TRIES, Probe, Server, parse_metrics, spec_decode_counters
@@ -34,10 +31,6 @@ from draftlab.servers.llama_cpp import LlamaCpp
 from draftlab.servers.sglang import SGLang
 from draftlab.servers.vllm import VLLM
 from draftlab.target_outputs.targets import PROBE_TEXT, LocalTarget, ServedTarget, verify
-from draftlab.training.fused_loss import TopK
-from draftlab.training.losses import log_probs, parse_loss
-from draftlab.training.objectives import DistillStep
-from draftlab.training.teachers import LocalTeacher, ServedTeacher
 
 PROMPT = [0, 309, 293, 653, 570, 346, 546]
 
@@ -146,23 +139,14 @@ def test_logits_are_no_log_probabilities(started):
 
 
 @pytest.mark.parametrize(
-    ("ask", "message"),
+    ("ask", "words"),
     [
-        (lambda s: s.prompt_logprobs([PROMPT], 65), "Requested prompt logprobs of 65"),
-        (
-            lambda s: s.generate([[5000]], SamplingParams(max_tokens=2, temperature=1.0)),
-            "Token id 5000 is out of vocabulary",
-        ),
-        (
-            lambda s: s.generate([PROMPT], SamplingParams(max_tokens=2042, temperature=1.0)),
-            "2048 tokens.* 2049",
-        ),
-        (lambda s: s.prompt_logprobs([PROMPT * 300], 3), "2048 tokens.* 2101"),
-        (lambda s: s.metrics(), "GET /metrics was not recorded"),
+        (lambda s: s.generate([[5000]], SamplingParams(max_tokens=2, temperature=1.0)), "5000"),
+        (lambda s: s.prompt_logprobs([PROMPT * 300], 3), "2101"),
     ],
 )
-def test_a_refusal_comes_with_the_servers_own_words(ask, message, recorded):
-    with pytest.raises(UserError, match=message):
+def test_a_refusal_comes_with_the_servers_own_words(ask, words, recorded):
+    with raises_option(words):
         ask(recorded)
 
 
@@ -170,24 +154,21 @@ def test_a_refusal_comes_with_the_servers_own_words(ask, message, recorded):
     ("answer", "arguments", "words"),
     [
         ((200, "<html>hello</html>"), {}, "/v1/models"),
-        ((200, {"status": "ok"}), {}, "/v1/models"),
         ((200, {"data": []}), {}, "/v1/models"),
-        ((404, {"detail": "Not Found"}), {}, "Not Found"),
         ((503, {"error": {"message": "Loading model"}}), {}, "Loading model"),
         ((200, {"data": [{"id": "tiny"}]}), {"model": "tinny"}, "'tiny'"),
     ],
 )
 def test_what_is_no_such_server_is_said_at_once(answer, arguments, words, started):
-    with pytest.raises(UserError, match=words):
+    with raises_option(words):
         Server.connect(
             started(lambda *_: answer), **arguments, wait=lambda _: pytest.fail("waited")
         )
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:1/v1/", "localhost:8000"])
-def test_an_address_where_nothing_runs_is_said_at_once(url):
-    with raises_option(url.removesuffix("/v1/")):
-        Server.connect(url)
+def test_an_address_where_nothing_runs_is_said_at_once():
+    with raises_option("http://127.0.0.1:1"):
+        Server.connect("http://127.0.0.1:1/v1/")
 
 
 def test_the_key_is_sent_and_v1_may_be_named(started, tmp_path):
@@ -330,48 +311,31 @@ def test_sglangs_answers_are_read(started):
     assert server.tokenize("x") == [5, 6]
 
 
-def test_sglang_is_told_everything_that_it_would_guess():
-    asked = SGLang().completion_request([1], SamplingParams(max_tokens=2, temperature=0.0), 4)
-    assert (asked["input_ids"], asked["return_logprob"], asked["top_logprobs_num"]) == (
-        [1],
-        True,
-        4,
-    )
-    assert asked["sampling_params"]["top_k"] == -1  # all, as it counts
-    assert asked["sampling_params"]["repetition_penalty"] == 1.0
-
-
-@pytest.mark.parametrize("adapter", [VLLM(), SGLang()], ids=["vllm", "sglang"])
+@pytest.mark.parametrize("adapter", [VLLM(), SGLang(), LlamaCpp()], ids=lambda each: each.name)
 def test_every_sampling_setting_is_sent(adapter):
     sampling = SamplingParams(
-        max_tokens=3,
-        temperature=0.7,
-        top_k=11,
-        top_p=0.9,
-        min_p=0.05,
-        seed=13,
-        stop_token_ids=(4, 5),
-        ignore_eos=True,
+        max_tokens=3, temperature=0.7, top_k=11, top_p=0.9, min_p=0.05, seed=13, ignore_eos=True
     )
     body = adapter.completion_request([1], sampling, None)
     sent = list((body | body.get("sampling_params", {})).values())
-    for value in (3, 0.7, 11, 0.9, 0.05, 13, [4, 5], True):
+    for value in (3, 0.7, 11, 0.9, 0.05, 13, True):
         assert value in sent
 
 
-def test_llama_cpp_gets_every_sampling_setting_but_stop_token_ids():
-    body = LlamaCpp().completion_request(
-        [1], SamplingParams(max_tokens=3, temperature=0.7, min_p=0.05, seed=13), None
-    )
-    assert (body["n_predict"], body["temperature"], body["min_p"], body["seed"]) == (
-        3,
-        0.7,
-        0.05,
-        13,
-    )
-    assert "min_p" in body["samplers"]
+@pytest.mark.parametrize("adapter", [VLLM(), SGLang()], ids=lambda each: each.name)
+def test_ends_of_text_are_sent_where_they_can_be(adapter):
+    sampling = SamplingParams(stop_token_ids=(4, 5))
+    body = adapter.completion_request([1], sampling, None)
+    assert [4, 5] in (body | body.get("sampling_params", {})).values()
     with raises_option("stop_token_ids"):
-        LlamaCpp().completion_request([1], SamplingParams(stop_token_ids=(4,)), None)
+        LlamaCpp().completion_request([1], sampling, None)
+
+
+def test_servers_sample_as_asked():
+    sampling = SamplingParams(max_tokens=2)
+    asked = SGLang().completion_request([1], sampling, 4)
+    assert asked["sampling_params"]["top_k"] == -1  # all tokens
+    assert "min_p" in LlamaCpp().completion_request([1], sampling, None)["samplers"]
 
 
 def llama_cpp(method: str, path: str, body: Any) -> tuple[int, Any]:
@@ -463,53 +427,22 @@ def test_llama_cpps_counters_have_the_same_names():
     ).acceptance.mean_acceptance_length == pytest.approx(1.9)
 
 
-@pytest.fixture(scope="session")
-def vllm(fp32, tmp_path_factory) -> Iterator[Server]:
-    with serving_vllm(fp32, tmp_path_factory.mktemp("vllm") / "log.txt") as server:
+@contextmanager
+def serving_vllm(directory: Path, *options: object) -> Iterator[Server]:
+    """A real vLLM around a checkpoint (docs/servers.md)."""
+    program = os.environ.get("DRAFTLAB_TEST_VLLM")
+    if program is None:
+        pytest.skip("DRAFTLAB_TEST_VLLM does not name a vllm binary")
+    flags = "--served-model-name tiny --dtype float32 --max-logprobs 64 --no-enable-prefix-caching --enforce-eager"
+    command = [program, "serve", directory, *flags.split(), *options]
+    with verifying.running(command, verifying.VLLM_ON_CPU | os.environ) as (server, _):
         yield server
 
 
-@contextmanager
-def serving_vllm(directory: Path, log: Path, *options: object) -> Iterator[Server]:
-    """A real vLLM around a checkpoint (docs/servers.md)."""
-    binary = os.environ.get("DRAFTLAB_TEST_VLLM")
-    if binary is None:
-        pytest.skip("DRAFTLAB_TEST_VLLM does not name a vllm binary")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [binary, "serve", directory, "--port", port]
-    flags = (
-        "--served-model-name tiny --host 127.0.0.1 --dtype float32 "
-        "--max-logprobs 64 --no-enable-prefix-caching --enforce-eager"
-    )
-    one = {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*map(str, (*command, *flags.split(), *options))],
-            env=os.environ | one,
-            stdout=output,
-            stderr=output,
-        )
-    try:
-        yield _ready(f"http://127.0.0.1:{port}", process)
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(60)
-
-
-def _ready(url: str, process: subprocess.Popen) -> Server:
-    for _ in range(300):
-        assert process.poll() is None, "vllm ended; see its log"
-        try:
-            return Server.connect(url)
-        except UserError:
-            time.sleep(1)
-    raise AssertionError("vllm did not start in 300 s")
+@pytest.fixture(scope="session")
+def vllm(fp32) -> Iterator[Server]:
+    with serving_vllm(fp32) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
@@ -555,22 +488,6 @@ def test_a_real_vllm_writes_greedily_what_transformers_finds_most_probable(vllm,
 
 
 @pytest.mark.vllm
-def test_a_real_vllm_repeats_what_it_sampled_by_seed_and_ends_at_eos(vllm):
-    how = SamplingParams(max_tokens=400, temperature=1.3, seed=0)
-    first, again = (vllm.generate([[0]] * 4, how) for _ in range(2))
-    assert [w.ids for w in first] == [w.ids for w in again]
-    assert len({tuple(w.ids) for w in first}) == 4
-    assert any(w.finish_reason == "stop" for w in first)
-    assert all(
-        (w.ids[-1] == 1) == (w.finish_reason == "stop") and 1 not in w.ids[:-1] for w in first
-    )
-    (through,) = vllm.generate(
-        [[0]], SamplingParams(max_tokens=400, temperature=1.3, seed=0, ignore_eos=True)
-    )
-    assert len(through.ids) == 400
-
-
-@pytest.mark.vllm
 @pytest.mark.parametrize("text", ["data", "target"])
 def test_outputs_of_a_real_vllm_are_those_of_the_local_model(text, vllm, fp32, tmp_path):
     sizes = {"num_sequences": 16, "seq_len": 64, "top_logprobs": 32, "text": text, "data": "stdlib"}
@@ -594,29 +511,3 @@ def test_outputs_of_a_real_vllm_are_those_of_the_local_model(text, vllm, fp32, t
         rest = float(abs(np.exp(ours["rest_logprob"]) - np.exp(theirs["rest_logprob"])).max())
         print(f"probability of what is not listed within {rest:.2e}")
         assert rest < 1e-4
-
-
-@pytest.mark.vllm
-@pytest.mark.parametrize("loss", ["fkl", "rkl", "tvd", "nla"])
-def test_a_step_from_a_real_vllm_is_one_from_the_same_list_of_the_target(loss, vllm, fp32, rows):
-    teacher = LocalTeacher(
-        checkpoint.load_model(fp32, torch.float32).eval(), 4096, torch.device("cpu")
-    )
-    dense = log_probs(teacher.distributions(rows).logits(slice(None)), 1.0)
-    values, ids = dense.topk(32)
-    local = TopK(ids, values, dense.scatter(1, ids, -torch.inf).logsumexp(-1))
-    shape = checkpoint.read_config(fp32) | {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "head_dim": 16,
-    }
-    found = []
-    for teacher in (ServedTeacher(vllm, 32, 4096).distributions(rows), local):
-        step = DistillStep(checkpoint.new_model(shape, 0), parse_loss(loss), 1.0)
-        step(torch.from_numpy(rows.ids), torch.from_numpy(rows.mask), teacher)[0, 5].backward()
-        found.append(
-            torch.cat([p.grad.flatten() for p in step.student.parameters() if p.grad is not None])
-        )
-    apart = float((found[0] - found[1]).norm() / found[1].norm())
-    print(f"{loss}: gradients apart by {apart:.2e} of their length")
-    assert apart < 1e-3

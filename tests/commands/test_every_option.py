@@ -67,6 +67,27 @@ def without(settings: Settings, *names: str) -> Settings:
     return {name: value for name, value in settings.items() if name not in names}
 
 
+def made(w: World, name: str, command: str, mode: str) -> Path:
+    """Return the output of a case, which is made once."""
+    out = w.root / name
+    if not out.exists():
+        COMMANDS[command](**CASES[command, mode](w), out=out)
+    return out
+
+
+def answers(w: World) -> Path:
+    return made(w, "answers", "outputs build", "replay")
+
+
+def stored(w: World) -> Path:
+    return made(w, "stored", "outputs build", "distill, data")
+
+
+def head(w: World) -> str:
+    """An EAGLE-3 head of the source."""
+    return str(made(w, "head", "distill", "a head, stored outputs"))
+
+
 def case(
     command: str, mode: str
 ) -> Callable[[Callable[[World], Settings]], Callable[[World], Settings]]:
@@ -91,13 +112,7 @@ CASES["prune", "first, nothing refitted"] = lambda w: (
 
 
 CASES["prune", "head trimmed to the target's answers"] = lambda w: (
-    TINY_CUT
-    | {
-        "source": w.source,
-        "vocab": "200",
-        "outputs": CASES["replay", "chains"](w)["directory"],
-        "calibration_tokens": 64,
-    }
+    TINY_CUT | {"source": w.source, "vocab": "200", "outputs": answers(w), "calibration_tokens": 64}
 )
 
 
@@ -196,41 +211,40 @@ CASES["distill", "a head, text of the target"] = lambda w: (
 )
 
 
-@case("distill", "a head, stored outputs")
-def _(w: World) -> Settings:
-    COMMANDS["outputs build"](**CASES["outputs build", "replay"](w), out=Path("told"))
-    few = FEW | {"student": "eagle:ttt_steps=2,layer_ids=1+2", "seq_len": 64}
-    return few | {"target": w.source, "outputs": Path("told")}
+CASES["distill", "a head, stored outputs"] = lambda w: (
+    FEW
+    | {
+        "student": "eagle:ttt_steps=2,layer_ids=1+2+3",
+        "seq_len": 64,
+        "target": w.source,
+        "outputs": answers(w),
+    }
+)
 
 
 CASES["distill", "a head to train on"] = lambda w: (
     CASES["distill", "a head, stored outputs"](w)
-    | {"student": "eagle:ttt_steps=2", "draft": str(head(w))}
+    | {"student": "eagle:ttt_steps=2", "draft": head(w)}
 )
 
 
-def head(w: World) -> Path:
-    if not Path("head").exists():
-        COMMANDS["distill"](**CASES["distill", "a head, stored outputs"](w), out=Path("head"))
-    return Path("head")
-
-
 CASES["replay", "an EAGLE-3 head"] = lambda w: {
-    "draft": [str(head(w))],
-    "directory": Path("told"),
+    "draft": [head(w)],
+    "directory": answers(w),
     "target": w.source,
     "k": "1,2",
 }
 
 
-@case("replay", "a drafter")
-def _(w: World) -> Settings:
-    COMMANDS["outputs build"](**CASES["outputs build", "replay"](w), out=Path("told"))
-    return {"drafter": [f"model:draft={w.draft}"], "directory": Path("told"), "k": "1,2"}
+CASES["replay", "a drafter"] = lambda w: {
+    "drafter": [f"model:draft={w.draft}"],
+    "directory": answers(w),
+    "k": "1,2",
+}
 
 
 CASES["profile", "an EAGLE-3 head"] = lambda w: (
-    CASES["profile", "native"](w) | {"models": [w.source, str(head(w))]}
+    CASES["profile", "native"](w) | {"models": [w.source, head(w)]}
 )
 
 
@@ -243,22 +257,11 @@ CASES["check", "conversations"] = lambda w: {"draft": w.draft} | chat(w)
 CASES["check", "files only"] = lambda w: {**w.pair, "files_only": True}
 
 
-def trained_head(w: World) -> str:
-    """An EAGLE-3 head of the source."""
-    folder = w.root / "head"
-    if not folder.exists():
-        student = {"student": "eagle:ttt_steps=2,layer_ids=1+2+3"}
-        COMMANDS["distill"](
-            **CASES["distill", "a head, text of the target"](w) | student, out=folder
-        )
-    return str(folder)
-
-
-CASES["check", "EAGLE-3 head"] = lambda w: {"draft": trained_head(w), **w.asked}
+CASES["check", "EAGLE-3 head"] = lambda w: {"draft": head(w), **w.asked}
 
 
 CASES["export", "EAGLE-3 head"] = lambda w: {
-    "draft": trained_head(w),
+    "draft": head(w),
     "target": w.source,
     "to": "vllm",
     "k": 2,
@@ -266,7 +269,7 @@ CASES["export", "EAGLE-3 head"] = lambda w: {
 
 
 CASES["export", "EAGLE-3 head, GGUF"] = lambda w: {
-    "draft": trained_head(w),
+    "draft": head(w),
     "target": w.source,
     "to": "llama.cpp",
 }
@@ -298,7 +301,7 @@ def _(w: World) -> Settings:
             (folder / "model.safetensors").unlink(missing_ok=True)
             torch.save(weights, folder / "pytorch_model.bin")
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / name).write_bytes((w.draft / name).read_bytes())
+            shutil.copy(Path(w.draft) / name, folder)
     return {"source": str(folder)}
 
 
@@ -345,11 +348,10 @@ CASES["search", "parallel drafts"] = lambda w: CASES["search", "widths"](w) | {"
 
 @case("search", "stored outputs and prompts")
 def _(w: World) -> Settings:
-    stored = CASES["outputs info", ""](w)["directory"]
     prompts = [{"prompt": f"def parse{i}(line):"} for i in range(60)]
     Path("asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     settings = without(CASES["search", "widths"](w), "data")
-    return settings | {"outputs": stored, "prompt_file": Path("asked.jsonl"), "vocab": "200"}
+    return settings | {"outputs": stored(w), "prompt_file": Path("asked.jsonl"), "vocab": "200"}
 
 
 LAW: Settings = {"law": True, "repeats": 3, "context": "8", "threads": 1, "mode": "eager"}
@@ -358,10 +360,10 @@ LAW: Settings = {"law": True, "repeats": 3, "context": "8", "threads": 1, "mode"
 CASES["profile", "law"] = lambda w: LAW | {"models": [w.source]}
 
 
-@case("profile", "law of profiles")
-def _(w: World) -> Settings:
-    COMMANDS["profile"](**LAW, models=[w.source], out=Path("law"))
-    return {"models": ["law"], "law": True}
+CASES["profile", "law of profiles"] = lambda w: {
+    "models": [str(made(w, "law", "profile", "law"))],
+    "law": True,
+}
 
 
 CASES["profile", "eager"] = lambda w: {
@@ -483,10 +485,7 @@ CASES["outputs build", "replay, conversations"] = lambda w: (
 )
 
 
-@case("outputs info", "")
-def _(w: World) -> Settings:
-    COMMANDS["outputs build"](**CASES["outputs build", "distill, data"](w), out=Path("stored"))
-    return {"directory": Path("stored")}
+CASES["outputs info", ""] = lambda w: {"directory": stored(w)}
 
 
 CASES["outputs info", "verify"] = lambda w: (
@@ -494,17 +493,12 @@ CASES["outputs info", "verify"] = lambda w: (
 )
 
 
-@case("distill", "stored outputs")
-def _(w: World) -> Settings:
-    stored = CASES["outputs info", ""](w)["directory"]
-    few = without(FEW, "seq_len")
-    return few | {"draft": w.draft, "outputs": stored}
+CASES["distill", "stored outputs"] = lambda w: (
+    without(FEW, "seq_len") | {"draft": w.draft, "outputs": stored(w)}
+)
 
 
-@case("replay", "chains")
-def _(w: World) -> Settings:
-    COMMANDS["outputs build"](**replayable(w), out=Path("answers"))
-    return {"directory": Path("answers"), "draft": [w.draft], "k": "1,2"}
+CASES["replay", "chains"] = lambda w: {"directory": answers(w), "draft": [w.draft], "k": "1,2"}
 
 
 CASES["replay", "as llama.cpp"] = lambda w: (
@@ -513,16 +507,11 @@ CASES["replay", "as llama.cpp"] = lambda w: (
 
 
 CASES["report", ""] = lambda w: {
-    "scores": [scored(w)],
+    "scores": [made(w, "scored", "score", "greedy")],
     "min_speedup": 0.01,
     "min_acceptance_length": 1.0,
     "html": Path("page.html"),
 }
-
-
-def scored(w: World) -> Path:
-    COMMANDS["score"](**scoring(w), out=Path("scored"))
-    return Path("scored")
 
 
 @case("outputs build", "log")
@@ -546,23 +535,24 @@ CASES["outputs build", "server"] = lambda w: (
 CASES["outputs build", "replay, server"] = lambda w: replayable(w) | {"server": w.server}
 
 
-@case("outputs info", "verify, server")
-def _(w: World) -> Settings:
-    COMMANDS["outputs build"](**CASES["outputs build", "server"](w), out=Path("served"))
-    return {"directory": Path("served"), "verify": True, "server": w.server, "target": w.source}
+CASES["outputs info", "verify, server"] = lambda w: {
+    "directory": made(w, "served", "outputs build", "server"),
+    "verify": True,
+    "server": w.server,
+    "target": w.source,
+}
 
 
-@case("score", "servers")
-def _(w: World) -> Settings:
-    few = {
-        "num_prompts": 2,
-        "prompt_tokens": 8,
-        "max_new_tokens": 9,
-        "repeats": 1,
-        "target": w.source,
-    }
-    servers = {"server": w.server, "speculative_server": w.drafting_server}
-    return few | servers | {"data": w.text, "draft": [w.draft]}
+CASES["score", "servers"] = lambda w: {
+    "num_prompts": 2,
+    "prompt_tokens": 8,
+    "max_new_tokens": 9,
+    "repeats": 1,
+    "server": w.server,
+    "speculative_server": w.drafting_server,
+    "draft": [w.draft],
+    **w.asked,
+}
 
 
 CASES["score", "servers, lm-eval's task"] = lambda w: (
@@ -575,10 +565,9 @@ CASES["score", "the plain server"] = lambda w: without(
 )
 
 
-@case("score", "a drafting server")
-def _(w: World) -> Settings:
-    COMMANDS["score"](**CASES["score", "the plain server"](w), out=Path("plain"))
-    return CASES["score", "servers"](w) | {"server": "plain"}
+CASES["score", "a drafting server"] = lambda w: (
+    CASES["score", "servers"](w) | {"server": str(made(w, "plain", "score", "the plain server"))}
+)
 
 
 CASES["score", "servers, conversations"] = lambda w: without(

@@ -39,7 +39,7 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, ServerKind, ServerTrial
 from draftlab.training.vocabulary import resize
 
-SHORT = "--num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1"  # a small score
+SHORT = "--mode eager --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1"  # a small score
 GGUF_FAMILIES = [
     "llama", "llama_mha", "llama3_tied", "llama_biases", "mistral", "qwen2", "qwen2_tied", "qwen3", "olmo2", "granite",
 ]  # fmt: skip
@@ -340,7 +340,7 @@ def test_k_by_batch_size_of_a_prediction_is_in_the_servers_own_setting(space):
     )
     for other in ("vllm --k 2", "sglang"):  # which changes the K of heads only
         refused = export(f"--to {other} --prediction p.json", code=1)
-        assert refused.stderr.startswith("error: --prediction")
+        assert "--prediction" in refused.stderr
 
 
 def test_the_script_for_transformers_decodes_as_the_target_alone(

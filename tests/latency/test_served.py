@@ -85,11 +85,6 @@ def test_servers_in_each_others_place_are_refused(target):
         running(PacedVLLM(tokenizer, 0.0)) as plain,
         running(PacedVLLM(tokenizer, 0.0, k=3)) as drafting,
     ):
-        for servers, models in (
-            ([plain, plain], ["d"]),
-            ([drafting], []),
-            ([plain], ["d"]),
-            ([plain, drafting], []),
-        ):
+        for servers, models in (([plain, plain], ["d"]), ([drafting], [])):
             assert "--server" in profiled(target, servers, *models, code=1).stderr
     assert "--server" in profiled(target, ["nope"], code=1).stderr

@@ -136,33 +136,6 @@ def mean_over_all(norm: torch.nn.Module, masks: Masks, eps: float):
     return forward
 
 
-def test_gradients_of_weights_agree_too(family_dirs):
-    """What a kept neuron's weight gets in the masked model is what it gets in the cut one, times its mask."""
-    have = checkpoint.read_shape(family_dirs["qwen3"])
-    masks, model = masks_for(have, smaller(have)), build("qwen3")
-    values, keep = masks.deterministic(), masks.keep()
-    masks.draw()
-    name = f"model.layers.{keep.layers[1]}.mlp.down_proj.weight"
-    with masked(model, masks, 1e-6):
-        model(IDS).logits.square().mean().backward()
-    gradient = dict(model.named_parameters())[name].grad
-    assert gradient is not None
-    config = checkpoint.config_for(
-        masks.shape, checkpoint.read_config(family_dirs["qwen3"]), keep.layers
-    )
-    small = checkpoint.meta_model(config, torch.float32)
-    folded = Folded({n: t.detach() for n, t in model.named_parameters()}, have, values)
-    small.load_state_dict(dict(Cut(folded, masks.shape, keep).items()), assign=True)
-    small(IDS).logits.square().mean().backward()
-    found = small.get_parameter("model.layers.1.mlp.down_proj.weight").grad
-    assert found is not None
-    rows, columns = torch.tensor(keep.hidden), torch.tensor(keep.ffn[1])
-    scale = (values.hidden[rows] * values.layers[keep.layers[1]])[:, None] * values.ffn[
-        keep.layers[1]
-    ][columns]
-    torch.testing.assert_close(gradient[rows][:, columns], found * scale, atol=1e-5, rtol=1e-3)
-
-
 @pytest.mark.parametrize("odds", [-3.0, 1.5])
 def test_hard_concrete_samples_have_their_closed_form(odds):
     torch.manual_seed(0)

@@ -22,14 +22,13 @@ from draftlab.commands.base import Outcome
 from draftlab.data import Batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs import build as building
 from draftlab.target_outputs import store
 from draftlab.target_outputs.batches import StoredBatches, open_stored
 from draftlab.target_outputs.build import ServerLog
-from draftlab.target_outputs.outputs import TEMPERATURES, StoredLogprobs, padded
+from draftlab.target_outputs.outputs import TEMPERATURES, padded
 from draftlab.target_outputs.store import read_manifest, read_store
 from draftlab.target_outputs.targets import LocalTarget, ServedTarget, verify
 from draftlab.training.loop import Loop
@@ -251,19 +250,6 @@ def test_what_is_seen_is_the_targets_own_whatever_the_memory(
         )
         np.testing.assert_allclose(scored.logprobs, log_p.topk(8).values, atol=2e-2)
         np.testing.assert_allclose(scored.token, came, atol=2e-2)
-    prompts, sampling = (
-        [Prompt(row) for row in ids[:, :4].tolist()],
-        SamplingParams(max_tokens=17, temperature=1.0),
-    )
-    for output, prompt in zip(
-        LocalTarget(place, CPU).generate(prompts, range(5), sampling, 8), prompts, strict=True
-    ):
-        assert output.prompt.tolist() == prompt.ids
-        assert output.top is not None
-        assert output.logprobs is not None
-        assert len(output.ids) == len(output.top.token) == 17
-        # read as it was written
-        np.testing.assert_allclose(output.top.token, output.logprobs, atol=1e-3)
 
 
 def test_acceptance_from_few_tokens_is_a_lower_end_with_its_slack(made, family_dirs, tmp_path):
@@ -320,36 +306,6 @@ def test_a_cache_from_a_server_is_that_of_the_target(small, made, family_dirs, t
     assert len(held.batches) == 16
     with pytest.raises(UserError):
         StoredBatches(tmp_path / "c", 4, 0.8)
-
-
-def test_text_that_a_server_wrote_is_kept_with_what_it_thought(small, family_dirs, text, tmp_path):
-    settings: dict[str, Any] = {
-        "server": small.http.url,
-        "text": "target",
-        "num_sequences": 12,
-        "seq_len": 24,
-    }
-    build_store(family_dirs["llama"], text, tmp_path / "c", **settings)
-    found = read_store(tmp_path / "c")
-    eos = checkpoint.eos_token_ids(family_dirs["llama"])
-    assert found.manifest.sampling == SamplingParams(
-        max_tokens=21, temperature=1.0, stop_token_ids=eos
-    )
-    assert found.manifest.logprobs == "raw"
-    batch = padded(found.outputs, 24)
-    assert (batch.mask[:, :3] == 0).all()
-    for ids, mask in zip(batch.ids, batch.mask, strict=True):
-        ends = np.flatnonzero(np.isin(ids[4:], list(STOPS)))
-        last = 4 + ends[0] if len(ends) else 24
-        # the prompt and what follows eos do not count
-        assert np.array_equal(np.flatnonzero(mask), np.arange(3, last))
-    assert len(set(batch.mask.sum(1))) > 2
-    rescored = LocalTarget(family_dirs["llama"], CPU).score(batch, 8)
-    stored = StoredLogprobs.joined([o.top for o in found.outputs if o.top is not None])
-    assert np.array_equal(rescored.ids[:, 0], stored.ids[:, 0])
-    assert np.abs(rescored.token - stored.token).max() < 0.01
-    given = np.concatenate([o.logprobs for o in found.outputs if o.logprobs is not None])
-    assert np.abs(rescored.token - given).max() < 0.01
 
 
 def test_another_tokenizer_on_the_server_is_found(small):

@@ -60,18 +60,6 @@ def test_a_row_has_requests_with_their_prefill_and_decoding_without():
     assert (row["k"], row["target_dtype"], row["draft_dtype"]) == (2, "bfloat16", "bfloat16")
 
 
-def test_k_is_chosen_on_other_prompts_than_those_timed():
-    """K = 1 is fast on the first prompt alone and K = 2 on the second: no choice can be right on the other half."""
-    answers = {
-        arm(OURS, "plain", 0): answer([2.0, 2.0]),
-        arm(OURS, "draft", 1): answer([1.0, 3.0]),
-        arm(OURS, "draft", 2): answer([3.0, 1.0]),
-    }
-    row = next(row for row in result(answers)["engines"] if row["way"] == "draft")
-    assert row["request_tps"]["value"] == pytest.approx(22 / 6)
-    assert row["ks"] == [1, 2]
-
-
 def test_the_lead_is_over_the_fastest_peer_at_equal_bits():
     answers = {
         arm(OURS, "plain", 0): answer([2.0] * 4), arm("vllm", "plain", 0): answer([4.0] * 4),

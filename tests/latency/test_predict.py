@@ -26,7 +26,7 @@ from draftlab.latency.cost_model import (
     expected_tokens,
     write_profile,
 )
-from draftlab.latency.predict import best_k, predict, required_length
+from draftlab.latency.predict import predict, required_length
 from draftlab.latency.steps import expected_time, step_costs, steps
 from draftlab.latency.workload import Workload, constant_workload, workload_of, workload_of_score
 from draftlab.model import llama
@@ -238,15 +238,6 @@ def test_a_batch_is_as_fast_as_its_rows_together():
     assert eight.rows[0].tokens_per_second == pytest.approx(one.rows[0].tokens_per_second)
 
 
-def test_best_k_falls_where_verification_is_dear():
-    work = constant_workload(0.8, tokens=60, prompt_tokens=10)
-    cheap, dear = (
-        best_k(*pair(DRAFT, law(4, extra, 0.0, 0.0)), work, range(1, 9)) for extra in (0.05, 1.0)
-    )
-    assert cheap[0] > dear[0]
-    assert cheap[1] > dear[1]
-
-
 def test_what_a_slower_draft_would_need_is_what_makes_it_as_fast():
     work = constant_workload(0.6, tokens=80, prompt_tokens=8)
     fast = predict(*pair(), work, KS)
@@ -319,17 +310,20 @@ def test_a_score_gives_back_the_steps_that_it_counted(ran):
     assert steps(alone, 5).starts.sum() == sum(len(run) - 1 for run in runs[5])
 
 
+ASSUMED = "--context 16 --max-new-tokens 60"
+
+
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """The command on profiles of a pair, in an empty working directory."""
     monkeypatch.chdir(tmp_path)
     write_profile(profile("draft", DRAFT, batches=(1, 4)), tmp_path / "draft.yaml")
     write_profile(profile("target", TARGET, batches=(1, 4)), tmp_path / "target.yaml")
-    return "predict --draft-profile draft.yaml --target-profile target.yaml --max-new-tokens 60"
+    return "predict --draft-profile draft.yaml --target-profile target.yaml"
 
 
 def test_predicting_as_typed_from_an_assumed_length(files):
-    typed = f"{files} --context 16 --k 1-6 --acceptance 2.5@4 --json"
+    typed = f"{files} {ASSUMED} --k 1-6 --acceptance 2.5@4 --json"
     found = json.loads(call(typed).stdout)["predictions"][0]
     row = next(row for row in found["rows"] if row["k"] == 4)
     assert row["tokens_per_pass"]["value"] == pytest.approx(2.5, rel=0.02)
@@ -364,7 +358,7 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
 
 def test_no_draft_is_a_row_and_is_marked_where_it_is_fastest(files, tmp_path):
     for alpha, marked in (("0.9", False), ("0.01", True)):
-        shown = call(f"{files} --context 16 --acceptance {alpha} --k 3-4").stdout
+        shown = call(f"{files} {ASSUMED} --acceptance {alpha} --k 3-4").stdout
         assert len(re.findall(r"^\* no draft +1\.00", shown, re.M)) == marked
         assert len(re.findall(r"^(\* )?no draft +1\.00", shown, re.M)) == 1
         assert bool(re.search(r"^\* [34] ", shown, re.M)) != marked
@@ -372,5 +366,5 @@ def test_no_draft_is_a_row_and_is_marked_where_it_is_fastest(files, tmp_path):
 
 @pytest.mark.parametrize("option", ["--k 9", "--context 90", "--batch 2,8"])
 def test_what_lies_outside_the_profiles_is_refused(files, option):
-    result = call(f"{files} --context 16 --acceptance 0.5 {option}", code=1)
+    result = call(f"{files} {ASSUMED} --acceptance 0.5 {option}", code=1)
     assert re.search(r"\d+ to \d+", result.stderr)

@@ -162,12 +162,9 @@ def test_a_served_score_stands_beside_a_local_one(tmp_path):
         )
     }
     served = change(score("served"), plain=whole, speculative={4: fast}, counters=counters)
-    again = Score.model_validate_json(served.model_dump_json())
-    assert again == served
-    assert (again.speedup(4).value, again.acceptance(4).mean_acceptance_length) == (
-        pytest.approx(2),
-        3.0,
-    )
+    assert Score.model_validate_json(served.model_dump_json()) == served
+    length = served.acceptance(4).mean_acceptance_length
+    assert (served.speedup(4).value, length) == (pytest.approx(2), 3.0)
     places = rank(read_scores(kept(tmp_path, served, score("a", speed=0.9))))
     assert [p.name for p in places] == ["served", "a"]
     assert html([served, score("a")], "")

@@ -7,7 +7,6 @@ from test_report import CONDITIONS, change, model, score
 
 from draftlab.results.decoding import Generation, share_of_equal_texts
 from draftlab.results.ranking import category_rows, missed_thresholds, rank
-from draftlab.results.report import json_rows
 from draftlab.results.score import Latency, PromptRecord, Score
 from draftlab.searching.verdict import Arm, ranking
 
@@ -147,36 +146,6 @@ def test_what_latencies_imply_is_compared_with_tpot_over_the_same_weights():
     assert over_int8.doubt is None
     torn = drafted("d", 0.5, {4: 0.6}, target=target)
     assert torn.doubt is not None
-
-
-def test_json_names_requests_tpot_and_ttft():
-    row = json_rows([drafted("d", 0.75, {4: 0.25}, other_plain={"int8": arm(0.5, 2.0)})])[0]
-    expected = {
-        "speedup": 1.5,
-        "tpot_speedup": 4,
-        "best_k_tpot_speedup": 4,
-        "ttft_ms": 750,
-        "plain_ttft_ms": 500,
-        "request_ms": 1000,
-        "plain_request_ms": 1500,
-        "tpot_ms": 12.5,
-        "plain_tpot_ms": 50,
-        "plain_output_tps": 14,
-        "plain_output_tps_float32": 14,
-        "plain_output_tps_int8": 8.4,
-        "equal_texts": 1,
-    }
-    assert {name: row[name] for name in expected} == pytest.approx(expected)
-    assert {
-        f"{name}_{end}"
-        for name in ("speedup", "tpot_speedup", "ttft_ms")
-        for end in ("low", "high")
-    } <= set(row)
-    assert (row["baseline_weights"], row["target_weights"], row["draft_weights"]) == (
-        "float32",
-        "float32",
-        "float32",
-    )
 
 
 def test_an_uneven_prefill_raises_doubt_even_where_prompts_were_decoded_once():

@@ -436,20 +436,6 @@ def test_a_bad_line_of_traffic_is_named(line, tmp_path):
         ServerLog.open(file, vocab=307, seq_len=16, top_logprobs=8)
 
 
-def test_traffic_without_two_lines_to_keep_is_refused(tmp_path):
-    def opened(lines: list) -> ServerLog:
-        return ServerLog.open(
-            traffic_file(tmp_path / "log.jsonl", lines), vocab=307, seq_len=3, top_logprobs=8
-        )
-
-    with pytest.raises(UserError):
-        opened([LINE])
-    empty = {name: [] for name in LINE} | {"prompt_ids": [0]}
-    with pytest.raises(UserError):
-        opened([LINE | {"prompt_ids": [1] * 4}, empty])
-    assert len(opened([LINE, LINE | {"prompt_ids": [1] * 3}]).starts) == 2
-
-
 def test_lists_are_sorted_and_cut_to_what_every_line_has(tmp_path, family_dirs):
     longer = LINE | {
         "top_ids": [[9, 7, 3], [8, 1]],

@@ -25,7 +25,7 @@ from draftlab.results.decoding import count_acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.training import evaluate
 
-KS = range(1, 9)
+KS = (1, 2, 4, 8)
 chance_lists = st.lists(
     st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0])), min_size=1, max_size=6
 )

@@ -39,7 +39,9 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, ServerKind, ServerTrial
 from draftlab.training.vocabulary import resize
 
-SHORT = "--mode eager --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1"  # a small score
+SHORT = (
+    "--mode eager --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1"  # a small score
+)
 GGUF_FAMILIES = [
     "llama", "llama_mha", "llama3_tied", "llama_biases", "mistral", "qwen2", "qwen2_tied", "qwen3", "olmo2", "granite",
 ]  # fmt: skip

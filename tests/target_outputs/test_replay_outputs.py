@@ -261,7 +261,8 @@ def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(
     tmp_path, models, prompt_file, ends
 ):
     found = recorded(tmp_path / "t", ends[1], prompt_file)
-    counts = replay_draft(found, drafter_of(models["draft"]), drafting()).counts(k := 4)
+    k = 4
+    counts = replay_draft(found, drafter_of(models["draft"]), drafting()).counts(k)
     how = SamplingParams(max_tokens=24, stop_token_ids=ends[:1])
     target, draft = (load(models[name], torch.float32) for name in ("target", "draft"))
     runs = [

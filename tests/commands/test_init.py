@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from errors import raises_option
-from typer.testing import CliRunner
+from small_files import write_rows
+from typed import call
 
 import draftlab
 from draftlab import data, workspace
-from draftlab.cli import app
 from draftlab.config.shared import newest_draft
 from draftlab.data.text import chat_ids
 from draftlab.model import checkpoint
@@ -34,12 +34,8 @@ def chat(number: int, *, answered: bool) -> list[dict[str, str]]:
 @pytest.mark.parametrize("answered", [True, False])
 def test_conversations_are_counted_as_they_will_be_split(answered, chat_target):
     rows = [chat(number, answered=answered) for number in range(60)]
-    Path("chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    result = CliRunner().invoke(
-        app, ["init", "--target", "target", "--data", "chats.jsonl", "--json"]
-    )
-    assert result.exit_code == 0, result.output
-    printed = json.loads(result.stdout)
+    write_rows(Path("chats.jsonl"), ({"messages": row} for row in rows))
+    printed = json.loads(call("init --target target --data chats.jsonl --json").stdout)
     train, heldout = (printed["text"]["chats.jsonl"][split] for split in ("train", "heldout"))
     held_out = len(data.documents("chats.jsonl", "heldout"))
     assert (train["rows"], heldout["rows"]) == (60 - held_out, held_out)

@@ -1,7 +1,6 @@
 """check --server: what differs between a running server and the same draft here is named, and nothing else is."""
 
 import copy
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from errors import raises_option
 from loopback_servers import SmallVLLM, running
+from small_files import write_prompts
 from test_dflash import NATIVE, written
 
 from draftlab.commands import COMMANDS
@@ -59,17 +59,10 @@ def served(target: Path, place: Path | None, **changes: Any) -> SmallVLLM:
 
 def compared(answering: SmallVLLM, target: Path, draft: Path, **more: Any) -> list[Finding]:
     """The findings on the layers of serving."""
-    prompts = draft.parent / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "def part_{i}(line):"}}\n' for i in range(6)))
+    prompts = write_prompts(draft.parent / "prompts.jsonl", 6)
+    asked = {"draft": str(draft), "target": str(target), "prompt_file": prompts, "servers": "vllm"}
     with running(answering) as url:
-        found = COMMANDS["check"](
-            draft=str(draft),
-            target=str(target),
-            prompt_file=prompts,
-            server=url,
-            servers="vllm",
-            **more,
-        ).findings
+        found = COMMANDS["check"](**asked, server=url, **more).findings
     return found[[finding.about for finding in found].index("server") :]
 
 
@@ -135,4 +128,3 @@ def test_heads_that_are_not_exported_are_checked_too(target, tmp_path):
     found = {finding.about: finding.level for finding in checked.findings}
     assert (found["head"], found["vllm"], found["llama.cpp"]) == ("ok", "ok", "warning")
     assert checked.next is None  # servers load it as it is
-    assert json.dumps(checked.data)

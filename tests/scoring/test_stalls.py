@@ -135,7 +135,7 @@ def test_a_stalled_prefill_counts_as_those_of_the_same_prompt_even_if_it_was_rea
     assert none == 0
     # the draft reads the prompt, too: longer, and no stall
     assert quiet[0][0] < quiet[1][0] == quiet[2][0]
-    later = range(readings // 2, readings, 5)  # after the warm-up
+    later = range(readings // 2, readings, 9)  # after the warm-up
     stalled = [prefills(models, range(at, at + 1)) for at in later]
     for seconds, *_ in stalled:
         # a tick of a plain prefill is for drafting nothing

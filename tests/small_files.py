@@ -7,14 +7,16 @@ from pathlib import Path
 
 from draftlab import workspace
 
-
-def functions(count: int, repeats: int = 20) -> str:
-    """Return the text of so many functions, each of them repeated, with a blank line between documents."""
-    return "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * repeats for i in range(count))
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
 
 
 def write_functions(file: Path, count: int = 80, repeats: int = 20) -> str:
-    file.write_text(functions(count, repeats))
+    """Write a text of documents, a function repeated in each, with a blank line between them."""
+    texts = (f"def f{i}(line):\n    return [line, {i}]\n" * repeats for i in range(count))
+    file.write_text("\n\n".join(texts))
     return str(file)
 
 
@@ -35,6 +37,13 @@ def edit(file: Path, **changes: object) -> None:
 def copy_tokenizer(source: Path, out: Path) -> None:
     for file in source.glob("tokenizer*"):
         shutil.copy(file, out)
+
+
+def with_template(source: Path, out: Path, text: str = TEMPLATE) -> Path:
+    """Copy a model, and give it a chat template."""
+    shutil.copytree(source, out)
+    (out / "chat_template.jinja").write_text(text)
+    return out
 
 
 def write_workspace(target: Path, data: str = "stdlib", folder: Path = Path()) -> None:

@@ -23,7 +23,6 @@ from draftlab.model import checkpoint
 from draftlab.model.llama import load
 from draftlab.prompts import Prompt, Prompts, file_prompts
 from draftlab.sampling import SamplingParams
-from draftlab.servers.client import Server
 from draftlab.target_outputs import build as building
 from draftlab.target_outputs.batches import open_stored
 from draftlab.target_outputs.replay import (
@@ -35,7 +34,7 @@ from draftlab.target_outputs.replay import (
     rows_of,
 )
 from draftlab.target_outputs.store import StoredOutputs, read_shard, read_store
-from draftlab.target_outputs.targets import LocalTarget, ServedTarget
+from draftlab.target_outputs.targets import LocalTarget
 
 CPU = torch.device("cpu")
 LINES = [
@@ -130,7 +129,6 @@ def test_sampled_text_has_the_log_probability_that_it_was_drawn_with(tmp_path, m
             logits = model(input_ids=ids).logits[0, len(text.prompt) - 1 : -1] / 5.0
         warped = TopPLogitsWarper(0.9)(ids, TopKLogitsWarper(40)(ids, logits))  # type: ignore[arg-type]
         wanted = warped.log_softmax(-1).gather(1, ids[0, len(text.prompt) :, None]).squeeze(1)
-        assert text.logprobs is not None
         np.testing.assert_allclose(text.logprobs, wanted, atol=1e-4)
         assert text.logprobs.max() < 0
 
@@ -186,25 +184,17 @@ def test_text_ends_with_the_first_end_of_text_and_keeps_it(
 def test_a_server_records_what_the_target_in_memory_does(tmp_path, prompt_file, ends):
     end, target = ends
     local = recorded(tmp_path / "local", target, prompt_file, top_logprobs=3)
-    prompts = [Prompt(o.prompt.tolist()) for o in local.outputs]
-    sampling = SamplingParams(max_tokens=24)
     model = checkpoint.load_model(target, torch.float32).eval()
     server = SmallVLLM(model, checkpoint.load_tokenizer(target), frozenset({end}))
     with running(server) as url:
         found = recorded(tmp_path / "served", target, prompt_file, top_logprobs=3, server=url)
-        in_memory = ServedTarget.connected(Server.connect(url), target, sampling, 3)
-        written = in_memory.generate(prompts, range(len(prompts)), sampling, 3)
-    exact = LocalTarget(target, CPU, torch.float32).generate(
-        prompts, range(len(prompts)), replace(sampling, stop_token_ids=(end,)), 3
-    )
     assert (found.manifest.source, found.manifest.logprobs) == ("vllm 0.32.0", "raw")
     for a, b in zip(found.outputs, local.outputs, strict=True):
         assert a.ids.tolist() == b.ids.tolist()
         assert (a.finish_reason, a.category) == (b.finish_reason, b.category)
         assert a.logprobs.tolist() == [0.0] * len(a.ids)
         assert a.top.ids.tolist() == b.top.ids.tolist()
-    for a, b in zip(written, exact, strict=True):  # before they are rounded to fp16
-        np.testing.assert_allclose(a.top.logprobs, b.top.logprobs, atol=1e-4)
+        np.testing.assert_allclose(a.top.logprobs, b.top.logprobs, atol=0.02)  # fp16
 
 
 def test_prompts_are_taken_evenly_over_a_set():
@@ -366,11 +356,3 @@ def test_build_info_and_replay_as_typed(space, models, prompt_file):
     assert (space / "runs/replay-target/draft/replay.json").is_file()
     (row, *_) = rows["replays"][0]["rows"]
     assert (row["texts"], row["num_speculative_tokens"]) == (7, 2)
-
-
-def test_prompts_of_a_data_source_have_the_length_that_was_asked(space):
-    sizes = ("--num-prompts", 3, "--prompt-tokens", 9, "--max-new-tokens", 4)
-    data = write_functions(space / "text.txt", repeats=60)
-    call("outputs build --use replay --data", data, *sizes)
-    texts = read_store(space / "runs/outputs-replay-target").outputs
-    assert [len(t.prompt) for t in texts] == [9, 9, 9]

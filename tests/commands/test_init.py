@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from errors import raises_option
-from small_files import write_rows
+from small_files import with_template, write_rows
 from typed import call
 
 import draftlab
@@ -15,15 +15,11 @@ from draftlab.config.shared import newest_draft
 from draftlab.data.text import chat_ids
 from draftlab.model import checkpoint
 
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
-
 
 @pytest.fixture
 def chat_target(family_dirs, tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(family_dirs["llama"], "target")
-    Path("target/chat_template.jinja").write_text(TEMPLATE)
-    return Path("target")
+    return with_template(family_dirs["llama"], Path("target"))
 
 
 def chat(number: int, *, answered: bool) -> list[dict[str, str]]:
@@ -47,13 +43,6 @@ def test_conversations_are_counted_as_they_will_be_split(answered, chat_target):
         len(chat_ids(row, tokenizer, "", reply=False)) for row in rows
     )
     assert printed["next"] == "draftlab prune --layers 1"  # a third of five layers
-
-
-def test_a_file_that_cannot_be_read_leaves_no_workspace(chat_target):
-    Path("broken.jsonl").write_text('{"messages": [\n')
-    with raises_option("--data", "broken.jsonl"):
-        draftlab.init(target="target", data="broken.jsonl")
-    assert not Path("draftlab.yaml").exists()
 
 
 def test_a_ready_draft_counts_until_a_draft_is_made(chat_target, family_dirs):

@@ -3,20 +3,15 @@
 import json
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
-from small_files import write_rows
+from small_files import with_template, write_rows
 from typed import call
 
 from draftlab.model import hub
 
 README = Path(__file__).parents[2] / "README.md"
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] "
-    "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
-)
 SMALL = {  # what keeps a command short here; the walk's own words stay as they are
     "prune": "--calibration-tokens 1024 --seq-len 128",
     "distill": "--steps 2 --batch-size 4 --max-new-tokens 8",
@@ -42,10 +37,7 @@ def unanswered(number):
 @pytest.fixture
 def chat_model(tmp_path):
     """The embedded target with a chat template."""
-    folder = tmp_path / "models" / "chatty"
-    shutil.copytree(hub.locate("tiny"), folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return with_template(hub.locate("tiny"), tmp_path / "models" / "chatty")
 
 
 def test_the_walk_goes_through(chat_model, tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from errors import raises_option
 from small_files import write_functions, write_workspace
 
 from draftlab import provenance, workspace
@@ -37,21 +36,6 @@ def test_shipped_recipes_are_valid_and_name_files_that_exist(path, monkeypatch):
             value = step.settings.get(key) or []
             for name in map(str, value if isinstance(value, list) else [value]):
                 assert name in made | KNOWN or Path(name).exists(), (step.command.name, key, name)
-
-
-@pytest.mark.parametrize(
-    ("step", "named"),
-    [
-        ({"purne": {}}, "prune"),
-        ({"prune": {"layer": 2}}, "layers"),
-        ({"prune": {"layers": 0}}, "--layers"),
-        ({"outputs info": {}}, "DIRECTORY"),
-        ({"prune": {}, "score": {}}, "step 1"),
-    ],
-)
-def test_mistakes_are_found_before_anything_runs(tmp_path, step, named):
-    with raises_option("step 1", named):
-        read_recipe(write(tmp_path / "r.yaml", step))
 
 
 def test_finished_steps_are_skipped_until_their_inputs_or_arguments_change(tmp_path, family_dirs):

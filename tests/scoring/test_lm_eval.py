@@ -1,6 +1,5 @@
 """Accuracy is lm-eval's own to the last item, of checkpoints and of served models; what cannot run is refused early."""
 
-import json
 import logging
 import shutil
 import sys
@@ -15,7 +14,7 @@ from errors import raises_option
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from loopback_servers import SmallVLLM, running
-from small_files import edit
+from small_files import edit, with_template, write_rows
 
 from draftlab.commands import COMMANDS
 from draftlab.model.checkpoint import load_model, load_tokenizer
@@ -25,10 +24,6 @@ from draftlab.scoring.lm_eval import Tasks, load_tasks
 
 CPU = torch.device("cpu")
 FEW = {"num_prompts": 2, "prompt_tokens": 8, "max_new_tokens": 9, "repeats": 1, "data": "stdlib"}
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}<a>{% endif %}"
-)
 TASK = """
 task: {name}
 dataset_path: json
@@ -64,7 +59,7 @@ def folder(tmp_path_factory) -> Path:
     """A task of every kind of request, and a group of two of them."""
     out = tmp_path_factory.mktemp("tasks")
     rows = [{"question": f"return self.{'x' * n}", "answer": n % 3} for n in range(7)]
-    (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(out / "rows.jsonl", rows)
     for kind, more in KINDS.items():
         text = TASK.format(
             name=kind, data=out / "rows.jsonl", cache=out / "cache", kind=kind, more=more
@@ -77,10 +72,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def chat(family_dirs, tmp_path_factory) -> Path:
     """A small model whose tokenizer has a chat template."""
-    out = tmp_path_factory.mktemp("chat") / "llama"
-    shutil.copytree(family_dirs["llama"], out)
-    (out / "chat_template.jinja").write_text(TEMPLATE)
-    return out
+    return with_template(family_dirs["llama"], tmp_path_factory.mktemp("chat") / "llama")
 
 
 def golden(

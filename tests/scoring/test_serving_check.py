@@ -10,23 +10,18 @@ import pytest
 import torch
 from errors import raises_option
 from loopback_servers import SmallVLLM, running
-from small_files import write_prompts
+from small_files import with_template, write_prompts
 from test_dflash import NATIVE, written
 
 from draftlab.commands import COMMANDS
 from draftlab.model import checkpoint
 from draftlab.servers.kinds import Finding
 
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-
 
 @pytest.fixture(scope="module")
 def target(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a chat template."""
-    folder = tmp_path_factory.mktemp("served") / "target"
-    shutil.copytree(family_dirs["llama"], folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return with_template(family_dirs["llama"], tmp_path_factory.mktemp("served") / "target")
 
 
 @pytest.fixture(scope="module")

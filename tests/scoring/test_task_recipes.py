@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from builders import build
 from datasets import Dataset
 from lm_eval.tasks.hellaswag.utils import process_docs
+from small_files import write_rows
 
 from benchmarks.tiny_target import train_tokenizer
 from draftlab.data import Document, documents
@@ -41,28 +41,21 @@ GSM8K = [
     {"question": f"What is {n} + {n}?", "answer": f"It is {n} + {n}.\n#### {2 * n}"}
     for n in range(9)
 ]
-WIKITEXT = ""  # as the data set is written: headings, a space before each full stop
-for title in ("Alpha", "Beta", "Gamma", "Delta"):
-    WIKITEXT += f" = {title} = \n \n"
-    for part in ("north", "south", "east", "west"):
-        own = [
-            f"The {part} tower number {ord(title[0])}{n} was built of old stone by a king who is long dead"
-            for n in range(3)
-        ]
-        WIKITEXT += f" {' . '.join(own)} . \n"
+TOWER = "The {} tower number {}{} was built of old stone by a king who is long dead . "
+WIKITEXT = "".join(  # as the data set is written: headings, a space before each full stop
+    f" = {title} = \n \n"
+    + "".join(
+        " " + "".join(TOWER.format(part, title, n) for n in range(3)) + "\n"
+        for part in ("north", "south", "east", "west")
+    )
+    for title in ("Alpha", "Beta", "Gamma", "Delta")
+)
 
 
-def _module(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-code_tasks: Any = _module(TASKS / "code_tasks.py")
+spec = importlib.util.spec_from_file_location("code_tasks", TASKS / "code_tasks.py")
+code_tasks: Any = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = code_tasks  # dataclasses look their module up
+spec.loader.exec_module(code_tasks)
 
 
 @pytest.fixture(scope="module")
@@ -139,33 +132,19 @@ def test_bits_per_byte_is_that_of_a_forward_pass(model, docs):
 def made(tmp_path_factory) -> dict[str, Path]:
     """The tasks of make_tasks.py, made of small files, by name."""
     out = tmp_path_factory.mktemp("tasks")
-    commands = [
-        ("hellaswag", HELLASWAG, ()),
-        ("arc", ARC, ()),
-        ("gsm8k", GSM8K, ("--examples", "gsm8k.jsonl")),
-    ]
-    for name, rows, options in commands:
-        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        make(out, name, f"{name}.jsonl", *options)
+    for name, rows in (("hellaswag", HELLASWAG), ("arc", ARC), ("gsm8k", GSM8K)):
+        write_rows(out / f"{name}.jsonl", rows)
     (out / "wiki.txt").write_text(WIKITEXT)
-    make(out, "next-sentence", "wiki.txt")
-    make(out, "which-article", "wiki.txt")
+    for line in (
+        "hellaswag hellaswag.jsonl", "arc arc.jsonl", "gsm8k gsm8k.jsonl --examples gsm8k.jsonl",
+        "next-sentence wiki.txt", "which-article wiki.txt",
+    ):  # fmt: skip
+        command = [sys.executable, TASKS / "make_tasks.py", *line.split(), "--out", "."]
+        subprocess.run(command, cwd=out, check=True, capture_output=True)
     for file in out.glob("*.yaml"):
-        file.write_text(
-            file.read_text().replace(
-                "dataset_kwargs: {", f"dataset_kwargs: {{cache_dir: {out / 'cache'}, "
-            )
-        )
+        cached = f"dataset_kwargs: {{cache_dir: {out / 'cache'}, "
+        file.write_text(file.read_text().replace("dataset_kwargs: {", cached))
     return {file.stem: file for file in out.glob("*.yaml")}
-
-
-def make(folder: Path, *words: str) -> None:
-    subprocess.run(
-        [sys.executable, TASKS / "make_tasks.py", *words, "--out", "."],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-    )
 
 
 def rows(task: Path) -> list[dict[str, Any]]:
@@ -184,12 +163,9 @@ def test_every_task_that_is_made_can_be_loaded(made):
 
 def test_hellaswags_rows_are_those_of_lm_evals_task(made):
     expected = process_docs(Dataset.from_list(HELLASWAG))
-    for row, theirs in zip(rows(made["local_hellaswag"]), expected, strict=True):
-        assert row == {
-            "query": theirs["query"],
-            "choices": theirs["choices"],
-            "label": theirs["gold"],
-        }
+    theirs = [(row["query"], row["choices"], row["gold"]) for row in expected]
+    ours = [(row["query"], row["choices"], row["label"]) for row in rows(made["local_hellaswag"])]
+    assert ours == theirs
 
 
 def test_both_layouts_of_arc_are_read(made):

@@ -18,6 +18,7 @@ test: .venv/ready lint
 SEED ?= 0
 MINUTES ?= 60
 chaos: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/chaos/lossless.py
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/chaos $(BIN)/python tests/chaos/campaign.py --seed $(SEED) --minutes $(MINUTES)
 
 lint: .venv/ready

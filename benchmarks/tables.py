@@ -245,9 +245,9 @@ class Tables:
             yield cells(label, fixed(row["cut_seconds"], 0), *learnt, length)
 
     def siblings(self) -> Iterator[str]:
-        names = "as it is", "distilled, 3 seeds"
+        names = "as it is", "distilled, mean of the seeds"
         yield from header(
-            "layers of 30",
+            "layers",
             "parameters",
             *(f"acceptance {name}" for name in names),
             *(f"speed-up {name}" for name in names),
@@ -270,7 +270,7 @@ class Tables:
             > bounds(row["stock"]["speedup"])[2]
         ]
         said = f"with {' and '.join(better)} layers" if better else "of no cut"
-        return f"The intervals of all three distilled drafts lie above the interval of the cut as it is {said}."
+        return f"The intervals of all distilled drafts lie above the interval of the cut as it is {said}."
 
     def losses(self) -> Iterator[str]:
         """Yield a table of losses, each at the learning rate that ran with several seeds."""

@@ -53,12 +53,9 @@ def entry(root: Path, file: Path) -> dict[str, Any]:
     content = file.read_bytes()
     oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     told = {"type": "file", "path": str(file.relative_to(root)), "size": len(content), "oid": oid}
-    lfs = (
-        {"lfs": {"oid": etag(file), "size": len(content), "pointerSize": 134}}
-        if file.suffix in LFS
-        else {}
-    )
-    return told | lfs
+    if file.suffix in LFS:
+        told["lfs"] = {"oid": etag(file), "size": len(content), "pointerSize": 134}
+    return told
 
 
 def etag(file: Path) -> str:
@@ -89,16 +86,7 @@ def running_hub(
 
         do_HEAD = do_POST = do_GET
 
-        def api(
-            self,
-            kind: str,
-            name: str,
-            what: str | None,
-            revision: str | None,
-            below: str | None,
-            *,
-            body: bytes,
-        ) -> None:
+        def api(self, kind, name, what, revision, below, *, body) -> None:
             place = self.place(f"{kind}/{name}", revision or "main")
             if place is None:
                 return
@@ -119,15 +107,11 @@ def running_hub(
                 self.json([entry(folder, f) for f in files if str(f.relative_to(folder)) in wanted])
             else:
                 siblings = [{"rfilename": str(f.relative_to(folder))} for f in files]
-                told = {
-                    "_id": name,
-                    "id": name,
-                    "sha": sha,
-                    "siblings": siblings,
-                    "private": False,
-                    "tags": [],
-                }
-                self.json(told | {"downloads": 0, "likes": 0, "gated": False, "disabled": False})
+                flags = dict.fromkeys(("private", "gated", "disabled"), False)
+                counts = {"downloads": 0, "likes": 0, "tags": []}
+                self.json(
+                    {"_id": name, "id": name, "sha": sha, "siblings": siblings} | flags | counts
+                )
 
         def file(self, datasets: str | None, name: str, revision: str, path: str) -> None:
             kind = "datasets" if datasets else "models"
@@ -154,27 +138,14 @@ def running_hub(
 
         def place(self, repo: str, revision: str) -> tuple[Path, str] | None:
             """As Hub.folder; None where an error was answered."""
-            name = repo.split("/", 1)[1]
+            status, code, said = 404, "RevisionNotFound", f"Invalid rev id: {revision}"
             if repo not in hub.repos:  # as the hub says it to those who did not log in
-                self.answer(
-                    401,
-                    b"{}",
-                    {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"},
-                )
-            elif name in hub.gated:
-                self.answer(
-                    403,
-                    b"{}",
-                    {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"},
-                )
-            elif (place := hub.folder(repo, revision)) is None:
-                said = {
-                    "X-Error-Code": "RevisionNotFound",
-                    "X-Error-Message": f"Invalid rev id: {revision}",
-                }
-                self.answer(404, b"{}", said)
-            else:
+                status, code, said = 401, "RepoNotFound", "Repository not found"
+            elif repo.split("/", 1)[1] in hub.gated:
+                status, code, said = 403, "GatedRepo", "Access is restricted"
+            elif place := hub.folder(repo, revision):
                 return place
+            self.answer(status, b"{}", {"X-Error-Code": code, "X-Error-Message": said})
             return None
 
         def json(self, value: object) -> None:

@@ -1,6 +1,5 @@
 """auto from an empty folder to a verdict; what is done is not done again, and a killed run ends as one that was not."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from builders import SIZES, save_neox
+from small_files import copy_tokenizer, write_rows
 from transformers import LlamaConfig, LlamaForCausalLM
 from typed import call
 
@@ -25,17 +25,13 @@ from draftlab.searching.verdict import Verdict, judged
 @pytest.fixture
 def space(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    lines = [f"def parse{i}(line):\n    value = line.split()[{i}]\n" for i in range(112)]
-    Path("prompts.jsonl").write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
+    lines = (f"def parse{i}(line):\n    value = line.split()[{i}]\n" for i in range(112))
+    write_rows(Path("prompts.jsonl"), ({"prompt": line} for line in lines))
     return tmp_path
 
 
 def times(folder):
-    return {
-        str(file): os.stat(file).st_mtime_ns
-        for file in folder.rglob("draftlab.json")
-        if file.parent != folder
-    }
+    return {str(file): os.stat(file).st_mtime_ns for file in folder.rglob("*/draftlab.json")}
 
 
 def test_a_target_that_cannot_be_pruned_gets_a_verdict_on_lookup(space, tokenizer_dir):
@@ -65,15 +61,10 @@ def test_ready_drafts_without_prompts_to_train_on_are_measured(space, tokenizer_
     save_target(space / "sibling", tokenizer_dir, layers=1)
     call("auto target --draft sibling --minutes 1 --out out --prompts prompts.jsonl --threads 1")
     verdict = read_model(Verdict, space / "out", "auto.json")
-    assert {(choice.kind, choice.name) for choice in verdict.ranking} == {
-        ("draft", "sibling"),
-        ("prompt-lookup",) * 2,
-    }
-    assert {step.out.name for step in read_recipe(space / "out/recipe.yaml")} <= {
-        "score",
-        "final",
-        "export",
-    }
+    ranked = {(choice.kind, choice.name) for choice in verdict.ranking}
+    assert ranked == {("draft", "sibling"), ("prompt-lookup",) * 2}
+    steps = {step.out.name for step in read_recipe(space / "out/recipe.yaml")}
+    assert steps <= {"score", "final", "export"}
 
 
 def save_target(folder, tokenizer_dir, layers=12):
@@ -81,8 +72,7 @@ def save_target(folder, tokenizer_dir, layers=12):
     torch.manual_seed(0)
     sizes: dict[str, Any] = SIZES | {"num_hidden_layers": layers, "max_position_embeddings": 512}
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
-    for file in tokenizer_dir.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    copy_tokenizer(tokenizer_dir, folder)
 
 
 def killed_when(ready, command, log):
@@ -120,9 +110,8 @@ def test_a_run_killed_in_its_search_goes_on_with_what_was_there(space, tokenizer
     verdict = read_model(Verdict, space / "out", "auto.json")
     planned = read_model(Plan, space / "out", "plan.json")
     assert "draft" in planned.candidates
-    assert {choice.kind for choice in verdict.ranking} == {*planned.candidates} - {
-        *verdict.left_out
-    }
+    tried = {*planned.candidates} - {*verdict.left_out}
+    assert {choice.kind for choice in verdict.ranking} == tried
     assert verdict.training is not None
     call(typed)
     assert read_model(Verdict, space / "out", "auto.json") == verdict

@@ -2,10 +2,9 @@
 
 Every command runs once without a fault. Then it runs with a fault at a point that the seed draws, and again until it
 ends: it must end in the same files, leave no hidden file, and print one line about the error. Commands with a damaged
-input must do their work or refuse it in one line. The tests of servers and names and the check of losslessness come
-with them. A round has each kind of fault once for each command; rounds follow until the time is over. Each result is a
-line of RESULTS/results-SEED.jsonl, and a stopped campaign continues; remove RESULTS after a change of the code. One
-table and one line of JSON come last.
+input must do their work or refuse it in one line. A round has each kind of fault once for each command; rounds follow
+until the time is over. Each result is a line of RESULTS/results-SEED.jsonl, and a stopped campaign continues; remove
+RESULTS after a change of the code. One table and one line of JSON come last.
 """
 
 import argparse
@@ -20,7 +19,6 @@ import pkgutil
 import random
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -35,7 +33,6 @@ from faults import CRASHED, Fault, Running, digest, left_overs, names, run
 
 import draftlab
 
-ROOT = Path(__file__).parents[2]
 TEXTS, CHARACTERS = 90, 1300  # enough for 48 prompts of held-out text
 TRAINED = "--data text --steps 4 --batch-size 2 --seq-len 32"
 SHORT = f"{TRAINED} --eval-steps 2 --save-steps 2"
@@ -52,7 +49,6 @@ LAZY = (
 MOST_TRIES = 4
 HANG = 300.0  # seconds
 UNFELT = "without effect"  # the command ended before its fault, or no file grew beyond the limit
-TESTS = ["servers", "test_trust.py", "scoring/test_stalls.py"]
 MEASURED = ("profile", "score", "search")  # times decide outputs: the names of files are compared
 WITHOUT_OUT = ("run", "init")
 PRINTING = {"check", "design", "env", "outputs info", "predict", "report"}
@@ -108,18 +104,17 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """verdict: passed, without effect, or one line per failure. tried: Number of faults, inputs or tests."""
+    """verdict: passed, without effect, or one line on the failure."""
 
     command: str
     kind: str
     n: int
     limit: int
     verdict: str
-    tried: int = 1
 
     @property
-    def failures(self) -> int:
-        return 0 if self.verdict in ("passed", UNFELT) else len(self.verdict.splitlines())
+    def failed(self) -> bool:
+        return self.verdict not in ("passed", UNFELT)
 
 
 class Campaign:
@@ -304,14 +299,12 @@ Job = tuple[str, str, int, int]  # command, kind, n, limit
 
 
 def judged(campaign: Campaign, seed: int, name: str, kind: str, n: int, limit: int) -> Result:
-    """Try one fault, damaged input or file of tests.
+    """Try one fault or damaged input.
 
     n: Thousandths of the command's time for kinds kill, term and pair, else the number of the change or damage.
     """
     after = n * campaign.millis.get(name, 0) // 1000
     try:
-        if kind == "test":
-            return tested(name)
         if kind == "pair":
             verdict = campaign.pair(name, after)
         elif kind == "damage":
@@ -340,17 +333,6 @@ def plan(campaign: Campaign, seed: int) -> Iterator[list[Job]]:
         yield list(dict.fromkeys(jobs))
 
 
-def tested(files: str) -> Result:
-    """Run tests of misbehaving servers, hostile names and code, stalls, and the laws of decoding."""
-    words = ["-m", "pytest", "-p", "no:cacheprovider", f"tests/{files}"]
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
-    passed = re.search(r"(\d+) passed", done.stdout)
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return Result(
-        files, "test", 0, 0, _verdict(done, failed), len(failed) + int(passed[1] if passed else 0)
-    )
-
-
 def go(
     rounds: Iterable[list[Job]], judge: Callable[..., Result], file: Path, minutes: float
 ) -> list[Result]:
@@ -375,14 +357,10 @@ def table(results: list[Result]) -> str:
     lines = ["| fault | tried | without effect | failed |", "|---|---:|---:|---:|"]
     for kind in dict.fromkeys(r.kind for r in results):
         rows = [r for r in results if r.kind == kind]
-        unfelt, failed = sum(r.verdict == UNFELT for r in rows), sum(r.failures for r in rows)
-        lines.append(f"| {kind} | {sum(r.tried for r in rows)} | {unfelt} | {failed} |")
-    failed = [f"{r.command}, {r.kind} {r.n} {r.limit}: {r.verdict}" for r in results if r.failures]
-    return "\n".join([*lines, *failed])
-
-
-def _verdict(done: subprocess.CompletedProcess[str], failures: list[str]) -> str:
-    return "passed" if done.returncode == 0 else "\n".join(failures) or done.stderr[-300:]
+        unfelt, failed = sum(r.verdict == UNFELT for r in rows), sum(r.failed for r in rows)
+        lines.append(f"| {kind} | {len(rows)} | {unfelt} | {failed} |")
+    failures = [f"{r.command}, {r.kind} {r.n} {r.limit}: {r.verdict}" for r in results if r.failed]
+    return "\n".join([*lines, *failures])
 
 
 def _complaint(code: int, error: str, fault: Fault) -> str:
@@ -440,22 +418,12 @@ def main() -> int:
     preload()
     folder = chosen.results.absolute()
     campaign = Campaign(folder, chosen.commands.split(","))
-    rounds = itertools.chain(
-        [[(files, "test", 0, 0) for files in TESTS]], plan(campaign, chosen.seed)
-    )
     minutes = chosen.minutes - (time.monotonic() - started) / 60
-    results = go(
-        rounds,
-        partial(judged, campaign, chosen.seed),
-        folder / f"results-{chosen.seed}.jsonl",
-        minutes,
-    )
+    file, judge = folder / f"results-{chosen.seed}.jsonl", partial(judged, campaign, chosen.seed)
+    results = go(plan(campaign, chosen.seed), judge, file, minutes)
     print(table(results))
-    tried, failed = (
-        sum(result.tried for result in results),
-        sum(result.failures for result in results),
-    )
-    print(json.dumps({"tried": tried, "failed": failed, "seed": chosen.seed}))
+    failed = sum(result.failed for result in results)
+    print(json.dumps({"tried": len(results), "failed": failed, "seed": chosen.seed}))
     return 1 if failed else 0
 
 

@@ -1,7 +1,6 @@
 """The command line as a stranger meets it: results on stdout, one clear line on stderr, the right exit code."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from small_files import write_functions, write_rows, write_workspace
 from typed import call
 
 from draftlab import cli, data, workspace
@@ -29,14 +29,9 @@ from draftlab.results.score import read_score
 def made(tmp_path_factory, family_dirs) -> Path:
     """A workspace around the small llama, with a draft that was cut from it."""
     folder = tmp_path_factory.mktemp("made")
-    text = folder / "text.txt"
-    text.write_text(
-        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 9 for i in range(80))
-    )
-    target = str(family_dirs["llama"])
+    write_workspace(family_dirs["llama"], write_functions(folder / "text.txt", repeats=9), folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        workspace.write(workspace.Workspace(target=target, source=target, data=str(text)))
         call(PRUNE)
     return folder
 
@@ -81,40 +76,14 @@ def test_the_three_commands_work_as_typed_in_a_workspace(space):
     assert made == {"prune-2x32", "distill-2x32", "score-2x32"}
 
 
-def test_what_is_finished_is_not_overwritten(drafted):
-    assert "--force" in refused(PRUNE)
-    call(PRUNE, "--force")
-
-
 def test_a_plan_has_minutes_and_every_command_names_the_next(space):
     plan = json.loads(call(PRUNE, "--dry-run", "--json").stdout)
     assert 0 < plan["minutes"] < 1
+    assert plan["next"].startswith("draftlab prune ")
     assert not (space / "runs").exists()
     made = json.loads(call(PRUNE, "--json").stdout)
-    assert (plan["next"].split()[:2], made["next"]) == (
-        ["draftlab", "prune"],
-        "draftlab distill --draft runs/prune-2x32",
-    )
-    assert json.loads(call(DISTILL, "--dry-run", "--json").stdout)["minutes"] > 0
+    assert made["next"] == "draftlab distill --draft runs/prune-2x32"
     assert call(DISTILL).stderr.splitlines()[-1] == "next: draftlab score --draft runs/distill-2x32"
-
-
-def test_a_missed_bar_exits_with_3_after_the_results_are_kept(drafted):
-    result = call(SCORE, "--min-speedup", "99", code=3)
-    assert "--min-speedup" in result.stderr
-    assert (drafted / "runs/score-2x32/prune-2x32/score.json").is_file()
-
-
-@pytest.mark.parametrize("mask", [0o077])
-def test_outputs_can_be_read_by_whom_the_umask_lets(space, mask):
-    before = os.umask(mask)
-    try:
-        call(PRUNE)
-    finally:
-        os.umask(before)
-    out = space / "runs/prune-2x32"
-    assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {0o666 & ~mask}
-    assert out.stat().st_mode & 0o777 == 0o777 & ~mask
 
 
 def test_mode_auto_is_compiled_where_it_can_be(drafted, monkeypatch):
@@ -132,49 +101,32 @@ def test_mode_auto_is_compiled_where_it_can_be(drafted, monkeypatch):
 def test_without_git_a_record_names_no_commit(space, monkeypatch):
     monkeypatch.setenv("PATH", "")
     call(PRUNE)
-    assert (
-        "git" not in json.loads((space / "runs/prune-2x32/draftlab.json").read_text())["versions"]
-    )
-    assert "git: " not in call("env").stdout
+    record = json.loads((space / "runs/prune-2x32/draftlab.json").read_text())
+    assert "git" not in record["versions"]
 
 
-@pytest.mark.parametrize("torn", ['{"command": "prune"', "\xff"])
-def test_an_output_with_a_torn_record_is_skipped(drafted, torn):
-    (drafted / "runs/other").mkdir()
-    (drafted / "runs/other/draftlab.json").write_bytes(torn.encode("latin-1"))
-    result = call("distill --dry-run --steps 2")
-    assert "runs/prune-2x32" in result.stderr
-    assert sum("runs/other" in line for line in result.stderr.splitlines()) == 1
+def test_an_output_with_a_torn_record_is_skipped(drafted):
+    for name, torn in (("half", b'{"command": "prune"'), ("noise", b"\xff")):
+        (drafted / "runs" / name).mkdir()
+        (drafted / "runs" / name / "draftlab.json").write_bytes(torn)
+    said = call("distill --dry-run --steps 2").stderr
+    assert "runs/prune-2x32" in said
+    for name in ("half", "noise"):
+        assert sum(f"runs/{name}" in line for line in said.splitlines()) == 1
 
 
 def test_the_newest_draft_counts_whether_it_was_cut_or_distilled(tmp_path):
-    for name, command, second in (
-        ("a", "distill", 1),
-        ("b", "prune", 2),
-        ("c", "distill", 2),
-        ("d", "score", 3),
-    ):
+    made = (("a", "distill", 1), ("b", "prune", 2), ("c", "distill", 3), ("d", "score", 4))
+    for name, command, second in made:
         (tmp_path / name).mkdir()
-        record = {
-            "command": command,
-            "created": f"2026-01-01T00:00:0{second}+00:00",
-            "seconds": 1,
-            "versions": {},
-        }
-        rest = {"config": {}, "inputs": {}, "peak_memory_bytes": 1}
-        (tmp_path / name / "draftlab.json").write_text(json.dumps(record | rest))
+        record = {"command": command, "created": f"2026-01-01T00:00:0{second}+00:00", "seconds": 1}
+        record |= {"versions": {}, "config": {}, "inputs": {}, "peak_memory_bytes": 1}
+        (tmp_path / name / "draftlab.json").write_text(json.dumps(record))
     both = ("distill", "prune")
     assert workspace.newest(tmp_path, both) == tmp_path / "c"
     (tmp_path / "c/draftlab.json").unlink()
     assert workspace.newest(tmp_path, both) == tmp_path / "b"
     assert workspace.newest(tmp_path, ("law",)) is None
-
-
-def test_a_shape_without_weights_can_be_planned_with_and_not_cut(space):
-    shape = "--source llama-3.2-3b --layers 8 --width 1536"
-    planned = json.loads(call(f"prune {shape} --dry-run --json").stdout)
-    assert planned["source"] == "28 x 3072, 24/8 heads of 128, ffn 8192, 3.21B parameters"
-    refused("prune --source llama-3.2-3b --layers 8")
 
 
 def test_text_that_cannot_be_held_out_is_refused_before_calibrating(space):
@@ -191,22 +143,10 @@ def test_init_writes_a_preset(tmp_path, monkeypatch):
     assert workspace.load() == workspace.PRESETS["tiny"]
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "run"])
-def test_every_command_explains_itself(name):
-    out = call(f"{name} --help").output
-    assert "Usage:" in out
-    assert "--json" in out
-
-
-def test_a_draft_goes_by_its_place_or_by_its_name(space):
-    call(PRUNE, "--out", "cut")
-    by_place, by_name = (
-        call(f"check {typed} --files-only --for transformers").output
-        for typed in ("cut", "--draft cut")
-    )
-    assert by_place == by_name
-    assert refused("export --draft none") == refused("export none")
-    assert "twice" in call("check a --draft b", code=2).stderr
+def test_a_draft_goes_by_its_place_or_by_its_name(drafted):
+    name, check = "runs/prune-2x32", "--files-only --for transformers"
+    assert call(f"check {name} {check}").output == call(f"check --draft {name} {check}").output
+    call("check a --draft b", code=2)
 
 
 def test_parse_numbers():
@@ -227,47 +167,34 @@ def test_numbers_of_files_keep_the_rules_of_the_command_line():
 
 
 def test_a_score_says_how_it_sampled(drafted):
-    call(f"{SCORE} --temperature 0.9 --top-k 7 --top-p 0.8 --min-p 0.01 --rule match")
+    wanted = {"temperature": 0.9, "top_k": 7, "top_p": 0.8, "min_p": 0.01, "rule": "match"}
+    options = [f"--{name.replace('_', '-')} {value}" for name, value in wanted.items()]
+    call(f"{SCORE} {' '.join(options)}")
     stored = read_score(drafted / "runs/score-2x32/prune-2x32").conditions
-    assert (stored.temperature, stored.top_k, stored.top_p, stored.min_p, stored.rule) == (
-        0.9,
-        7,
-        0.8,
-        0.01,
-        "match",
-    )
+    assert stored.model_dump(include={*wanted}) == wanted
 
 
 def test_a_tree_is_verified_by_the_recursive_rule(drafted):
     call(f"{SCORE} --temperature 0.9 --drafter tree:widths=2 --drafter prompt-lookup --k 2")
-    rules = {
-        read_score(path).conditions.rule
-        for path in (drafted / "runs/score-tree-prompt-lookup").glob("*/")
-    }
-    assert rules == {"recursive", "rejection"}
+    scores = (drafted / "runs/score-tree-prompt-lookup").glob("*/")
+    assert {read_score(s).conditions.rule for s in scores} == {"recursive", "rejection"}
 
 
 def test_passes_without_a_draft_count_as_passes(space):
     """Lookup finds nothing now and then: tokens per target pass are over all passes, acceptance over the others."""
-    scored = call(f"{SCORE} --drafter prompt-lookup --k 2 --json").stdout
-    row = json.loads(scored)["scores"][0]
+    (row,) = json.loads(call(f"{SCORE} --drafter prompt-lookup --k 2 --json").stdout)["scores"]
     found = read_score(space / "runs/score-prompt-lookup/prompt-lookup")
     steps = [pair for g in found.generations(2) for pair in zip(g.drafted, g.emitted, strict=True)]
     assert sum(drafted == 0 for drafted, _ in steps) > 0
-    assert row["tokens_per_target_pass"] == sum(emitted for _, emitted in steps) / len(steps)
-    assert (
-        row["tokens_per_target_pass"] < 1 + row["num_accepted_draft_tokens"] / row["num_spec_steps"]
-    )
-    assert row["break_even_length"] == pytest.approx(
-        row["tokens_per_target_pass"] / row["tpot_speedup"]
-    )
+    per_pass = row["tokens_per_target_pass"]
+    assert per_pass == sum(emitted for _, emitted in steps) / len(steps)
+    assert per_pass < 1 + row["num_accepted_draft_tokens"] / row["num_spec_steps"]
+    assert row["break_even_length"] == pytest.approx(per_pass / row["tpot_speedup"])
 
 
 def test_the_installed_script_runs():
     script = Path(sys.executable).parent / "draftlab"
-    out = subprocess.run(
-        [script, "--version"], capture_output=True, text=True, check=True, env=os.environ
-    )
+    out = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", out.stdout)
 
 
@@ -276,48 +203,42 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(drafted):
         {"prompt": "def f(line):\n    return", "category": "code"},
         {"turns": ["return 1"], "category": "chat"},
     ]
-    Path("prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
+    write_rows(Path("prompts.jsonl"), rows * 2)
     how = "--k 1 --max-new-tokens 4 --repeats 1 --prompt-file prompts.jsonl --json"
-    found = json.loads(call(f"score {how}").stdout)
-    (categories,) = found["categories"].values()
+    (categories,) = json.loads(call(f"score {how}").stdout)["categories"].values()
     assert [(row["category"], row["prompts"]) for row in categories] == [("chat", 2), ("code", 2)]
-    kept = read_score(drafted / "runs/score-2x32/prune-2x32")
-    assert kept.environment is not None
-    assert [p.tokens for p in kept.prompts][:2] == [p.tokens for p in kept.prompts][2:]
-    assert kept.prompts[0].tokens != kept.prompts[1].tokens
+    first, second, *again = read_score(drafted / "runs/score-2x32/prune-2x32").prompts
+    assert [first.tokens, second.tokens] == [p.tokens for p in again]
+    assert first.tokens != second.tokens
 
 
 def test_a_recorded_command_line_can_be_typed_again():
     settings = {"directory": Path("runs/a store"), "draft": ["a", "b"], "k": "2,3", "rule": "match"}
     line = ReplayConfig.build(settings).command_line("replay")
     assert line == "draftlab replay --rule match --draft a --draft b --k 2,3 'runs/a store'"
-    trimmed = DistillConfig.build({"draft": "a", "outputs": "b", "vocab": "16k"}).command_line(
-        "distill"
-    )
-    assert trimmed == "draftlab distill --draft a --outputs b --vocab 16384"
+    trimmed = DistillConfig.build({"draft": "a", "outputs": "b", "vocab": "16k"})
+    line = trimmed.command_line("distill")
+    assert line == "draftlab distill --draft a --outputs b --vocab 16384"
 
 
 @pytest.mark.parametrize(
     ("command", "cure"), [("distill", "--micro-batch-tokens"), ("score", "--batch")]
 )
-def test_a_device_without_memory_is_one_line_that_says_what_to_lower(command, cure, capsys):
-    def fail() -> cli.Outcome:
-        raise torch.OutOfMemoryError("CUDA out of memory. GPU 0 has a total capacity of 79.1 GiB\n")
+def test_a_device_without_memory_is_one_line_and_other_faults_are_bugs(command, cure, capsys):
+    def fail(error: Exception) -> None:
+        def run() -> cli.Outcome:
+            raise error
+
+        cli._exit_with(run, False, COMMANDS[command].config)
 
     with pytest.raises(typer.Exit) as stopped:
-        cli._exit_with(fail, False, COMMANDS[command].config)
+        fail(torch.OutOfMemoryError("CUDA out of memory. GPU 0 has a total capacity of 79.1 GiB\n"))
     assert stopped.value.exit_code == 1
     found = capsys.readouterr()
     assert cure in found.err
     assert (found.out, found.err.count("\n")) == ("", 1)
-
-
-def test_any_other_runtime_error_is_a_bug_and_shows_its_traceback():
-    def fail() -> cli.Outcome:
-        raise RuntimeError("shapes differ")
-
     with pytest.raises(RuntimeError, match="shapes differ"):
-        cli._exit_with(fail, False, COMMANDS["report"].config)
+        fail(RuntimeError("shapes differ"))
 
 
 def test_an_interrupt_before_the_command_begins_is_no_traceback(monkeypatch, capsys):

@@ -6,24 +6,20 @@ from pathlib import Path
 
 import pytest
 from errors import raises_option
-from typer.testing import CliRunner
+from small_files import with_template, write_rows
+from typed import call
 
 import draftlab
 from draftlab import data, workspace
-from draftlab.cli import app
 from draftlab.config.shared import newest_draft
 from draftlab.data.text import chat_ids
 from draftlab.model import checkpoint
-
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 
 
 @pytest.fixture
 def chat_target(family_dirs, tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(family_dirs["llama"], "target")
-    Path("target/chat_template.jinja").write_text(TEMPLATE)
-    return Path("target")
+    return with_template(family_dirs["llama"], Path("target"))
 
 
 def chat(number: int, *, answered: bool) -> list[dict[str, str]]:
@@ -34,12 +30,8 @@ def chat(number: int, *, answered: bool) -> list[dict[str, str]]:
 @pytest.mark.parametrize("answered", [True, False])
 def test_conversations_are_counted_as_they_will_be_split(answered, chat_target):
     rows = [chat(number, answered=answered) for number in range(60)]
-    Path("chats.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    result = CliRunner().invoke(
-        app, ["init", "--target", "target", "--data", "chats.jsonl", "--json"]
-    )
-    assert result.exit_code == 0, result.output
-    printed = json.loads(result.stdout)
+    write_rows(Path("chats.jsonl"), ({"messages": row} for row in rows))
+    printed = json.loads(call("init --target target --data chats.jsonl --json").stdout)
     train, heldout = (printed["text"]["chats.jsonl"][split] for split in ("train", "heldout"))
     held_out = len(data.documents("chats.jsonl", "heldout"))
     assert (train["rows"], heldout["rows"]) == (60 - held_out, held_out)
@@ -51,13 +43,6 @@ def test_conversations_are_counted_as_they_will_be_split(answered, chat_target):
         len(chat_ids(row, tokenizer, "", reply=False)) for row in rows
     )
     assert printed["next"] == "draftlab prune --layers 1"  # a third of five layers
-
-
-def test_a_file_that_cannot_be_read_leaves_no_workspace(chat_target):
-    Path("broken.jsonl").write_text('{"messages": [\n')
-    with raises_option("--data", "broken.jsonl"):
-        draftlab.init(target="target", data="broken.jsonl")
-    assert not Path("draftlab.yaml").exists()
 
 
 def test_a_ready_draft_counts_until_a_draft_is_made(chat_target, family_dirs):

@@ -70,11 +70,3 @@ def test_every_option_that_is_named_exists():
     files = sorted(PACKAGE.rglob("*.py"))
     unknown = {file.name: named(file.read_text()) - known() for file in files}
     assert {name: options for name, options in unknown.items() if options} == {}
-
-
-def test_an_option_that_left_is_noticed():
-    assert named('raise UserError(f"{x}: prune with --heads 4, or --width 64")') == {
-        "--heads",
-        "--width",
-    }
-    assert "--heads" not in known()

@@ -3,20 +3,15 @@
 import json
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from small_files import with_template, write_rows
+from typed import call
 
-from draftlab.cli import app
 from draftlab.model import hub
 
 README = Path(__file__).parents[2] / "README.md"
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] "
-    "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
-)
 SMALL = {  # what keeps a command short here; the walk's own words stay as they are
     "prune": "--calibration-tokens 1024 --seq-len 128",
     "distill": "--steps 2 --batch-size 4 --max-new-tokens 8",
@@ -31,47 +26,28 @@ def walk():
     return [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
 
 
-def question(number):
-    return {
-        "role": "user",
-        "content": f"How do I sort list number {number} of {number % 7} items in Python?",
-    }
-
-
-def answer(number):
-    return {
-        "role": "assistant",
-        "content": f"def sort_{number}(items):\n    return sorted(items)[:{number % 7}]\n",
-    }
-
-
 def unanswered(number):
     """A question, with a system prompt or an earlier turn in some."""
-    system = [{"role": "system", "content": "You are brief."}] if number % 3 == 0 else []
-    earlier = [question(number + 100), answer(number)] if number % 4 == 0 else []
-    return [*system, *earlier, question(number)]
+    asked = f"How do I sort list number {number} of {number % 7} items in Python?"
+    earlier = [("user", "How do I sort?"), ("assistant", f"def sort_{number}(items):\n    pass\n")]
+    turns = [("system", "You are brief.")] * (number % 3 == 0) + earlier * (number % 4 == 0)
+    return [{"role": role, "content": text} for role, text in (*turns, ("user", asked))]
 
 
 @pytest.fixture
 def chat_model(tmp_path):
     """The embedded target with a chat template."""
-    folder = tmp_path / "models" / "chatty"
-    shutil.copytree(hub.locate("tiny"), folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return with_template(hub.locate("tiny"), tmp_path / "models" / "chatty")
 
 
 def test_the_walk_goes_through(chat_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = Path(next(words[words.index("--data") + 1] for words in walk() if "--data" in words))
-    file.write_text(
-        "".join(json.dumps({"messages": unanswered(number)}) + "\n" for number in range(60))
-    )
+    write_rows(file, ({"messages": unanswered(number)} for number in range(60)))
     for words, following in zip(walk(), [*walk()[1:], None], strict=True):
         models = ["models/chatty" if "/" in word else word for word in words]
         typed = [*models, *SMALL.get(words[0], "").split()]
-        done = CliRunner().invoke(app, typed)
-        assert done.exit_code == 0, f"{shlex.join(typed)}: {done.output}"
+        done = call("", *typed)
         (then,) = re.findall(r"^next: (.*)$", done.stderr, re.MULTILINE)
         assert following is None or then.startswith(f"draftlab {following[0]} ")
         assert words[0] != "prune" or "--text target" in then

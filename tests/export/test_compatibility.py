@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from builders import TOKENIZER_TEXT, build
+from small_files import edit
 from typed import call
 
 from benchmarks.tiny_target import train_tokenizer
@@ -30,10 +31,6 @@ def pair(tmp_path, family_dirs) -> tuple[Path, Path]:
     for name in ("draft", "target"):
         shutil.copytree(family_dirs["llama"], tmp_path / name)
     return tmp_path / "draft", tmp_path / "target"
-
-
-def edit(file: Path, **changes: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def spoil(directory: Path, name: str, value: float) -> None:
@@ -74,12 +71,9 @@ def test_a_difference_has_its_finding(pair, spoilt, file, change, level, about):
 
 def test_ids_that_mean_something_else_are_named(pair):
     file = pair[1] / "tokenizer.json"
-    spec = json.loads(file.read_text())
-    words = spec["model"]["vocab"]
-    a, b = (next(w for w, i in words.items() if i == n) for n in (270, 271))
-    words[a], words[b] = words[b], words[a]
-    spec["model"]["merges"] = []
-    file.write_text(json.dumps(spec))
+    model = json.loads(file.read_text())["model"]
+    a, b = (next(w for w, i in model["vocab"].items() if i == n) for n in (270, 271))
+    edit(file, model=model | {"vocab": model["vocab"] | {a: 271, b: 270}, "merges": []})
     assert "270" in error(pair, "tokenizer")
 
 
@@ -96,7 +90,6 @@ def test_another_vocabulary_is_named_with_the_servers_that_translate(foreign):
     (wrong,) = (f for f in found if f.about == "tokenizer")
     assert wrong.level == "error"
     assert not {"special tokens", "vocabulary", "chat template"} & {f.about for f in found}
-    assert f"mergekit-tokensurgeon {foreign[0]} {foreign[1]}" in wrong.fix
     translated = {f.about: f for f in found if "--use-heterogeneous-vocab" in f.fix}
     assert set(translated) == {"vllm", "transformers"}
     tokens = [checkpoint.load_tokenizer(d).get_vocab() for d in foreign]
@@ -120,9 +113,9 @@ def test_one_tokenizer_that_transformers_reads_in_two_ways_is_no_error(pair):
 
 def test_one_vocabulary_that_cuts_text_otherwise_is_found_by_probe_texts(pair):
     file = pair[1] / "tokenizer.json"
-    spec = json.loads(file.read_text())
-    spec["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": "."}
-    file.write_text(json.dumps(spec))
+    cuts = json.loads(file.read_text())["pre_tokenizer"]
+    cuts["pretokenizers"][0]["pattern"] = {"Regex": "."}
+    edit(file, pre_tokenizer=cuts)
     assert f"of {len(PROBES)} probe texts" in error(pair, "tokenizer")
 
 
@@ -145,21 +138,11 @@ def test_padded_vocabularies_are_refused_where_they_are(pair):
     resize(pair[1], 320)
     assert "307" in notes(pair, "vocabulary")
     said = [f for f in findings(*pair) if f.level == "error" and "320" in f.text]
-    assert {f.about for f in said} == {
-        "vllm",
-        "sglang",
-        "tensorrt-llm",
-        "transformers",
-    }  # llama.cpp lets them differ by 128
+    # llama.cpp lets them differ by 128
+    assert {f.about for f in said} == {"vllm", "sglang", "tensorrt-llm", "transformers"}
     assert all("export" in f.fix for f in said)
     resize(pair[1], 307 + 129)
     assert "128" in error(pair, "llama.cpp")
-
-
-def test_a_qwen2_whose_heads_do_not_add_up_is_refused_by_vllm(family_dirs):
-    draft = family_dirs["qwen2"]
-    said = [f.text for f in findings(draft, draft) if f.level == "error" and f.about == "vllm"]
-    assert any("head_dim" in text for text in said)
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0.0])
@@ -169,21 +152,9 @@ def test_broken_weights_are_found(pair, value):
 
 
 def test_devices_that_a_shape_splits_over_are_told(pair):
-    before = notes(pair, "vllm")
-    edit(pair[0] / "config.json", intermediate_size=44)
-    weights = dict(checkpoint.Weights(pair[0]))
-    cut = {
-        n: (w[:, :44] if "down" in n else w[:44]) if ".mlp." in n else w for n, w in weights.items()
-    }
-    saving.write_checkpoint(pair[0], checkpoint.read_config(pair[0]), cut.items(), None)
-    assert "1, 2, 4" not in before
+    assert "1, 2, 4" not in notes(pair, "vllm")
+    build("llama", intermediate_size=44).save_pretrained(pair[0])
     assert re.search(r"1, 2, 4(?!, 8)", notes(pair, "vllm"))
-
-
-def test_what_was_not_trained_is_told_from_what_was():
-    assert trials.judge_perplexity(3.4, 4096).level == "ok"
-    assert trials.judge_perplexity(8.3, 4096).level == "error"
-    assert trials.judge_perplexity(float("nan"), 4096).level == "error"
 
 
 def test_a_draft_accepts_itself_unless_decoding_is_broken(family_dirs):

@@ -16,11 +16,12 @@ import gguf as library
 import numpy as np
 import pytest
 import torch
-from builders import build
+from builders import build, logits_by_transformers
 from errors import raises_option
 from gguf_files import contents, neighbours_apart
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from small_files import copy_tokenizer, write_functions, write_workspace
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typed import call
 from typer.testing import Result
@@ -47,12 +48,18 @@ GGUF_FAMILIES = [
 ]  # fmt: skip
 
 
-def reloaded(file: Path, like: Path, *, put_back: bool = True):
-    """The transformers model with the file's tensors."""
-    fields, tensors = contents(file)
-    turned = fields["general.architecture"] in ("llama", "granite") and put_back
+def written(source: Path, folder: Path, kind: str = "f32") -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write a model as a GGUF file, a.gguf in the folder; return its fields and tensors."""
+    gguf.write(source, folder / "a.gguf", kind)
+    return contents(folder / "a.gguf")
+
+
+def reloaded(source: Path, folder: Path):
+    """The transformers model with the tensors of its GGUF file."""
+    fields, tensors = written(source, folder)
+    turned = fields["general.architecture"] in ("llama", "granite")
     post_norm = "post_attention_norm" if fields["general.architecture"] == "olmo2" else "ffn_norm"
-    model = AutoModelForCausalLM.from_pretrained(like, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     heads = model.config.num_key_value_heads, model.config.num_attention_heads
     for name, parameter in model.named_parameters():
         short = (
@@ -74,28 +81,15 @@ def reloaded(file: Path, like: Path, *, put_back: bool = True):
 
 @pytest.mark.parametrize("family", GGUF_FAMILIES)
 def test_the_model_in_a_file_is_the_model(family, family_dirs, tmp_path):
-    gguf.write(family_dirs[family], tmp_path / "a.gguf", "f32")
     ids = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
-    source = AutoModelForCausalLM.from_pretrained(family_dirs[family], dtype=torch.float32).eval()
+    wanted = logits_by_transformers(family_dirs[family], ids)
     with torch.no_grad():
-        torch.testing.assert_close(
-            reloaded(tmp_path / "a.gguf", family_dirs[family])(ids).logits, source(ids).logits
-        )
-
-
-def test_rows_that_were_not_put_back_are_another_model(family_dirs, tmp_path):
-    gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "f32")
-    ids = torch.tensor([[0, 5, 9, 30]])
-    right, wrong = (
-        reloaded(tmp_path / "a.gguf", family_dirs["llama"], put_back=p) for p in (True, False)
-    )
-    with torch.no_grad():
-        assert (right(ids).logits - wrong(ids).logits).abs().max() > 0.1
+        found = reloaded(family_dirs[family], tmp_path)(ids).logits
+    torch.testing.assert_close(found, wanted)
 
 
 def test_settings_are_the_configs(family_dirs, tmp_path):
-    gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "q8_0")
-    fields, _ = contents(tmp_path / "a.gguf")
+    fields, _ = written(family_dirs["llama"], tmp_path, "q8_0")
     wanted = {
         "general.architecture": "llama", "general.file_type": 7, "llama.context_length": 256,
         "llama.embedding_length": 64, "llama.block_count": 5, "llama.feed_forward_length": 88,
@@ -110,11 +104,9 @@ def test_settings_are_the_configs(family_dirs, tmp_path):
 
 def test_llama_3s_rotary_scaling_is_llama_cpps(family_dirs, tmp_path):
     """convert_hf_to_gguf.py of llama-cpp-python 0.3.36 on the same checkpoint."""
-    gguf.write(family_dirs["llama3_tied"], tmp_path / "a.gguf", "f32")
-    _, tensors = contents(tmp_path / "a.gguf")
-    golden = json.loads(
-        (Path(__file__).parents[1] / "data" / "llama_cpp_rope_freqs.json").read_text()
-    )
+    _, tensors = written(family_dirs["llama3_tied"], tmp_path)
+    file = Path(__file__).parents[1] / "data/llama_cpp_rope_freqs.json"
+    golden = json.loads(file.read_text())
     assert tensors["rope_freqs.weight"].tolist() == pytest.approx(golden, rel=1e-6)
 
 
@@ -131,10 +123,10 @@ def test_types_round_as_much_as_they_may(kind, worst):
 
 
 def test_matrices_whose_rows_do_not_divide_stay_wide_and_vectors_whole(family_dirs, tmp_path):
-    written = gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "q8_0")
+    told = gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "q8_0")
     kinds = {t.name: t.tensor_type.name for t in library.GGUFReader(tmp_path / "a.gguf").tensors}
-    assert written.unquantized == [f"blk.{i}.ffn_down.weight" for i in range(5)]
-    assert {kinds[name] for name in written.unquantized} == {"F16"}
+    assert told.unquantized == [f"blk.{i}.ffn_down.weight" for i in range(5)]
+    assert {kinds[name] for name in told.unquantized} == {"F16"}
     assert kinds["blk.0.attn_q.weight"] == "Q8_0"
     assert {kind for name, kind in kinds.items() if "norm" in name} == {"F32"}
 
@@ -146,12 +138,10 @@ def test_what_llama_cpp_does_not_know_is_refused(family_dirs, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config | {name: value}))
         with raises_option(value):
             gguf.architecture(tmp_path)
-
-
-def test_a_qwen2_whose_heads_do_not_add_up_to_its_width_is_a_llama_there(family_dirs, tmp_path):
-    assert gguf.architecture(family_dirs["qwen2"]).name == "llama"  # 8 heads of 12, width 64
-    build("qwen2", head_dim=8).save_pretrained(tmp_path)
-    assert gguf.architecture(tmp_path).name == "qwen2"
+    inner = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(tmp_path)
+    with raises_option("WordLevel"):
+        gguf_tokenizer.read_tokenizer(tmp_path, 2)
 
 
 def test_words_of_a_byte_level_vocabulary(family_dirs):
@@ -159,12 +149,10 @@ def test_words_of_a_byte_level_vocabulary(family_dirs):
     tokenizer = checkpoint.load_tokenizer(family_dirs["llama"])
     assert found.tokens[:307] == tokenizer.convert_ids_to_tokens(range(307))
     assert found.tokens[307:] == ["[PAD307]", "[PAD308]", "[PAD309]"]
-    assert (
-        found.types
-        == [gguf_tokenizer.CONTROL] * 3
-        + [gguf_tokenizer.NORMAL] * 304
-        + [gguf_tokenizer.UNUSED] * 3
-    )
+    control, normal, unused = (getattr(gguf_tokenizer, n) for n in ("CONTROL", "NORMAL", "UNUSED"))
+    assert found.types == [control] * 3 + [normal] * 304 + [unused] * 3
+    assert found.pre in gguf_tokenizer.PRE_TOKENIZERS
+    assert 0 < found.match < 1
     spec = json.loads((family_dirs["llama"] / "tokenizer.json").read_text())
     assert found.merges == [" ".join(pair) for pair in spec["model"]["merges"]]
     assert (found.add_bos, found.add_eos, found.scores) == (True, False, None)
@@ -172,44 +160,21 @@ def test_words_of_a_byte_level_vocabulary(family_dirs):
         gguf_tokenizer.read_tokenizer(family_dirs["llama"], 200)
 
 
-def test_a_way_that_llama_cpp_does_not_have_is_seen(family_dirs):
-    found = gguf_tokenizer.read_tokenizer(family_dirs["llama"], 307)
-    assert found.pre in gguf_tokenizer.PRE_TOKENIZERS
-    assert 0 < found.match < 1
-
-
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory) -> Path:
     """BPE as LLaMA 1 and 2 have it: spaces are letters, bytes fall back."""
     out = tmp_path_factory.mktemp("sentencepiece")
-    letters = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{i:02X}>" for i in range(256)),
-        *"▁etaoinsrhldcum",
-        "▁t",
-        "he",
-        "▁the",
-        "in",
-    ]
+    letters = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"▁etaoinsrhldcum"]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("i", "n")]
+    vocab = {token: i for i, token in enumerate([*letters, *map("".join, merges)])}
     inner = Tokenizer(
-        models.BPE(
-            {t: i for i, t in enumerate(letters)},
-            merges,
-            unk_token="<unk>",
-            byte_fallback=True,
-            fuse_unk=True,
-        )
+        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
-    inner.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    inner.normalizer = normalizers.Sequence(spaces)
     inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    PreTrainedTokenizerFast(
-        tokenizer_object=inner, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(out)
+    roles = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=inner, **roles).save_pretrained(out)
     return out
 
 
@@ -217,21 +182,13 @@ def by_scores(text: str, found: gguf_tokenizer.GGUFTokenizer) -> list[int]:
     """SentencePiece's way: of neighbours that make a token those with the highest score merge, the first of equals."""
     ids = {token: i for i, token in enumerate(found.tokens)}
     parts = list(text)
-    while True:
-        pairs = [
-            (found.scores[ids[a + b]], -i)
-            for i, (a, b) in enumerate(pairwise(parts))
-            if a + b in ids
-        ]
-        if not pairs:
-            break
+    while pairs := [
+        (found.scores[ids[a + b]], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids
+    ]:
         i = -max(pairs)[1]
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    return [
-        i
-        for p in parts
-        for i in ([ids[p]] if p in ids else [ids[f"<0x{b:02X}>"] for b in p.encode()])
-    ]
+    pieces = ([p] if p in ids else [f"<0x{b:02X}>" for b in p.encode()] for p in parts)
+    return [ids[piece] for each in pieces for piece in each]
 
 
 def test_scores_merge_as_the_list_of_merges_does(sentencepiece):
@@ -241,38 +198,17 @@ def test_scores_merge_as_the_list_of_merges_does(sentencepiece):
     for text in ("the hen ate in the inn", "then the tin hut", "her theme é"):
         wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert by_scores("▁" + text.replace(" ", "▁"), found) == wanted
-    assert found.types[:4] == [
-        gguf_tokenizer.UNKNOWN,
-        gguf_tokenizer.CONTROL,
-        gguf_tokenizer.CONTROL,
-        gguf_tokenizer.BYTE,
-    ]
-
-
-def test_other_tokenizers_are_refused(tmp_path):
-    inner = Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(tmp_path)
-    with raises_option("WordLevel"):
-        gguf_tokenizer.read_tokenizer(tmp_path, 2)
+    unknown, control, byte = (getattr(gguf_tokenizer, n) for n in ("UNKNOWN", "CONTROL", "BYTE"))
+    assert found.types[:4] == [unknown, control, control, byte]
 
 
 @pytest.fixture
 def space(tmp_path, monkeypatch, family_dirs) -> Path:
     """A workspace with a draft, the small llama cut to two layers, and its target."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(
-        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80))
-    )
-    target = str(family_dirs["llama"])
-    workspace.write(
-        workspace.Workspace(target=target, source=target, data=str(tmp_path / "text.txt"))
-    )
-    build("llama", 1, num_hidden_layers=2, num_key_value_heads=2).save_pretrained(
-        tmp_path / "draft"
-    )
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "draft" / name).write_bytes((family_dirs["llama"] / name).read_bytes())
+    write_workspace(family_dirs["llama"], write_functions(tmp_path / "text.txt", 80, 60))
+    build("llama", 1, num_hidden_layers=2, num_key_value_heads=2).save_pretrained("draft")
+    copy_tokenizer(family_dirs["llama"], tmp_path / "draft")
     return tmp_path
 
 
@@ -287,11 +223,7 @@ def test_a_directory_is_the_draft_at_the_targets_size_and_dtype(space, family_di
     assert checkpoint.vocab_size(Path("out")) == 320
     made, source = checkpoint.Weights(Path("out")), checkpoint.Weights(Path("draft"))
     for name, tensor in source.items():
-        assert (
-            made[name][:307].equal(tensor.bfloat16())
-            if "proj" not in name
-            else made[name].equal(tensor.bfloat16())
-        )
+        assert made[name][: len(tensor)].equal(tensor.bfloat16())
     assert json.loads(Path("out/draftlab.json").read_text())["notes"]["changed"] == [
         "weights from float32 to bfloat16", "logits 307 -> 320"
     ]  # fmt: skip
@@ -304,29 +236,25 @@ def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
     for name in ("vllm", "python", "llama-server"):
         Path(name).write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
         Path(name).chmod(0o755)
-    command = [
-        "/bin/sh",
-        "a folder/serve.sh",
-        *(["t.gguf"] if runtime == "llama.cpp" else []),
-        "--port",
-        "1",
-    ]
-    said = subprocess.run(
-        command, env={"PATH": f"{space}:/usr/bin:/bin"}, capture_output=True, text=True, check=True
-    )
-    words = said.stdout.splitlines()
-    assert words[-2:] == ["--port", "1"]
+    target = ["t.gguf"] if runtime == "llama.cpp" else []
+    command = ["/bin/sh", "a folder/serve.sh", *target, "--port", "1"]
+    path = {"PATH": f"{space}:/usr/bin:/bin"}
+    words = subprocess.run(
+        command, env=path, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    told = dict(pairwise(words))
+    assert told["--port"] == "1"
     place = str(space / "a folder")
     if runtime == "vllm":
-        config = json.loads(words[words.index("--speculative-config") + 1])
+        config = json.loads(told["--speculative-config"])
         asked = {"method": "draft_model", "model": place, "num_speculative_tokens": 3}
         assert config == asked | {"draft_sample_method": "probabilistic"}
     elif runtime == "sglang":
-        assert words[words.index("--speculative-draft-model-path") + 1] == place
-        assert words[words.index("--speculative-num-draft-tokens") + 1] == "4"
+        assert told["--speculative-draft-model-path"] == place
+        assert told["--speculative-num-draft-tokens"] == "4"
     else:
-        assert words[words.index("--spec-draft-model") + 1] == f"{place}/draft-f16.gguf"
-        assert words[words.index("--model") + 1] == "t.gguf"
+        assert told["--spec-draft-model"] == f"{place}/draft-f16.gguf"
+        assert told["--model"] == "t.gguf"
 
 
 @pytest.mark.parametrize("out", ['a"b', "a\\b", "a\nb"])
@@ -345,9 +273,7 @@ def test_k_by_batch_size_of_a_prediction_is_in_the_servers_own_setting(space):
     export("--to vllm --prediction p.json --out out")
     text = Path("out/serve.sh").read_text()
     assert '\\"num_speculative_tokens\\": 3, ' in text
-    assert (
-        '\\"num_speculative_tokens_per_batch_size\\": [[1, 4, 3], [5, 16, 1], [17, 64, 0]]' in text
-    )
+    assert 'per_batch_size\\": [[1, 4, 3], [5, 16, 1], [17, 64, 0]]' in text
     for other in ("vllm --k 2", "sglang"):  # which changes the K of heads only
         refused = export(f"--to {other} --prediction p.json", code=1)
         assert "--prediction" in refused.stderr
@@ -359,13 +285,11 @@ def test_the_script_for_transformers_decodes_as_the_target_alone(
     export("--to transformers --k 2 --out out")
     monkeypatch.setattr(sys, "argv", ["assist.py", "def f"])
     runpy.run_path("out/assist.py")
-    said = capsys.readouterr().out.strip()
     tokenizer = checkpoint.load_tokenizer(family_dirs["llama"])
     model = AutoModelForCausalLM.from_pretrained(family_dirs["llama"])
     ids = tokenizer("def f", return_tensors="pt")["input_ids"]
-    assert (
-        said == tokenizer.decode(model.generate(ids, max_new_tokens=64, do_sample=False)[0]).strip()
-    )
+    alone = tokenizer.decode(model.generate(ids, max_new_tokens=64, do_sample=False)[0])
+    assert capsys.readouterr().out.strip() == alone.strip()
 
 
 def test_a_card_tells_what_was_measured_and_how_the_draft_was_made(space):
@@ -399,14 +323,6 @@ def test_a_card_has_no_folder_of_this_machine_and_each_step_once(space):
     assert str(Path("imported").absolute()) in Path("out/serve.sh").read_text()
 
 
-def test_a_gguf_file_is_the_same_bytes_each_time(space):
-    for out in ("a", "b"):
-        export(f"--to gguf --outtype f32 --out {out}")
-    (one,), (other,) = (list(Path(out).glob("*.gguf")) for out in ("a", "b"))
-    assert one.read_bytes() == other.read_bytes()
-    assert b"draft-f32" in one.read_bytes()[:4096]  # its name is not that of a temporary folder
-
-
 def test_steps_of_a_parallel_chain_by_hand():
     """A token counts by the offset that it is drafted with."""
     hit = np.array(
@@ -432,7 +348,6 @@ def script_of(server: str, **launch: Any) -> tuple[str, str]:
         ("parallel draft", "vllm", '\\"parallel_drafting\\": true'),
         ("parallel draft", "tensorrt-llm", "decoding_type: PARD"),
         ("EAGLE-3 head", "vllm", '\\"method\\": \\"eagle3\\"'),
-        ("EAGLE-3 head", "vllm", '\\"draft_sample_method\\": \\"probabilistic\\"'),
         ("EAGLE-3 head", "sglang", "--speculative-algorithm EAGLE3"),
         ("EAGLE-3 head", "llama.cpp", "--spec-type draft-eagle3"),
         ("EAGLE-3 head", "tensorrt-llm", "eagle3_layers_to_capture: [1, 7, 12]"),
@@ -442,7 +357,7 @@ def test_a_script_starts_a_server_with_the_kind_of_draft(kind, runtime, words):
     layers = (2, 8, 13) if kind == "EAGLE-3 head" else ()
     file, text = script_of(runtime, kind=kind, layer_ids=layers)
     assert words in text
-    assert words not in script_of(runtime)[1] or "sample_method" in words
+    assert words not in script_of(runtime)[1]
     if file.endswith(".py"):
         compile(text, file, "exec")
 
@@ -467,22 +382,6 @@ def writing_of(draft: Path, count: int = 8) -> verify.TargetTexts:
     )
 
 
-def test_what_a_draft_would_draft_is_what_it_drafts(family_dirs, space):
-    """By steps of live decoding, where the length limit is not in the way."""
-    writing = writing_of(family_dirs["llama"])
-    hits = ranks_of(Path("draft"), writing, family_dirs["llama"])
-    target, draft = (llama.load(p, torch.float32) for p in (family_dirs["llama"], Path("draft")))
-    how = SamplingParams(max_tokens=12 + writing.k)
-    steps = list(speculative_decode(target, ModelDrafter(draft), writing.prompts, writing.k, how))
-    for row, hit in enumerate(hits):
-        at, accepted = 1, []
-        for step in [s for s in steps if s.row == row][1:]:
-            if at < writing.tokens[row]:
-                accepted.append(step.accepted)
-            at += len(step.tokens)
-        assert verify.greedy_steps(hit.tolist(), writing.k, writing.tokens[row])[1] == len(accepted)
-
-
 def target_and_draft(family: Path) -> tuple[llama.Llama, llama.Llama]:
     """Write a target, and a draft that agrees with it now and then; return both."""
     model: Any = build("llama", 1, num_hidden_layers=2)
@@ -491,8 +390,7 @@ def target_and_draft(family: Path) -> tuple[llama.Llama, llama.Llama]:
             model.get_output_embeddings().weight.mul_(scale)
             model.model.layers[0].mlp.down_proj.weight.mul_(scale)
         model.save_pretrained(folder)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(family / name, folder)
+        copy_tokenizer(family, Path(folder))
     target, draft = (llama.load(Path(folder), torch.float32) for folder in ("target", "draft"))
     return target, draft
 
@@ -502,17 +400,8 @@ def test_a_sampled_text_tells_the_steps_that_made_it(space, family_dirs, rule):
     """A server that lets the draft's most probable token stand with the target's probability, by either rule."""
     target, draft = target_and_draft(family_dirs["llama"])
     prompts, how = [[0, 17, 44], [0, 5, 250, 31]], SamplingParams(max_tokens=24, temperature=1.0)
-    live = list(
-        speculative_decode(
-            target,
-            ModelDrafter(draft),
-            prompts,
-            3,
-            how,
-            rule=rule_named(rule),
-            draft_temperature=0.0,
-        )
-    )
+    by = {"rule": rule_named(rule), "draft_temperature": 0.0}
+    live = list(speculative_decode(target, ModelDrafter(draft), prompts, 3, how, **by))
     served, _ = verify.as_served(verify.to_sample(prompts, 24, 3, 1.0), output_tokens(live))
     counts = verify.count_steps(ranks_of(Path("draft"), served, Path("target")), served)
     for row, (tokens, steps) in enumerate(counts):
@@ -529,10 +418,8 @@ def test_steps_that_are_certain_are_expected_as_they_are(k):
         prompts=[[1]] * 60, completions=[[1] * len(h) for h in hits], tokens=[*map(len, hits)], k=k
     )
     for rows in (hits, [row[:, 0] for row in hits]):
-        wanted = verify.count_steps(rows, texts)
-        np.testing.assert_allclose(
-            verify.expected_steps([row.astype(float) for row in rows], texts), wanted
-        )
+        expected = verify.expected_steps([row.astype(float) for row in rows], texts)
+        np.testing.assert_allclose(expected, verify.count_steps(rows, texts))
 
 
 def test_a_server_whose_draft_samples_takes_as_many_steps_as_expected(space, family_dirs):
@@ -542,10 +429,8 @@ def test_a_server_whose_draft_samples_takes_as_many_steps_as_expected(space, fam
     live = list(speculative_decode(target, ModelDrafter(draft), prompts, 3, how))
     served, _ = verify.as_served(verify.to_sample(prompts, 24, 3, 0.8), output_tokens(live))
     artifact = open_artifact(Path("draft"), Path("target"))
-    device = torch.device("cpu")
-    scores = artifact.scores(
-        Path("draft"), Form(to="vllm"), served.pairs, SamplingParams(temperature=0.8), 3, device
-    )
+    asked = (Form(to="vllm"), served.pairs, SamplingParams(temperature=0.8), 3, torch.device("cpu"))
+    scores = artifact.scores(Path("draft"), *asked)
     chances = verify.chances_of(scores, served, lambda: target, 307)
     counts = verify.counts_of(chances, served)
     taken = np.bincount([step.row for step in live]) - 1
@@ -566,9 +451,8 @@ def test_a_script_drafts_above_temperature_0_as_more_is_accepted():
         verified = verify.compare("vLLM", texts, counts, 30 / steps[1][0, 1], "", "probabilistic")
         text = script_of("vllm", k=3, sampling=run.choose_sampling(False, verified))[1]
         assert f"draft_sample_method = {best}" in text
-    at_zero = verify.compare(
-        "vLLM", verify.to_sample([[1], [1]], 31, 3, 0.0), {"greedy": greedy}, 1.5, ""
-    )
+    texts = verify.to_sample([[1], [1]], 31, 3, 0.0)
+    at_zero = verify.compare("vLLM", texts, {"greedy": greedy}, 1.5, "")
     assert run.choose_sampling(False, at_zero) == DEFAULT_SAMPLING
 
 
@@ -636,17 +520,15 @@ def test_a_rounded_draft_is_a_row_of_its_own_in_a_score(space):
     plain, rounded = (read_score(Path("scored") / name) for name in ("draft", "draft@q4_0"))
     assert (plain.draft.name, rounded.draft.name) == ("draft", "draft@q4_0")
     assert plain.draft.sha256 != rounded.draft.sha256
-    assert set(json.loads(Path("scored/draftlab.json").read_text())["inputs"]) == {
-        str(plain_input) for plain_input in (workspace.load().target, "draft")
-    }
+    inputs = json.loads(Path("scored/draftlab.json").read_text())["inputs"]
+    assert inputs.keys() == {workspace.load().target, "draft"}
 
 
 def test_rounded_weights_are_the_files(family_dirs, tmp_path):
     """What is scored as DRAFT@q8_0 here is what llama.cpp reads in the GGUF."""
     (tmp_path / "rounded").mkdir()
     hf.write_fake_quantized(family_dirs["qwen3"], tmp_path / "rounded", "q8_0")
-    gguf.write(family_dirs["qwen3"], tmp_path / "a.gguf", "q8_0")
-    _, held = contents(tmp_path / "a.gguf")
+    _, held = written(family_dirs["qwen3"], tmp_path, "q8_0")
     mine = checkpoint.Weights(tmp_path / "rounded")["model.layers.1.self_attn.k_proj.weight"]
     torch.testing.assert_close(mine, held["blk.1.attn_k.weight"], rtol=0, atol=0)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from gguf_files import contents, neighbours_apart
 from safetensors.torch import load_file, save_file
+from small_files import edit, write_prompts, write_rows
 from typed import call
 
 from draftlab.engine.drafters.eagle import EagleDrafter
@@ -35,12 +36,8 @@ def target(family_dirs: dict[str, Path]) -> Path:
 
 
 def random_head(target: Path, **sizes: Any) -> Head:
-    config = eagle.head_config(
-        target,
-        sizes.get("layer_ids"),
-        sizes.get("draft_vocab", 40),
-        norm_before_residual=sizes.get("normed", False),
-    )
+    layers, vocab, normed = (sizes.get(n) for n in ("layer_ids", "draft_vocab", "normed"))
+    config = eagle.head_config(target, layers, vocab or 40, norm_before_residual=bool(normed))
     generator = torch.Generator().manual_seed(0)
     weights = {
         name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
@@ -67,8 +64,7 @@ def exported(head: Path, target: Path, to: str, more: str = "") -> Path:
 
 
 def test_scores_of_a_head_choose_k_and_fill_its_card(folder, target, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "def f(x):"}\n{"prompt": "class A:"}\n')
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 2)
     head = f"eagle:heads={folder}"
     for k, drafter in ((1, head), (2, f"{head},prompt_lookup_max=3")):
         few = f"--k {k} --max-new-tokens 6 --repeats 1 --prompt-file {prompts}"
@@ -138,9 +134,8 @@ def test_a_head_of_the_whole_vocabulary_has_no_d2t(target, tmp_path):
     """vLLM has no parameter for one."""
     whole = written(tmp_path / "head", target, draft_vocab=eagle.TargetSizes.of(target).vocab)
     assert not {"d2t", "t2d"} & load_file(whole / "model.safetensors").keys()
-    assert (
-        "d2t" not in contents(exported(whole, target, "gguf", "--outtype f32") / "head-f32.gguf")[1]
-    )
+    out = exported(whole, target, "gguf", "--outtype f32")
+    assert "d2t" not in contents(out / "head-f32.gguf")[1]
 
 
 def test_sglang_drafts_with_the_k_of_a_prediction_in_each_of_its_tiers(folder, target, tmp_path):
@@ -155,24 +150,21 @@ def test_sglang_drafts_with_the_k_of_a_prediction_in_each_of_its_tiers(folder, t
         '#!/bin/sh\nwhile [ "$1" != --speculative-adaptive-config ]; do shift; done; cat "$2"\n'
     )
     server.chmod(0o755)
-    started = subprocess.run(
-        ["sh", out / "serve.sh"],
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    tiers = {
-        int(first): tier["candidate_steps"] for first, tier in json.loads(started.stdout).items()
-    }
-    assert tiers == {1: [3], 5: [1], 17: [0]}
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    started = subprocess.run(["sh", out / "serve.sh"], env=path, capture_output=True, check=True)
+    tiers = json.loads(started.stdout)
+    steps = {int(first): tier["candidate_steps"] for first, tier in tiers.items()}
+    assert steps == {1: [3], 5: [1], 17: [0]}
 
 
 def greedy_counts(artifact: Any, texts: verify.TargetTexts) -> np.ndarray:
-    how = SamplingParams(temperature=texts.temperature)
-    scores = artifact.scores(
-        artifact.path, Form(to="hf"), texts.pairs, how, texts.k, torch.device("cpu")
+    asked = (
+        texts.pairs,
+        SamplingParams(temperature=texts.temperature),
+        texts.k,
+        torch.device("cpu"),
     )
+    scores = artifact.scores(artifact.path, Form(to="hf"), *asked)
     return verify.count_steps([scored.ranks == 0 for scored in scores], texts)
 
 
@@ -185,19 +177,24 @@ def test_steps_are_those_of_live_decoding(target, tmp_path):
     texts = verify.generate_texts(model, prompts, SamplingParams(max_tokens=12), K)
     counts = greedy_counts(artifact, replace(texts, tokens=[12, 9, 2, 1]))
     for row, length in enumerate([12, 9, 2, 1]):
-        live = list(
-            speculative_decode(model, drafter, [prompts[row]], K, SamplingParams(max_tokens=length))
-        )
+        how = SamplingParams(max_tokens=length)
+        live = list(speculative_decode(model, drafter, [prompts[row]], K, how))
         assert counts[row, 1] == len(live) - 1
         assert texts.completions[row][:length] == [token for step in live for token in step.tokens]
         assert counts[row, 0] >= length - 1
 
 
 def test_the_end_of_a_text_is_not_asked_of_llama_cpp():
-    texts = verify.TargetTexts(
-        prompts=[[1], [1]], completions=[[5, 6, 2, 9], [5, 6, 7, 9]], tokens=[3, 3], k=1
-    )
+    written = {"completions": [[5, 6, 2, 9], [5, 6, 7, 9]], "tokens": [3, 3]}
+    texts = verify.TargetTexts(prompts=[[1], [1]], k=1, **written)
     assert verify.lengths_before_end(texts, (2,)) == [2, 3]
+
+
+def without(head: Path, name: str) -> None:
+    """Remove a setting from a head's configuration."""
+    config = json.loads((head / "config.json").read_text())
+    del config[name]
+    (head / "config.json").write_text(json.dumps(config))
 
 
 def levels(head: Path, target: Path) -> dict[str, str]:
@@ -205,31 +202,29 @@ def levels(head: Path, target: Path) -> dict[str, str]:
 
 
 def test_check_knows_who_takes_a_head(target, tmp_path):
-    plain = levels(written(tmp_path / "a", target), target)
-    assert [plain[name] for name in ("head", "sglang", "llama.cpp", "tensorrt-llm")] == ["ok"] * 4
-    assert plain["transformers"] == "warning"
-    normed = levels(written(tmp_path / "b", target, normed=True), target)
-    assert (normed["sglang"], normed["tensorrt-llm"], normed["llama.cpp"]) == (
-        "error",
-        "error",
-        "ok",
-    )
-    two = levels(written(tmp_path / "c", target, layer_ids=(1, 2)), target)
-    assert (two["llama.cpp"], two["sglang"]) == ("error", "ok")
     theirs = written(tmp_path / "d", target, "speculators")
-    found = levels(theirs, target)
-    assert (found["sglang"], found["llama.cpp"]) == ("error", "ok")
-    config = json.loads((theirs / "config.json").read_text())
-    del config["norm_before_residual"]
-    (theirs / "config.json").write_text(json.dumps(config))
+    wanted = {
+        written(
+            tmp_path / "a", target
+        ): "sglang ok, llama.cpp ok, tensorrt-llm ok, transformers warning, head ok",
+        written(
+            tmp_path / "b", target, normed=True
+        ): "sglang error, tensorrt-llm error, llama.cpp ok",
+        written(tmp_path / "c", target, layer_ids=(1, 2)): "sglang ok, llama.cpp error",
+        theirs: "sglang error, llama.cpp ok",
+    }
+    for head, about in wanted.items():
+        assert (
+            dict(each.split(" ") for each in about.split(", ")).items()
+            <= levels(head, target).items()
+        )
+    without(theirs, "norm_before_residual")
     said = check_files(open_artifact(theirs, target), [SERVERS.get("vllm", "--for")])
     assert [f.level for f in said if "norm_before_residual" in f.text] == ["error"]
 
 
 def test_sglang_finds_its_layers(folder, target):
-    config = json.loads((folder / "config.json").read_text())
-    del config["eagle_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+    without(folder, "eagle_config")
     assert levels(folder, target)["sglang"] == "error"
     assert levels(exported(folder, target, "sglang"), target)["sglang"] == "ok"
 
@@ -251,12 +246,10 @@ def test_a_head_for_another_target_is_refused_before_the_targets_weights_are_rea
     shutil.copytree(target, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     if "d2t" in change:
         tensors = load_file(folder / "model.safetensors")
-        save_file(
-            {name: t for name, t in tensors.items() if name != "d2t"}, folder / "model.safetensors"
-        )
+        del tensors["d2t"]
+        save_file(tensors, folder / "model.safetensors")
     else:
-        config = json.loads((folder / "config.json").read_text()) | change
-        (folder / "config.json").write_text(json.dumps(config))
+        edit(folder / "config.json", **change)
     assert words in refused(folder, bare, "vllm")
     assert words in call(f"check {folder} --target {bare}", code=3).stdout
 
@@ -271,9 +264,7 @@ def test_what_a_runtime_computes_otherwise_is_not_exported_to_it(target, tmp_pat
 
 def test_a_head_that_drafts_nothing_right_is_said_to(folder, target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"def f{i}(line):"}) + "\n" for i in range(4))
-    )
+    write_rows(Path("prompts.jsonl"), ({"prompt": f"def f{i}(line):"} for i in range(4)))
     result = call(f"check {folder} --target {target} --prompt-file prompts.jsonl", code=3)
     assert re.search(r"K = 3\b.*\b4 prompts", " ".join(result.stdout.split()))
 

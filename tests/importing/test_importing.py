@@ -5,14 +5,16 @@ import pickle
 import re
 import runpy
 import shutil
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import gguf as library
 import pytest
 import torch
-from builders import build
+from builders import FAMILIES, build, logits_by_transformers
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from small_files import copy_tokenizer, edit
 from test_export import sentencepiece as sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
@@ -30,22 +32,19 @@ from draftlab.importing.gguf import load_config, read_header
 from draftlab.model import checkpoint
 from draftlab.model.sentencepiece import PROBES
 
-FAMILIES = [
-    "llama",
-    "llama_mha",
-    "llama3_tied",
-    "llama_biases",
-    "mistral",
-    "qwen2",
-    "qwen2_tied",
-    "qwen3",
-]
+assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
 IDS = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
 def imported(source: Path, out: Path, more: str = "") -> Path:
     call(f"import {source} --out {out} {more}")
     return out
+
+
+def through_gguf(source: Path, folder: Path, kind: str = "f32", more: str = "") -> Path:
+    """Write a model as a GGUF file, a.gguf in the folder, and import it."""
+    gguf.write(source, folder / "a.gguf", kind)
+    return imported(folder / "a.gguf", folder / "out", more)
 
 
 def refused(folder: Path, source: Path, more: str = "") -> str:
@@ -58,10 +57,7 @@ def refused(folder: Path, source: Path, more: str = "") -> str:
 
 
 def logits(directory: Path) -> torch.Tensor:
-    with torch.no_grad():
-        return (
-            AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()(IDS).logits
-        )
+    return logits_by_transformers(directory, IDS)
 
 
 def rounded(directory: Path, kind: str) -> torch.Tensor:
@@ -80,24 +76,19 @@ def rounded(directory: Path, kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_gguf_file_comes_back_as_the_model_it_was_written_from(family, family_dirs, tmp_path):
-    gguf.write(family_dirs[family], tmp_path / "a.gguf", "f32")
-    imported(tmp_path / "a.gguf", tmp_path / "out")
-    torch.testing.assert_close(
-        logits(tmp_path / "out"), logits(family_dirs[family]), rtol=1e-4, atol=1e-4
-    )
-    assert checkpoint.read_shape(tmp_path / "out") == checkpoint.read_shape(family_dirs[family])
-    assert "quantization_config" not in checkpoint.read_config(tmp_path / "out")
-    made = checkpoint.read_config(tmp_path / "out")
+    source = family_dirs[family]
+    out = through_gguf(source, tmp_path)
+    assert_close(logits(out), logits(source))
+    assert checkpoint.read_shape(out) == checkpoint.read_shape(source)
+    made = checkpoint.read_config(out)
+    assert "quantization_config" not in made
     assert (made["bos_token_id"], made["eos_token_id"], made["rms_norm_eps"]) == (0, 1, 1e-6)
 
 
 @pytest.mark.parametrize("kind", ["f16", "q4_1"])
 def test_a_gguf_file_of_that_type_is_the_rounded_model(kind, family_dirs, tmp_path):
-    gguf.write(family_dirs["llama"], tmp_path / "a.gguf", kind)
-    imported(tmp_path / "a.gguf", tmp_path / "out", "--dtype float32")
-    torch.testing.assert_close(
-        logits(tmp_path / "out"), rounded(family_dirs["llama"], kind), rtol=1e-4, atol=1e-4
-    )
+    out = through_gguf(family_dirs["llama"], tmp_path, kind, "--dtype float32")
+    assert_close(logits(out), rounded(family_dirs["llama"], kind))
 
 
 @pytest.mark.parametrize(
@@ -124,11 +115,10 @@ def test_llama_3s_rotary_scaling_comes_back_from_its_factors(family_dirs, tmp_pa
     }  # fmt: skip
     model = checkpoint.new_model(config, seed=0)
     model.save_pretrained(tmp_path / "wide")
-    _copy_tokenizer(family_dirs["llama"], tmp_path / "wide")
+    copy_tokenizer(family_dirs["llama"], tmp_path / "wide")
     gguf.write(tmp_path / "wide", tmp_path / "a.gguf", "f32")
-    assert (
-        load_config(read_header(tmp_path / "a.gguf")).rope_parameters == config["rope_parameters"]
-    )
+    found = load_config(read_header(tmp_path / "a.gguf"))
+    assert found.rope_parameters == config["rope_parameters"]
 
 
 @pytest.mark.parametrize(
@@ -138,26 +128,18 @@ def test_other_rotary_scalings_come_back(rope, family_dirs, tmp_path):
     rope = {"rope_theta": 10000.0, **rope}
     if rope["rope_type"] == "yarn":
         rope["original_max_position_embeddings"] = 64
-    checkpoint.new_model(
-        checkpoint.read_config(family_dirs["llama"]) | {"rope_parameters": rope}, 0
-    ).save_pretrained(tmp_path / "scaled")
-    _copy_tokenizer(family_dirs["llama"], tmp_path / "scaled")
-    gguf.write(tmp_path / "scaled", tmp_path / "a.gguf", "f32")
-    imported(tmp_path / "a.gguf", tmp_path / "out")
-    torch.testing.assert_close(
-        logits(tmp_path / "out"), logits(tmp_path / "scaled"), rtol=1e-4, atol=1e-4
-    )
+    config = checkpoint.read_config(family_dirs["llama"]) | {"rope_parameters": rope}
+    checkpoint.new_model(config, 0).save_pretrained(tmp_path / "scaled")
+    copy_tokenizer(family_dirs["llama"], tmp_path / "scaled")
+    assert_close(logits(through_gguf(tmp_path / "scaled", tmp_path)), logits(tmp_path / "scaled"))
 
 
 def test_a_qwen2_that_gguf_calls_a_llama_keeps_its_biases(family_dirs, tmp_path):
     build("qwen2", hidden_size=48, head_dim=12).save_pretrained(tmp_path / "cut")
-    _copy_tokenizer(family_dirs["qwen2"], tmp_path / "cut")
-    gguf.write(tmp_path / "cut", tmp_path / "a.gguf", "f32")
+    copy_tokenizer(family_dirs["qwen2"], tmp_path / "cut")
+    out = through_gguf(tmp_path / "cut", tmp_path)
     assert read_header(tmp_path / "a.gguf").architecture == "llama"
-    imported(tmp_path / "a.gguf", tmp_path / "out")
-    torch.testing.assert_close(
-        logits(tmp_path / "out"), logits(tmp_path / "cut"), rtol=1e-4, atol=1e-4
-    )
+    assert_close(logits(out), logits(tmp_path / "cut"))
 
 
 @pytest.mark.parametrize("name", gguf_tokenizer.PRE_TOKENIZERS)
@@ -178,17 +160,12 @@ def test_the_tokenizer_cuts_and_merges_as_before(name, family_dirs, tmp_path):
     )
     source = tmp_path / "source"
     build("llama", vocab_size=803).save_pretrained(source)
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     before = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        chat_template="{{ messages }}",
+        tokenizer_object=inner, **roles, chat_template="{{ messages }}"
     )
     before.save_pretrained(source)
-    gguf.write(source, tmp_path / "a.gguf", "f16")
-    imported(tmp_path / "a.gguf", tmp_path / "out")
-    after = AutoTokenizer.from_pretrained(tmp_path / "out")
+    after = AutoTokenizer.from_pretrained(through_gguf(source, tmp_path, "f16"))
     for text in (*PROBES, "a<s>b</s>"):
         assert after(text)["input_ids"] == before(text)["input_ids"]
         assert after.decode(after(text)["input_ids"]) == before.decode(before(text)["input_ids"])
@@ -199,18 +176,12 @@ def test_the_tokenizer_cuts_and_merges_as_before(name, family_dirs, tmp_path):
 def test_a_sentencepiece_vocabulary_merges_as_before(sentencepiece, tmp_path):
     source = tmp_path / "source"
     build("llama", vocab_size=290).save_pretrained(source)
-    _copy_tokenizer(sentencepiece, source)
-    gguf.write(source, tmp_path / "a.gguf", "f16")
-    imported(tmp_path / "a.gguf", tmp_path / "out")
-    after, before = (
-        AutoTokenizer.from_pretrained(tmp_path / "out"),
-        AutoTokenizer.from_pretrained(source),
-    )
-    for text in ("the hen ate in the inn", "then the tin hut", "her theme é"):
-        assert (
-            after(text, add_special_tokens=False)["input_ids"]
-            == before(text, add_special_tokens=False)["input_ids"]
-        )
+    copy_tokenizer(sentencepiece, source)
+    out = through_gguf(source, tmp_path, "f16")
+    after, before = (AutoTokenizer.from_pretrained(place) for place in (out, source))
+    texts = ["the hen ate in the inn", "then the tin hut", "her theme é"]
+    plain = {"add_special_tokens": False}
+    assert after(texts, **plain)["input_ids"] == before(texts, **plain)["input_ids"]
 
 
 def test_several_ids_that_end_a_text_come_along(family_dirs, tmp_path):
@@ -223,22 +194,16 @@ def test_several_ids_that_end_a_text_come_along(family_dirs, tmp_path):
 @pytest.fixture
 def bins(family_dirs, tmp_path) -> Path:
     """A checkpoint of two .bin files with an index."""
-    out, model = (
-        tmp_path / "bins",
-        AutoModelForCausalLM.from_pretrained(family_dirs["qwen2"], dtype=torch.float16),
-    )
-    out.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(family_dirs["qwen2"] / name, out)
+    model = AutoModelForCausalLM.from_pretrained(family_dirs["qwen2"], dtype=torch.float16)
+    out = shutil.copytree(family_dirs["qwen2"], tmp_path / "bins")
+    (out / "model.safetensors").unlink()
     (out / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [1, 9]}')
     tensors = list(model.state_dict().items())
     parts = {"a.bin": dict(tensors[:9]), "b.bin": dict(tensors[9:])}
     for file, part in parts.items():
         torch.save({name: tensor.clone() for name, tensor in part.items()}, out / file)
-    index = {name: file for file, part in parts.items() for name in part}
-    (out / "pytorch_model.bin.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": index})
-    )
+    index = {"metadata": {}, "weight_map": {n: file for file, part in parts.items() for n in part}}
+    (out / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     return out
 
 
@@ -258,9 +223,8 @@ def test_one_old_bin_file_with_a_tied_head_and_a_buffer(family_dirs, tmp_path):
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=307)).eval()
     model.config.save_pretrained(tmp_path / "old")
-    state = model.state_dict() | {
-        "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)
-    }
+    buffer = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    state = model.state_dict() | {"transformer.h.0.attn.bias": buffer}
     torch.save(state, tmp_path / "old/pytorch_model.bin", _use_new_zipfile_serialization=False)
     imported(tmp_path / "old", tmp_path / "out")
     with torch.no_grad():
@@ -268,10 +232,9 @@ def test_one_old_bin_file_with_a_tied_head_and_a_buffer(family_dirs, tmp_path):
 
 
 def test_the_example_converts_from_python(bins, tmp_path):
-    convert = runpy.run_path(str(Path(__file__).parents[2] / "examples/convert_checkpoint.py"))[
-        "convert"
-    ]
-    assert convert(str(bins), tmp_path / "out") == checkpoint.read_shape(tmp_path / "out").params()
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples/convert_checkpoint.py"))
+    params = example["convert"](str(bins), tmp_path / "out")
+    assert params == checkpoint.read_shape(tmp_path / "out").params()
 
 
 @pytest.fixture
@@ -294,17 +257,12 @@ def test_an_adapter_is_merged_as_peft_merges_it(adapter, family_dirs, tmp_path):
     imported(adapter, tmp_path / "out")
     torch.testing.assert_close(logits(tmp_path / "out"), wanted)
     assert checkpoint.load_tokenizer(tmp_path / "out")("def")["input_ids"]
-    assert set(provenance.read_record(tmp_path / "out").inputs) == {
-        str(adapter),
-        str(family_dirs["llama"]),
-    }
+    inputs = provenance.read_record(tmp_path / "out").inputs
+    assert inputs.keys() == {str(adapter), str(family_dirs["llama"])}
 
 
 def test_an_adapter_whose_base_is_elsewhere_is_merged_by_base(adapter, family_dirs, tmp_path):
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(
-        json.dumps(config | {"base_model_name_or_path": "/gone/away"})
-    )
+    edit(adapter / "adapter_config.json", base_model_name_or_path="/gone/away")
     assert "--base" in refused(tmp_path, adapter)
     shutil.copytree(family_dirs["llama"], tmp_path / "moved")
     imported(adapter, tmp_path / "out", f"--base {tmp_path}/moved")
@@ -319,9 +277,8 @@ def test_an_adapter_for_another_base_is_refused(changes, adapter, tmp_path):
 
 def test_a_prompt_is_no_change_of_weights(family_dirs, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(family_dirs["llama"])
-    get_peft_model(
-        base, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    ).save_pretrained(tmp_path / "prompt")
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    get_peft_model(base, prompt).save_pretrained(tmp_path / "prompt")
     refused(tmp_path, tmp_path / "prompt")
 
 
@@ -339,7 +296,7 @@ def test_code_in_a_pickle_is_not_run(bins, tmp_path):
     "spoil",
     [
         lambda bins: (bins / "b.bin").write_bytes((bins / "b.bin").read_bytes()[:900]),
-        lambda bins: _config(bins, hidden_size=32),
+        lambda bins: edit(bins / "config.json", hidden_size=32),
     ],
 )
 def test_bin_files_that_are_wrong_are_refused(spoil, bins, tmp_path):
@@ -384,9 +341,6 @@ def test_init_takes_directories_and_warns_of_chat_models(family_dirs, tmp_path, 
     call("init --target chat --source", family_dirs["llama"])
     assert re.search(r"^# chat\b", Path("draftlab.yaml").read_text(), re.M)
     assert workspace.load().source == str(family_dirs["llama"])
-    Path("talk.jsonl").write_text('{"text": "words"}\n' * 40)
-    call("init --target chat --data talk.jsonl --force")
-    assert (workspace.load().source, workspace.load().data) == ("chat", "talk.jsonl")
 
 
 @pytest.mark.slow
@@ -404,16 +358,6 @@ def test_the_model_that_a_package_ships_is_imported(tmp_path, monkeypatch):
             model(**reader("The capital of France is", return_tensors="pt")).logits[0, -1].argmax()
         )
     assert reader.decode(best) == " Paris"
-
-
-def _copy_tokenizer(source: Path, out: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, out)
-
-
-def _config(directory: Path, **changes: int) -> None:
-    file = directory / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def _named(file: Path, name: str, value: str | float) -> None:

@@ -121,20 +121,18 @@ def test_nothing_is_extrapolated_unasked(profile, width, batch, context):
 def test_extrapolation_continues_widths_and_contexts_but_no_batch(profile):
     cost = CostModel.of(profile, extrapolate=True)
     assert cost.forward_ms(8, 1, np.array([96])) == pytest.approx([8 + 10 + 6])
-    beyond = [
-        cost.beyond("width", 1, 8),
-        cost.beyond("context", 8, 64),
-        cost.beyond("prompt", 16, 64),
-    ]
-    assert [len(notes) for notes in beyond] == [1, 1, 0]
+    ranges = {"width": (1, 8), "context": (8, 64), "prompt": (16, 64)}
+    assert [len(cost.beyond(name, *ends)) for name, ends in ranges.items()] == [1, 1, 0]
     with raises_option("5"):
         cost.forward_ms(1, 5, np.array([16]))
 
 
-def test_a_profile_survives_its_file(profile, tmp_path):
-    write_profile(profile, tmp_path / "m.yaml")
-    assert read_profile(tmp_path / "m.yaml") == profile
-    assert read_profile(tmp_path) == profile
+def test_a_profile_survives_its_file_and_a_folder_of_two_is_none(profile, tmp_path):
+    write_profile(profile, tmp_path / "a.yaml")
+    assert read_profile(tmp_path / "a.yaml") == read_profile(tmp_path) == profile
+    write_profile(profile, tmp_path / "b.yaml")
+    with raises_option("a.yaml", "b.yaml"):
+        read_profile(tmp_path)
 
 
 @pytest.mark.parametrize(("grid", "hole"), [("forward", -1), ("steady", 0)])
@@ -146,16 +144,10 @@ def test_a_grid_with_a_hole_is_refused(profile, tmp_path, grid, hole):
         read_profile(tmp_path / "m.yaml")
 
 
-def test_a_folder_of_profiles_is_not_one(profile, tmp_path):
-    for name in "ab":
-        write_profile(profile, tmp_path / f"{name}.yaml")
-    with raises_option("a.yaml", "b.yaml"):
-        read_profile(tmp_path)
-
-
-def computed(spec: str, width: int = 1, longest: int = 200) -> float:
-    cost = CostModel.of(parse_profile(spec, widths=range(1, 10), batches=[1], longest=longest))
-    return float(cost.forward_ms(width, 1, np.array(0)))
+def computed(spec: str, width: int = 1, context: int = 0) -> float:
+    """Return the milliseconds of a pass of a computed profile."""
+    cost = CostModel.of(parse_profile(spec, widths=sorted({1, width}), batches=[1], longest=200))
+    return float(cost.forward_ms(width, 1, np.array(context)))
 
 
 @pytest.mark.parametrize(
@@ -189,9 +181,7 @@ def test_computed_eager_passes_agree_with_opt_under_deepspeed(layers, hidden, ff
 
 def test_a_cached_token_costs_the_reading_of_its_keys_and_values():
     shape, device = presets(shipped("widths"))["llama-7b"], devices()["a100-80gb"]
-    spec = "llama-7b@a100-80gb,graphs"
-    cost = CostModel.of(parse_profile(spec, widths=[1], batches=[1], longest=200))
-    near, far = cost.forward_ms(1, 1, np.array([0, 200]))
+    near, far = (computed("llama-7b@a100-80gb,graphs", context=at) for at in (0, 200))
     read_ms = 200 * shape.kv_bytes_per_token(2) / (device.bandwidth_gbs * 1e6)
     assert far - near == pytest.approx(read_ms)
 
@@ -230,12 +220,8 @@ def test_a_computed_head_is_predicted_as_a_head():
 
 
 def test_wide_passes_turn_from_reading_to_computing():
-    one, many = (computed("llama-65b@h200,graphs", width) for width in (1, 9))
-    assert many / one < 1.01
-    spec = "llama-65b@4xa100-80gb,graphs"
-    wide = CostModel.of(parse_profile(spec, widths=[1, 1024], batches=[1], longest=200)).forward_ms(
-        1024, 1, np.array(0)
-    )
+    assert computed("llama-65b@h200,graphs", 9) / computed("llama-65b@h200,graphs", 1) < 1.01
+    wide = computed("llama-65b@4xa100-80gb,graphs", 1024)
     assert wide > 2 * 65e9 * 1024 / (4 * 312e12) * 1e3
 
 
@@ -280,15 +266,9 @@ def test_a_curve_of_experts_makes_a_wide_pass_cheaper_than_chance(tmp_path):
     text = (shipped("targets") / "mixtral-8x7b.yaml").read_text()
     file = tmp_path / "measured.yaml"
     file.write_text(text.replace("active: 2", "active: 2, curve: [[1, 2], [5, 4]]"))
-    ms = {
-        name: CostModel.of(
-            parse_profile(f"{name}@h200,graphs", widths=[1, 5], batches=[1], longest=64)
-        ).forward_ms(5, 1, np.array(0))
-        for name in ("mixtral-8x7b", str(file))
-    }
-    sizes = read_sizes(file)
-    assert sizes.mlps.expected_active(3) == 3
-    assert float(ms[str(file)]) < 0.75 * float(ms["mixtral-8x7b"])
+    assert read_sizes(file).mlps.expected_active(3) == 3
+    chance = computed("mixtral-8x7b@h200,graphs", 5)
+    assert computed(f"{file}@h200,graphs", 5) < 0.75 * chance
 
 
 @pytest.mark.parametrize(
@@ -303,57 +283,17 @@ def test_wrong_mlps_are_refused(mlps, tmp_path):
         parse_profile(f"{file}@h100,graphs", widths=[1], batches=[1], longest=64)
 
 
-@pytest.mark.parametrize(
-    ("spec", "complaint"),
-    [
-        ("llama-65b", "no profile"),
-        ("llama-65b@h100,graphs", "GB"),
-        ("llama-65b@h100,graphs,eagle=8,experts=8/2", "eagle=IDS"),
-        ("mixtral-8x7c@h100,graphs", "mixtral-8x7b"),
-        ("llama-65b@h100,graphs,eagle=32001", "32,000"),
-        ("llama-65b@4xa100-80gb,native", "native"),
-        ("llama-65b@4xa100-80gb,graphs,float8", "float8"),
-        ("missing.yaml@h100,graphs", "missing.yaml"),
-    ],
-)
-def test_a_wrong_profile_is_refused(spec, complaint):
-    with pytest.raises(UserError, match=complaint):
-        parse_profile(spec, widths=range(1, 6), batches=[1], longest=256)
-
-
-def test_llama_65b_fits_one_h100_in_float8_and_one_h200_in_bfloat16():
+def test_devices_are_their_data_sheets_at_the_a100s_share_of_bandwidth():
+    """GB, GB/s and dense bf16 TFLOPS. Of the A100's 2,039 GB/s gpt-fast gets 1,663; int4 is computed in bf16."""
+    sheets = {
+        "l4": (24, 300, 121), "a10": (24, 600, 125), "l40s": (48, 864, 362), "rtx-4090": (24, 1008, 165.2),
+        "a100-80gb": (80, 2039, 312), "h100": (80, 3350, 989), "h200": (141, 4800, 989), "b200": (180, 7672, 2250),
+    }  # fmt: skip
+    for name, (gigabytes, gigabytes_per_second, teraflops) in sheets.items():
+        device = devices()[name]
+        assert device.memory_gb == gigabytes
+        assert device.bandwidth_gbs == pytest.approx(gigabytes_per_second * 1663 / 2039, rel=2e-3)
+        assert device.tflops["bfloat16"] == device.tflops["int4"] == teraflops
+    # 34 GB at 2,730 GB/s, and 80 layers of 0.05 ms
+    assert 10 < computed("llama-65b@h100,graphs,int4") < 20
     assert computed("llama-65b@h100,graphs,float8") < computed("llama-65b@h200,graphs")
-
-
-@pytest.mark.parametrize(
-    ("name", "gigabytes", "gigabytes_per_second", "teraflops"),
-    [
-        ("l4", 24, 300, 121),
-        ("a10", 24, 600, 125),
-        ("l40s", 48, 864, 362),
-        ("rtx-4090", 24, 1008, 165.2),
-        ("a100-80gb", 80, 2039, 312),
-        ("h100", 80, 3350, 989),
-        ("h200", 141, 4800, 989),
-        ("b200", 180, 7672, 2250),
-    ],
-)
-def test_a_device_is_its_data_sheet_at_the_a100s_share_of_bandwidth(
-    name, gigabytes, gigabytes_per_second, teraflops
-):
-    """Dense bf16. Of the A100's 2,039 GB/s gpt-fast gets 1,663."""
-    device = devices()[name]
-    assert (device.memory_gb, device.tflops["bfloat16"]) == (gigabytes, teraflops)
-    assert device.bandwidth_gbs == pytest.approx(gigabytes_per_second * 1663 / 2039, rel=2e-3)
-
-
-def test_caches_that_do_not_fit_are_refused():
-    with raises_option("256", "2000"):
-        parse_profile("llama-65b@4xa100-80gb,graphs", widths=[1, 2], batches=[1, 256], longest=2000)
-
-
-def test_every_device_that_ships_computes_weights_of_four_bits_at_the_rate_of_sixteen():
-    for name, device in devices().items():
-        assert device.tflops["int4"] == device.tflops["bfloat16"], name
-    target = parse_profile("llama-65b@h100,graphs,int4", widths=[1], batches=[1], longest=128)
-    assert 10 < target.forward[0].median_ms < 20  # 34 GB at 2,730 GB/s, and 80 layers of 0.05 ms

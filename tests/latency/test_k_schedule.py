@@ -1,8 +1,8 @@
 """K by batch size: none where nothing is accepted or passes are bound by compute; in the form that vLLM reads."""
 
-import importlib.util
 import json
 import os
+import runpy
 import subprocess
 from itertools import pairwise
 from pathlib import Path
@@ -42,13 +42,10 @@ def by_rule(found: Ranges, batch: int) -> int:
     return [k for low, _, k in found if low <= batch][-1]
 
 
-@pytest.mark.parametrize("c", [0.01, 0.3])
-def test_nothing_is_drafted_where_nothing_is_accepted(c):
-    found = schedule(
-        roofline("d", c, BUSY), roofline("t", 1.0, BUSY), [constant(0.0)], KS, 32, "vllm"
-    )
-    assert found.ranges == [(1, 32, 0)]
-    assert found.pays_up_to == 0
+def found(draft: CostModel, target: CostModel, alpha: float) -> tuple[list[int], int]:
+    """Return the K of each number of streams from 1 to 32, and up to how many streams a draft pays."""
+    made = schedule(draft, target, [constant(alpha)], KS, 32, "vllm")
+    return [by_rule(made.ranges, batch) for batch in range(1, 33)], made.pays_up_to
 
 
 def test_a_draft_can_pay_from_some_streams_on():
@@ -59,51 +56,42 @@ def test_a_draft_can_pay_from_some_streams_on():
             host=[latency(1, 0.0), latency(8, 0.0)],
         )
     )  # fmt: skip
-    found = schedule(roofline("d", 0.05, BUSY), experts, [constant(0.6)], KS, 32, "vllm")
-    assert (found.ranges[0][2], found.ranges[-1][2] > 0) == (0, True)
-    assert (found.pays_from, found.pays_up_to) == (found.ranges[0][1] + 1, 32)
+    made = schedule(roofline("d", 0.05, BUSY), experts, [constant(0.6)], KS, 32, "vllm")
+    assert (made.ranges[0][2], made.ranges[-1][2] > 0) == (0, True)
+    assert (made.pays_from, made.pays_up_to) == (made.ranges[0][1] + 1, 32)
 
 
-@pytest.mark.parametrize("alpha", [0.3, 0.95])
-def test_nothing_is_drafted_where_every_token_costs_its_own_time(alpha):
+def test_nothing_is_drafted_where_nothing_is_accepted_or_every_token_costs_its_own_time():
     """K tokens more cost K passes more, of which at most K are saved."""
-    found = schedule(
-        roofline("d", 1e-6, 1e-3), roofline("t", 1.0, 1e-3), [constant(alpha)], KS, 32, "vllm"
-    )
-    assert found.ranges == [(1, 32, 0)]
+    cheap, dear = roofline("d", 0.01, BUSY), roofline("d", 1e-6, 1e-3)
+    assert found(cheap, roofline("t", 1.0, BUSY), 0.0) == ([0] * 32, 0)
+    assert found(dear, roofline("t", 1.0, 1e-3), 0.95) == ([0] * 32, 0)
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.8])
 def test_k_does_not_rise_with_the_streams_and_ends_at_none(alpha):
-    found = schedule(
-        roofline("d", 1e-9, BUSY), roofline("t", 1.0, BUSY), [constant(alpha)], KS, 32, "vllm"
-    )
-    ks = [by_rule(found.ranges, batch) for batch in range(1, 33)]
+    ks, pays_up_to = found(roofline("d", 1e-9, BUSY), roofline("t", 1.0, BUSY), alpha)
     assert ks == sorted(ks, reverse=True)
     assert ks[0] > 1
     assert ks[-1] == 0
-    assert found.pays_up_to == max(batch for batch, k in enumerate(ks, 1) if k)
+    assert pays_up_to == ks.index(0)
 
 
 def test_a_dear_target_verifies_fewer_the_more_streams_there_are_and_a_longer_context_brings_them_back():
     """vllm#48627: where keys and values are most of a pass, more streams do not make it bound by compute."""
-    draft = roofline("d", 0.01, BUSY)
-    short, long = (
-        schedule(draft, roofline("t", 1.0, BUSY, each), [constant(0.8)], KS, 32, "vllm")
-        for each in (0.0, 0.5)
-    )
-    assert by_rule(short.ranges, 32) == 0 < by_rule(long.ranges, 32)
+    targets = (roofline("t", 1.0, BUSY, each) for each in (0.0, 0.5))
+    short, long = (found(roofline("d", 0.01, BUSY), target, 0.8)[0] for target in targets)
+    assert short[-1] == 0 < long[-1]
 
 
 def test_ranges_are_the_ks_that_they_were_made_of():
     rng = np.random.default_rng(0)
     for _ in range(50):
         ks = rng.integers(0, 4, rng.integers(1, 40)).tolist()
-        found = ranges(ks)
-        assert [by_rule(found, batch) for batch in range(1, len(ks) + 1)] == ks
-        assert found[0][0] == 1
-        assert all(b[0] == a[1] + 1 and a[2] != b[2] for a, b in pairwise(found))
-        assert len(ks) == found[-1][1]
+        made = ranges(ks)
+        assert [by_rule(made, batch) for batch in range(1, len(ks) + 1)] == ks
+        assert (made[0][0], made[-1][1]) == (1, len(ks))
+        assert all(b[0] == a[1] + 1 and a[2] != b[2] for a, b in pairwise(made))
 
 
 def test_a_step_of_vllm_is_its_passes():
@@ -149,10 +137,10 @@ def written(folder: Path, arguments: str) -> Path:
 
 def test_a_prediction_has_the_schedule_and_no_draft_as_a_candidate(tmp_path):
     file = written(tmp_path, "--acceptance 0.6 --for vllm --batch 1,8,32")
-    found = json.loads(file.read_text())["predictions"][0]
+    made = json.loads(file.read_text())["predictions"][0]
     read = read_schedule(file, "d", None)
-    assert [list(each) for each in read.ranges] == found["schedule"]["ranges"]
-    assert {best["batch"]: best["k"] for best in found["best_ks"]}[32] == 0
+    assert [list(each) for each in read.ranges] == made["schedule"]["ranges"]
+    assert {best["batch"]: best["k"] for best in made["best_ks"]}[32] == 0
 
 
 @pytest.mark.parametrize(
@@ -177,16 +165,9 @@ def test_vllm_reads_the_ranges_as_they_are_meant(tmp_path):
         pytest.skip("DRAFTLAB_TEST_VLLM does not name a vllm binary")
     find = "import importlib.util; print(importlib.util.find_spec('vllm').submodule_search_locations[0])"
     python = Path(program).absolute().parent / "python"
-    place = subprocess.run(
-        [python, "-c", find], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    spec = importlib.util.spec_from_file_location(
-        "utils", Path(place) / "v1/spec_decode/dynamic/utils.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    place = subprocess.run([python, "-c", find], capture_output=True, text=True, check=True).stdout
+    module = runpy.run_path(f"{place.strip()}/v1/spec_decode/dynamic/utils.py")
     ks = [4, 4, 3, 1, 1, 0, 0]
-    dense = module.build_dynamic_sd_schedule_lookup(json.loads(json.dumps(ranges(ks))), 9, max(ks))
+    as_read = json.loads(json.dumps(ranges(ks)))
+    dense = module["build_dynamic_sd_schedule_lookup"](as_read, 9, max(ks))
     assert dense[1:] == [*ks, 0, 0]

@@ -26,10 +26,8 @@ def calls(times: list[float]) -> tuple[bool, int]:
     ("times", "expected"),
     [
         ([1.0] * 9, (True, 3)),  # never fewer than three
-        (
-            [15.0, 1.3, 1.0, 1.02, 9.9],
-            (True, 4),
-        ),  # the first call compiles, the second still fills caches
+        # the first call compiles, the second still fills caches
+        ([15.0, 1.3, 1.0, 1.02, 9.9], (True, 4)),
         ([1.0, 1.0, 2.0, 1.9, 1.0, 1.05], (True, 4)),
         ([1.0, 2.0] * 9, (False, 10)),
     ],
@@ -66,10 +64,7 @@ def test_waiting_is_what_the_kernel_counted_meanwhile():
     before = CoreTime(clock=10.0, ran=1.0, waited=5.0, stolen=2.0, pressed=0.0)
     after = CoreTime(clock=20.0, ran=7.0, waited=7.0, stolen=6.0, pressed=5.0)
     seen = with_waiting(IDLE, before, after)
-    assert (seen.waited_share, seen.stolen_share, seen.pressure) == (
-        0.25,
-        0.1,
-        0.5,
-    )  # 2 of 8 s, 4 of 40 core seconds
+    # 2 of 8 s, 4 of 40 core seconds
+    assert (seen.waited_share, seen.stolen_share, seen.pressure) == (0.25, 0.1, 0.5)
     unknown = CoreTime(clock=10.0, ran=None, waited=None, stolen=None, pressed=None)
     assert with_waiting(IDLE, unknown, unknown) == IDLE

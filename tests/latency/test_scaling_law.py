@@ -12,7 +12,7 @@ from draftlab import workspace
 from draftlab.latency.cost_model import CostModel, Profile
 from draftlab.latency.scaling_law import default_grid, fit, fit_law, grid_shapes, read_law
 from draftlab.model.families import presets, shipped
-from draftlab.model.shape import Shape, check, check_within
+from draftlab.model.shape import Shape, check, check_within, write_shape_file
 
 TINY = presets(shipped("widths"))["tiny-16x256"]
 SHAPES = list(grid_shapes(TINY, [1, 4, 8, 16], [64, 128, 256]).values())
@@ -69,10 +69,10 @@ def test_a_fitted_profile_predicts_like_a_measured_one():
     shape = SHAPES[5]
     fitted, measured = CostModel.of(law.profile(shape, "x")), CostModel.of(law_profile(shape))
     at = np.array([16, 30, 64])
-    assert fitted.forward_ms(2, 1, at) == pytest.approx(measured.forward_ms(2, 1, at), rel=1e-2)
-    assert fitted.steady_ms(1, at) == pytest.approx(measured.steady_ms(1, at), rel=1e-2)
-    assert fitted.prefill_ms(at) == pytest.approx(measured.prefill_ms(at), rel=1e-2)
-    assert fitted.host_ms(2) == pytest.approx(0.2, rel=1e-2)
+    asked = {"forward_ms": (2, 1, at), "steady_ms": (1, at), "prefill_ms": (at,), "host_ms": (2,)}
+    for name, point in asked.items():
+        mine, theirs = (getattr(cost, name)(*point) for cost in (fitted, measured))
+        assert mine == pytest.approx(theirs, rel=1e-2)
     assert fitted.profile.kind == "fitted"
 
 
@@ -107,10 +107,7 @@ def space(tmp_path, monkeypatch):
 
 def test_a_law_is_measured_shown_again_and_designed_with(space):
     small = space / "small.yaml"
-    small.write_text(
-        "\n".join(f"{k}: {v}" for k, v in SHAPE.model_dump().items() if v not in (False, None))
-        + "\n"
-    )
+    write_shape_file(SHAPE, small, "a small shape")
     few = "--context 8 --repeats 3 --threads 1 --mode eager"
     made = json.loads(call(f"profile --law {small} {few} --json").stdout)
     assert len(made["held_out_errors"]) == 6

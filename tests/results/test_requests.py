@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from test_report import CONDITIONS, change, model, score
+from test_report import CONDITIONS, change, model, score, speculative
 
 from draftlab.results.decoding import Generation, share_of_equal_texts
 from draftlab.results.ranking import category_rows, missed_thresholds, rank
@@ -17,17 +17,7 @@ TOKENS = 21
 def answer(prompt: int, prefill: float, decoding: float, k: int = 0) -> Generation:
     """21 tokens; with k of each step all accepted, in 20 / (k + 1) steps."""
     steps = (TOKENS - 1) // (k + 1)
-    return Generation(
-        prompt=prompt,
-        tokens=TOKENS,
-        drafted=[k] * steps,
-        accepted=[k] * steps,
-        emitted=[k + 1] * steps,
-        prefill_seconds=prefill,
-        draft_seconds=decoding / 4,
-        verify_seconds=decoding / 2,
-        host_seconds=decoding / 4,
-    )
+    return change(speculative(prompt, [k] * steps, k, decoding), prefill_seconds=prefill)
 
 
 def arm(prefill: float, decoding: float, k: int = 0) -> list[Generation]:
@@ -46,19 +36,9 @@ def test_a_request_is_its_prefill_and_its_decoding():
     assert one.speedup(4).value == one.best_k_speedup.value == pytest.approx(1.5)
     assert one.output_tps(0) == pytest.approx(21 / 1.5)
     assert one.output_tps(4) == pytest.approx(21)
-    tpot, ttft, plain_ttft = one.tpot_speedup(4), one.ttft_ms(4), one.ttft_ms(0)
-    assert tpot is not None
-    assert ttft is not None
-    assert plain_ttft is not None
-    assert (tpot.value, ttft.value, plain_ttft.value) == (
-        pytest.approx(4),
-        pytest.approx(750),
-        pytest.approx(500),
-    )
-    assert (one.request_ms(4).value, one.request_ms(0).value) == (
-        pytest.approx(1000),
-        pytest.approx(1500),
-    )
+    assert one.tpot_speedup(4).value == pytest.approx(4)
+    assert [one.ttft_ms(k).value for k in (4, 0)] == pytest.approx([750, 500])
+    assert [one.request_ms(k).value for k in (4, 0)] == pytest.approx([1000, 1500])
     assert one.break_even_length(4) == pytest.approx(5 / 4)  # steps of 5 tokens: decoding alone
 
 
@@ -67,7 +47,6 @@ def test_intervals_of_requests_and_of_tpot_draw_the_same_prompts():
     mixed = [answer(i, 0.5, 0.25 if i % 2 else 1.0, 4) for i in range(PROMPTS)]
     one = change(drafted("d", 0.5, {4: 0.25}), speculative={4: mixed})
     tpot = one.best_k_tpot_speedup
-    assert tpot is not None
     assert one.best_k_speedup.value == pytest.approx(1.5 / 1.125)
     assert tpot.value == pytest.approx(1 / 0.625)
     assert 1 <= one.best_k_speedup.low < one.best_k_speedup.value < one.best_k_speedup.high <= 2
@@ -78,12 +57,7 @@ def test_ttft_is_the_median_repeat_of_each_prompt():
     repeats = [answer(i, prefill, 0.25, 4) for i in range(PROMPTS) for prefill in (0.3, 5.0, 0.2)]
     one = change(drafted("d", 0.5, {4: 0.25}), speculative={4: repeats}, plain=arm(0.5, 1.0) * 3)
     ttft = one.ttft_ms(4)
-    assert ttft is not None
-    assert (ttft.value, ttft.low, ttft.high) == (
-        pytest.approx(300),
-        pytest.approx(300),
-        pytest.approx(300),
-    )
+    assert (ttft.value, ttft.low, ttft.high) == pytest.approx((300, 300, 300))
 
 
 def test_k_and_the_verdict_are_chosen_by_requests_where_decoding_alone_says_otherwise():
@@ -100,14 +74,6 @@ def test_k_and_the_verdict_are_chosen_by_requests_where_decoding_alone_says_othe
     by_auto = ranking(candidates, {1: {"draft": model_draft, "lookup": lookup}})
     assert [choice.name for choice in by_auto] == ["lookup", "draft"]
     assert by_auto[0].speedup == pytest.approx(1.5 / 1.3)
-
-
-def test_where_prefills_are_equal_and_short_both_measures_agree():
-    """The control: without a prefill nothing but one token of 21 separates them."""
-    one = change(drafted("d", 0.0, {4: 0.5}), plain=arm(0.0, 1.0))
-    tpot = one.best_k_tpot_speedup
-    assert tpot is not None
-    assert one.best_k_speedup.value == tpot.value == pytest.approx(2)
 
 
 def test_a_speed_up_is_over_the_fastest_plain_decoding():
@@ -157,15 +123,8 @@ def test_an_uneven_prefill_raises_doubt_even_where_prompts_were_decoded_once():
     assert torn.doubt is not None
 
 
-def test_share_of_equal_texts():
-    plain = [[1, 2], [3], [4, 5]]
-    assert share_of_equal_texts(plain, [plain]) == 1
-    assert share_of_equal_texts(plain, [plain, [[1, 2], [9], [4]]]) == pytest.approx(4 / 6)
-
-
 def test_identical_follows_from_the_equal_texts():
-    assert [change(score(), equal_texts=share).identical for share in (1.0, 0.99, None)] == [
-        True,
-        False,
-        None,
-    ]
+    for share, identical in ((1.0, True), (0.99, False), (None, None)):
+        assert change(score(), equal_texts=share).identical is identical
+    plain = [[1, 2], [3], [4, 5]]
+    assert share_of_equal_texts(plain, [plain, [[1, 2], [9], [4]]]) == pytest.approx(4 / 6)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from small_files import write_functions
 
 from benchmarks import expanded_target
 from draftlab.model import checkpoint
@@ -18,17 +19,12 @@ def test_the_text_and_acceptance_are_the_sources_at_another_cost(
 ):
     source = family_dirs["llama_mha"]
     shape = checkpoint.read_shape(source)
-    target, draft = tmp_path / "target.yaml", tmp_path / "draft.yaml"
-    write_shape_file(shape.model_copy(update=LARGER), target, "a test")
-    write_shape_file(shape.model_copy(update=LARGER | {"layers": 5}), draft, "a test")
-    shallow = tmp_path / "shallow.yaml"
-    write_shape_file(shape.model_copy(update=LARGER | {"layers": 1}), shallow, "a test")
-    text = tmp_path / "text.txt"
-    text.write_text(
-        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40))
-    )
+    target, draft, shallow = (tmp_path / f"{n}.yaml" for n in ("target", "draft", "shallow"))
+    for file, layers in ((target, 7), (draft, 5), (shallow, 1)):
+        write_shape_file(shape.model_copy(update=LARGER | {"layers": layers}), file, "a test")
+    text = write_functions(tmp_path / "text.txt", 40, 60)
     expanded_target.main(
-        cut=Path(source), source=str(source), target=str(target), drafts=f"{draft},{shallow}", k="3", data=str(text),
+        cut=Path(source), source=str(source), target=str(target), drafts=f"{draft},{shallow}", k="3", data=text,
         prompts=2, prompt_tokens=12, new_tokens=16, mode=mode, dtype="float32", device="cpu", room=1e7,
     )  # fmt: skip
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -1,9 +1,10 @@
 """A score counts the prompts whose answers the draft learnt from."""
 
-import json
 import shutil
 import time
 from pathlib import Path
+
+from small_files import write_prompts
 
 import draftlab
 from draftlab import provenance
@@ -11,23 +12,17 @@ from draftlab.results.ranking import score_warnings
 from draftlab.target_outputs.store import read_texts
 
 
-def prompts(name: str, numbers: range) -> Path:
-    file = Path(name)
-    file.write_text(
-        "".join(json.dumps({"prompt": f"def add_{number}(a, b):"}) + "\n" for number in numbers)
-    )
-    return file
-
-
 def test_prompts_in_the_stores_that_a_draft_learnt_from_are_counted(
     family_dirs, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     target = str(family_dirs["llama"])
-    seen, mixed = prompts("seen.jsonl", range(12)), prompts("mixed.jsonl", range(8, 20))
-    store = draftlab.outputs_build(
-        target=target, prompt_file=seen, max_new_tokens=4, out="store"
-    ).path
+    mixed = write_prompts(Path("mixed.jsonl"), 20)
+    lines = mixed.read_text().splitlines(keepends=True)
+    Path("seen.jsonl").write_text("".join(lines[:12]))
+    mixed.write_text("".join(lines[8:]))
+    asked = {"target": target, "prompt_file": "seen.jsonl", "max_new_tokens": 4}
+    store = draftlab.outputs_build(**asked, out="store").path
     shutil.copytree(target, "draft")
     provenance.write_record(Path("draft"), "distill", {}, [store], time.time())
     settings = {"target": target, "k": "1", "max_new_tokens": 4, "repeats": 1}

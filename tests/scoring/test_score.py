@@ -8,13 +8,13 @@ from builders import build
 
 from draftlab.engine.drafters.parallel import model_drafter
 from draftlab.engine.generate import decode, output_tokens
-from draftlab.latency.profiler import measure_latency
 from draftlab.model import llama
 from draftlab.results.decoding import count_acceptance
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, measure_throughput
 from draftlab.target_outputs.store import distinct_4grams
 
+SAMPLING = SamplingParams(max_tokens=17)
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66], [0, 90, 91, 92, 93]]
 
 
@@ -28,55 +28,35 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(models):
-    drafters = {
-        "same": (model_drafter(models["target"], models["target"].vocab), [1, 4]),
-        "other": (model_drafter(models["draft"], models["target"].vocab), [1, 4]),
-    }
-    sampling = SamplingParams(max_tokens=17)
-    return measure_throughput(
-        models["target"], drafters, PROMPTS, sampling=sampling, repeats=2, advance=lambda done: None
-    )
+    return timed(models, {"same": ("target", [1, 4]), "other": ("draft", [1, 4])})
+
+
+def timed(models, drafters, repeats=2, **settings):
+    """Time the target with drafters. drafters: The model and the K of each."""
+    target = models["target"]
+    made = {n: (model_drafter(models[m], target.vocab), ks) for n, (m, ks) in drafters.items()}
+    settings |= {"sampling": SAMPLING, "repeats": repeats, "advance": lambda done: None}
+    return measure_throughput(target, made, PROMPTS, **settings)
 
 
 def test_batches_emit_the_same_tokens_and_share_their_time(models, measured):
     """On a clock that counts its readings, four a pass, all rows together take three ticks a pass."""
     ticks = itertools.count()
-    found = measure_throughput(
-        models["target"],
-        {"other": (model_drafter(models["draft"], models["target"].vocab), [4])},
-        PROMPTS,
-        sampling=SamplingParams(max_tokens=17),
-        repeats=1,
-        advance=lambda done: None,
-        batch=3,
-        clock=lambda: next(ticks),
-    )
+    other = {"other": ("draft", [4])}
+    found = timed(models, other, repeats=1, batch=3, clock=lambda: next(ticks))
     assert found.tokens["other", 4] == found.tokens[PLAIN] == measured.tokens[PLAIN]
     assert sum(g.decode_seconds for g in found.generations[PLAIN]) == pytest.approx(3 * 16)
     assert [g.prompt for g in found.generations["other", 4]] == [0, 1, 2]
 
 
 def test_a_target_with_other_weights_is_decoded_alone_and_verifies_nothing(models, measured):
-    target, draft = models["target"], models["draft"]
-    sampling = SamplingParams(max_tokens=17)
-    found = measure_throughput(
-        target,
-        {"other": (model_drafter(draft, models["target"].vocab), [4])},
-        PROMPTS,
-        sampling=sampling,
-        repeats=2,
-        advance=lambda done: None,
-        other_target=draft,
-    )
+    draft = models["draft"]
+    found = timed(models, {"other": ("draft", [4])}, other_target=draft)
     assert set(found.generations) == {PLAIN, OTHER_PLAIN, ("other", 4)}
     assert sorted(g.prompt for g in found.generations[OTHER_PLAIN]) == [0, 0, 1, 1, 2, 2]
-    assert found.tokens[OTHER_PLAIN] == output_tokens(decode(draft, PROMPTS, sampling))
-    assert (
-        found.tokens["other", 4]
-        == found.tokens[PLAIN]
-        == measured.tokens[PLAIN]
-        != found.tokens[OTHER_PLAIN]
-    )
+    assert found.tokens[OTHER_PLAIN] == output_tokens(decode(draft, PROMPTS, SAMPLING))
+    plain = measured.tokens[PLAIN]
+    assert found.tokens["other", 4] == found.tokens[PLAIN] == plain != found.tokens[OTHER_PLAIN]
 
 
 def test_every_arm_decodes_every_prompt_to_the_targets_tokens_and_counters_reconcile(measured):
@@ -96,16 +76,6 @@ def test_a_draft_that_is_the_target_accepts_everything(measured):
     assert found.draft_acceptance_rate == 1
     # 16 tokens after the first: 5 5 5 1
     assert [len(g.drafted) for g in measured.generations["same", 4]] == [4] * 6
-
-
-def test_latency_is_measured_at_every_width(models):
-    found = measure_latency(models, widths=[1, 3], context=20, passes=5)
-    assert {name: [x.width for x in latencies] for name, latencies in found.items()} == {
-        "target": [1, 3],
-        "draft": [1, 3],
-    }
-    for latencies in found.values():
-        assert all(0 < x.low_ms <= x.median_ms <= x.high_ms and x.n == 5 for x in latencies)
 
 
 def test_distinct_4grams_sees_a_loop():

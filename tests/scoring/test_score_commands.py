@@ -1,5 +1,6 @@
 """Score and profile as typed: where models are placed, what is refused before anything is loaded, and which draft."""
 
+# ruff: noqa: F811
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ import pytest
 import torch
 import yaml
 from builders import build
+from small_files import copy_tokenizer, edit, write_rows
 from test_cli import DISTILL, SCORE, drafted, made, refused, space  # noqa: F401
 from transformers import AutoModelForCausalLM
 from typed import call
@@ -16,10 +18,8 @@ from typed import call
 from draftlab import workspace
 from draftlab.latency.cost_model import read_profile
 from draftlab.model import checkpoint, modes
-from draftlab.model.checkpoint import read_config
 from draftlab.model.families import presets
 from draftlab.model.hub import EMBEDDED
-from draftlab.model.llama import Llama
 from draftlab.results.score import read_score, score_files
 from draftlab.scoring.run import compare
 from draftlab.target_outputs.replay import read_replay
@@ -39,18 +39,24 @@ pytestmark = pytest.mark.usefixtures("space")
 
 
 @pytest.fixture
-def draft(drafted):  # noqa: F811
+def draft(drafted):
     return drafted / "runs/prune-2x32"
 
 
-def test_a_target_that_is_spread_over_disk_and_memory_writes_the_same(space, draft):  # noqa: F811
+@pytest.fixture
+def task(space):
+    """The option of a task whose data are on this disk."""
+    write_rows(space / "rows.jsonl", [{"text": "def parse(line): return line"}])
+    (space / "own.yaml").write_text(TASK)
+    return "--tasks own.yaml"
+
+
+def test_a_target_that_is_spread_over_disk_and_memory_writes_the_same(space, draft, task):
     modules = ["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"]
     places = dict.fromkeys(modules, "cpu") | {f"model.layers.{i}": "disk" for i in range(1, 5)}
     (space / "map.json").write_text(json.dumps(places))
-    (space / "rows.jsonl").write_text(json.dumps({"text": "def parse(line): return line"}))
-    (space / "own.yaml").write_text(TASK)
-    call(f"{SCORE} --tasks own.yaml --out here")
-    call(f"{SCORE} --tasks own.yaml --out spread --device-map map.json")
+    call(f"{SCORE} {task} --out here")
+    call(f"{SCORE} {task} --out spread --device-map map.json")
     here, spread = (read_score(space / out / draft.name) for out in ("here", "spread"))
     models = (here.target, spread.target, spread.draft)
     assert [model.via_transformers for model in models] == [False, True, False]
@@ -60,23 +66,22 @@ def test_a_target_that_is_spread_over_disk_and_memory_writes_the_same(space, dra
     assert values[0] == pytest.approx(values[1], rel=1e-5)
 
 
-def test_a_target_that_is_on_disk_leaves_mode_and_batch_to_drafts_and_heads(space, draft):  # noqa: F811
+def test_a_target_that_is_on_disk_leaves_mode_and_batch_to_drafts_and_heads(space, draft):
     """Even the embedding, which heads share, is on disk."""
     (space / "map.json").write_text(json.dumps({"": "disk"}))
-    train = ("--student", "eagle:ttt_steps=1")
-    call(DISTILL, *train, "--out", "head")
-    asked = ("--draft", str(draft), "--drafter", "eagle:heads=head", "--drafter", "prompt-lookup")
-    asked += ("--mode", "native", "--batch", "2", "--dtype", "float32")
-    call(SCORE, *asked, "--out", "here")
-    call(SCORE, *asked, "--int8", "draft", "--device-map", "map.json", "--out", "spread")
+    call(f"{DISTILL} --student eagle:ttt_steps=1 --out head")
+    drafters = f"--draft {draft} --drafter eagle:heads=head --drafter prompt-lookup"
+    asked = f"{SCORE} {drafters} --mode native --batch 2 --dtype float32"
+    call(f"{asked} --out here")
+    call(f"{asked} --int8 draft --device-map map.json --out spread")
     for name in (draft.name, "eagle:heads=head", "prompt-lookup"):
         here, spread = (read_score(next(Path(out).glob(f"{name}*"))) for out in ("here", "spread"))
         assert (spread.conditions.mode, spread.equal_texts) == ("native", 1.0)
         assert [g.tokens for g in spread.plain] == [g.tokens for g in here.plain]
         assert not spread.other_plain
-    assert "--int8" in refused(SCORE, *asked, "--int8", "both", "--device-map", "map.json")
-    lookup = ("--drafter", "prompt-lookup", "--device-map", "map.json", "--mode", "native")
-    assert "--mode native" in refused(SCORE, *lookup)
+    assert "--int8" in refused(f"{asked} --int8 both --device-map map.json")
+    lookup = "--drafter prompt-lookup --device-map map.json --mode native"
+    assert "--mode native" in refused(f"{SCORE} {lookup}")
     spread, build = ("--device-map", "map.json"), "outputs build --use replay --prompt-tokens 16"
     call(f"{build} --num-prompts 2 --max-new-tokens 12 --dtype float32 --out answers")
     call("replay answers --draft head --k 2 --dtype float32 --out replay-here")
@@ -90,7 +95,9 @@ def test_a_target_that_is_on_disk_leaves_mode_and_batch_to_drafts_and_heads(spac
     assert read_profile(Path("passes/head.yaml")).drafter == "eagle"
 
 
-def test_what_int8_costs_the_target_is_that_of_its_rounded_matrices(space, draft, family_dirs):  # noqa: F811
+def test_what_int8_costs_the_target_is_that_of_its_rounded_matrices(
+    space, draft, family_dirs, task
+):
     """The matrices are rounded by hand, in transformers' model; the embedding and the norms are not."""
     rounded = AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
     rounded.config.tie_word_embeddings = False
@@ -101,15 +108,12 @@ def test_what_int8_costs_the_target_is_that_of_its_rounded_matrices(space, draft
                 weights.copy_((weights / step).round() * step)
     shutil.copytree(family_dirs["llama"], space / "rounded")
     rounded.save_pretrained(space / "rounded")
-    (space / "rows.jsonl").write_text(json.dumps({"text": "def parse(line): return line"}))
-    (space / "own.yaml").write_text(TASK)
-    asked = ("--draft", str(draft), "--mode", "native", "--tasks", "own.yaml")
-    call(SCORE, *asked, "--int8", "target", "--out", "int8")
-    call(SCORE, *asked, "--target", str(space / "rounded"), "--out", "byhand")
+    asked = f"{SCORE} --draft {draft} --mode native {task}"
+    call(f"{asked} --int8 target --out int8")
+    call(f"{asked} --target {space}/rounded --out byhand")
     found, by_hand = (read_score(score_files([space / out])[0]) for out in ("int8", "byhand"))
     values = [score.target.tasks[0].value for score in (found, by_hand)]
     assert values[0] == pytest.approx(values[1], rel=1e-5)
-    assert found.rounding is not None
     assert 0 < found.rounding.kl < 0.1
     written = sum(generation.tokens for generation in found.plain)
     assert found.rounding.tokens == sum(prompt.tokens for prompt in found.prompts) + written
@@ -122,7 +126,6 @@ def test_what_int8_costs_the_target_is_that_of_its_rounded_matrices(space, draft
         for model in (whole, rounded)
     )
     llama = modes.load(family_dirs["llama"], torch.float32, checkpoint.CPU)
-    assert isinstance(llama, Llama)
     compared = compare(llama, modes.with_mode(llama, "native", int8=True), texts)
     assert compared.kl == pytest.approx(
         float((p.exp() * (p - q)).sum(-1).mean()), rel=0.02, abs=1e-6
@@ -130,12 +133,12 @@ def test_what_int8_costs_the_target_is_that_of_its_rounded_matrices(space, draft
     assert compared.top1 == float((p.argmax(-1) == q.argmax(-1)).float().mean())
 
 
-def test_llama_65b_and_the_drafts_of_its_recipe_fit_four_devices_of_80_gb(space):  # noqa: F811
+def test_llama_65b_and_the_drafts_of_its_recipe_fit_four_devices_of_80_gb(space):
     """65,285,660,672 weights and 2.5 MB of cache per token in float16; the arithmetic is that of the dry run."""
     recipe = yaml.safe_load((REPOSITORY / "recipes/llama-65b.yaml").read_text())
     step = next(step["score"] for step in recipe["steps"] if "score" in step)
     (space / "hellaswag.jsonl").write_text('{"prompt": "A man is"}\n' * 100)
-    step["draft"] = [f"{Path(name).name}" for name in step["draft"]]
+    step["draft"] = [Path(name).name for name in step["draft"]]
     step["target"], weights = "llama-65b", {}
     for name in (step["target"], *step["draft"]):
         shape = presets(REPOSITORY / "configs/widths")[name]
@@ -158,38 +161,29 @@ def test_llama_65b_and_the_drafts_of_its_recipe_fit_four_devices_of_80_gb(space)
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made():
     said = refused("profile llama-65b --dtype bfloat16 --out x")
-    assert "llama-65b" in said
-    assert "--device-map" in said
+    assert said.index("llama-65b") < said.index("--device-map")
 
 
 def test_tokens_beyond_those_that_a_parallel_draft_was_trained_for_are_said_to_be_untrained(draft):
-    config = read_config(draft)
-    (draft / "config.json").write_text(json.dumps(config | {"pard_token": 2, "pard_offsets": 4}))
+    edit(draft / "config.json", pard_token=2, pard_offsets=4)
     asked = f"score --draft {draft} --num-prompts 4 --dry-run --k"
     assert "untrained" in call(f"{asked} 2,5").stderr
     assert "untrained" not in call(f"{asked} 2,4").stderr
 
 
-def test_a_tokenizer_with_two_ids_exchanged_is_refused(space):  # noqa: F811
+def test_a_tokenizer_with_two_ids_exchanged_is_refused(space):
     shutil.copytree(EMBEDDED / "tiny", space / "other")
-    tokenizer = json.loads((space / "other/tokenizer.json").read_text())
-    vocab = tokenizer["model"]["vocab"]
-    first, second = list(vocab)[-2:]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
-    (space / "other/tokenizer.json").write_text(json.dumps(tokenizer))
+    file = space / "other/tokenizer.json"
+    model = json.loads(file.read_text())["model"]
+    first, second = list(model["vocab"])[-2:]
+    model["vocab"] |= {first: model["vocab"][second], second: model["vocab"][first]}
+    edit(file, model=model)
     said = refused("score --target tiny --data stdlib --out x --draft other")
     assert said.startswith("error: --draft")
     assert not (space / "x").exists()
 
 
-def test_a_dry_run_does_not_mind_what_is_there(space, draft):  # noqa: F811
-    (space / "here").mkdir()
-    (space / "here" / "file").write_text("")
-    assert re.search(r"\bhere\b", call(f"{SCORE} --out here --dry-run").stdout)
-    assert "--force" in call(f"{SCORE} --out here", code=1).stderr
-
-
-def test_a_mixture_is_scored_on_its_first_source(space, draft):  # noqa: F811
+def test_a_mixture_is_scored_on_its_first_source(space, draft):
     here = workspace.load()
     workspace.write(here.model_copy(update={"data": f"{here.data}=0.7,stdlib=0.3"}))
     call(f"{SCORE} --out mixed")
@@ -200,60 +194,39 @@ def test_a_mixture_is_scored_on_its_first_source(space, draft):  # noqa: F811
     assert mixed == first
 
 
-def test_a_draft_without_all_ids_of_the_tokenizer_is_refused(space, draft):  # noqa: F811
-    build("llama", 3, vocab_size=150, num_hidden_layers=1).save_pretrained(space / "short")
-    for file in draft.glob("tokenizer*"):
-        shutil.copy(file, space / "short")
-    assert "short" in refused(f"{SCORE} --draft short --dry-run")
-
-
-def test_answers_that_end_at_once_are_refused_and_single_ones_said(space, draft):  # noqa: F811
+def test_answers_that_end_at_once_are_refused_and_single_ones_said(space, draft):
     """A head of zeros writes id 0 always; as an end of text it is all that is written."""
     model = build("llama", 1)
     with torch.no_grad():
         model.lm_head.weight.zero_()
     model.save_pretrained(space / "silent")
-    for file in draft.glob("tokenizer*"):
-        shutil.copy(file, space / "silent")
-    config = read_config(space / "silent") | {"eos_token_id": [0, 1]}
-    (space / "silent/config.json").write_text(json.dumps(config))
+    copy_tokenizer(draft, space / "silent")
+    edit(space / "silent/config.json", eos_token_id=[0, 1])
     result = call(f"{SCORE} --target silent --out x", code=1)
     assert re.search(r"^error: .*\b2 prompts\b", result.stderr, re.M)
     assert not (space / "x").exists()
 
 
 @pytest.mark.parametrize(
-    ("options", "target", "draft_weights", "other"),
+    ("int8", "target", "draft_weights", "other"),
     [
-        ("", "float32", "float32", []),
-        ("--int8 draft", "float32", "int8", ["int8"]),
-        ("--int8 target", "int8", "float32", ["float32"]),
-        ("--int8 both", "int8", "int8", ["float32"]),
+        ("draft", "float32", "int8", ["int8"]),
+        ("target", "int8", "float32", ["float32"]),
+        ("both", "int8", "int8", ["float32"]),
     ],
 )
 def test_the_target_alone_is_timed_at_every_precision_of_the_run(
-    space,  # noqa: F811
-    draft,
-    options,
-    target,
-    draft_weights,
-    other,
+    space, draft, int8, target, draft_weights, other
 ):
     """The draft with other weights than the target's writes what the target writes with those that verify."""
-    native = "--mode native --dtype float32 --drafter prompt-lookup --out x"
-    call(f"{SCORE} --draft {draft} {native} {options}")
-    scores = {score.draft.name: score for score in map(read_score, score_files([space / "x"]))}
-    lookup = scores.pop("prompt-lookup")
-    (model,) = scores.values()
-    for score, weights in ((lookup, None), (model, draft_weights)):
+    native = f"--mode native --dtype float32 --drafter prompt-lookup --int8 {int8} --out x"
+    call(f"{SCORE} --draft {draft} {native}")
+    for score in map(read_score, score_files([space / "x"])):
+        weights = None if score.draft.name == "prompt-lookup" else draft_weights
         about = score.conditions
-        assert (about.target_weights, about.draft_weights, about.dtype) == (
-            target,
-            weights,
-            "float32",
-        )
+        assert (about.target_weights, about.draft_weights) == (target, weights)
+        assert about.dtype == "float32"
         assert list(score.other_plain) == other
-        assert [g.prompt for g in score.plain] == [
-            g.prompt for runs in score.other_plain.values() for g in runs
-        ] or not other
+        again = [g.prompt for runs in score.other_plain.values() for g in runs]
+        assert [g.prompt for g in score.plain] == again
         assert score.equal_texts == 1

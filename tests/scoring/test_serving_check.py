@@ -1,7 +1,6 @@
 """check --server: what differs between a running server and the same draft here is named, and nothing else is."""
 
 import copy
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,22 +10,18 @@ import pytest
 import torch
 from errors import raises_option
 from loopback_servers import SmallVLLM, running
+from small_files import with_template, write_prompts
 from test_dflash import NATIVE, written
 
 from draftlab.commands import COMMANDS
 from draftlab.model import checkpoint
 from draftlab.servers.kinds import Finding
 
-TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-
 
 @pytest.fixture(scope="module")
 def target(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a chat template."""
-    folder = tmp_path_factory.mktemp("served") / "target"
-    shutil.copytree(family_dirs["llama"], folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
+    return with_template(family_dirs["llama"], tmp_path_factory.mktemp("served") / "target")
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +54,10 @@ def served(target: Path, place: Path | None, **changes: Any) -> SmallVLLM:
 
 def compared(answering: SmallVLLM, target: Path, draft: Path, **more: Any) -> list[Finding]:
     """The findings on the layers of serving."""
-    prompts = draft.parent / "prompts.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "def part_{i}(line):"}}\n' for i in range(6)))
+    prompts = write_prompts(draft.parent / "prompts.jsonl", 6)
+    asked = {"draft": str(draft), "target": str(target), "prompt_file": prompts, "servers": "vllm"}
     with running(answering) as url:
-        found = COMMANDS["check"](
-            draft=str(draft),
-            target=str(target),
-            prompt_file=prompts,
-            server=url,
-            servers="vllm",
-            **more,
-        ).findings
+        found = COMMANDS["check"](**asked, server=url, **more).findings
     return found[[finding.about for finding in found].index("server") :]
 
 
@@ -135,4 +123,3 @@ def test_heads_that_are_not_exported_are_checked_too(target, tmp_path):
     found = {finding.about: finding.level for finding in checked.findings}
     assert (found["head"], found["vllm"], found["llama.cpp"]) == ("ok", "ok", "warning")
     assert checked.next is None  # servers load it as it is
-    assert json.dumps(checked.data)

@@ -6,19 +6,17 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from builders import build
 from datasets import Dataset
-from lm_eval.tasks import TaskManager
 from lm_eval.tasks.hellaswag.utils import process_docs
+from small_files import write_rows
 
 from benchmarks.tiny_target import train_tokenizer
 from draftlab.data import Document, documents
-from draftlab.data.sources import is_heldout
 from draftlab.model.checkpoint import load_model, load_tokenizer
 from draftlab.results.score import TaskResult
 from draftlab.scoring.lm_eval import load_tasks
@@ -43,28 +41,21 @@ GSM8K = [
     {"question": f"What is {n} + {n}?", "answer": f"It is {n} + {n}.\n#### {2 * n}"}
     for n in range(9)
 ]
-WIKITEXT = ""  # as the data set is written: headings, a space before each full stop
-for title in ("Alpha", "Beta", "Gamma", "Delta"):
-    WIKITEXT += f" = {title} = \n \n"
-    for part in ("north", "south", "east", "west"):
-        own = [
-            f"The {part} tower number {ord(title[0])}{n} was built of old stone by a king who is long dead"
-            for n in range(3)
-        ]
-        WIKITEXT += f" {' . '.join(own)} . \n"
+TOWER = "The {} tower number {}{} was built of old stone by a king who is long dead . "
+WIKITEXT = "".join(  # as the data set is written: headings, a space before each full stop
+    f" = {title} = \n \n"
+    + "".join(
+        " " + "".join(TOWER.format(part, title, n) for n in range(3)) + "\n"
+        for part in ("north", "south", "east", "west")
+    )
+    for title in ("Alpha", "Beta", "Gamma", "Delta")
+)
 
 
-def _module(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-code_tasks: Any = _module(TASKS / "code_tasks.py")
+spec = importlib.util.spec_from_file_location("code_tasks", TASKS / "code_tasks.py")
+code_tasks: Any = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = code_tasks  # dataclasses look their module up
+spec.loader.exec_module(code_tasks)
 
 
 @pytest.fixture(scope="module")
@@ -98,27 +89,18 @@ def log_prob(model: Any, ids: list[int]) -> float:
     return float(log_probs.gather(-1, torch.tensor(ids[1:])[:, None]).sum())
 
 
-def test_the_answer_is_the_next_line_and_among_the_choices_once(items, docs):
+def test_an_item_has_the_next_line_and_three_others_alike_in_indentation_and_length(items, docs):
+    lines = {line + "\n" for doc in docs for line in doc.text.split("\n")}
     assert len(items) == 200
     for item in items:
         answer = item.choices[item.answer]
-        assert item.choices.count(answer) == 1
         assert any(item.context + answer in doc.text for doc in docs)
-
-
-def test_distractors_are_other_lines_alike_in_indentation_and_length(items, docs):
-    lines = {line + "\n" for doc in docs for line in doc.text.split("\n")}
-    for item in items:
-        answer = item.choices[item.answer]
         assert len(set(item.choices)) == len(item.choices) == 4
         assert lines.issuperset(item.choices)
         for choice in item.choices:
             assert choice[: -len(choice.lstrip())] == answer[: -len(answer.lstrip())]
             assert 0.7 <= len(choice.strip()) / len(answer.strip()) <= 1.3
             assert choice is answer or choice.strip() not in item.context
-
-
-def test_a_question_is_decided_by_the_seed_alone(docs, items):
     assert code_tasks.next_line_items(docs, count=30, seed=0) == items[:30]
     assert code_tasks.next_line_items(docs, count=30, seed=1) != items[:30]
 
@@ -146,48 +128,23 @@ def test_bits_per_byte_is_that_of_a_forward_pass(model, docs):
     assert not found["bits_per_byte"].higher_is_better
 
 
-def test_the_tasks_are_found_by_name_and_take_other_text(docs, tmp_path):
-    names = (f"text{i}.txt" for i in range(10_000))
-    heldout = next(name for name in names if is_heldout(f"{name}:0"))
-    (tmp_path / heldout).write_text(docs[0].text)
-    index = TaskManager(
-        include_path=TASKS, include_defaults=False, metadata={"data": str(tmp_path)}
-    )
-    task = index.load(["code_bits_per_byte"])["tasks"]["code_bits_per_byte"]
-    assert [doc["answer"] for doc in task.eval_docs] == [docs[0].text[:1500]]
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> dict[str, Path]:
     """The tasks of make_tasks.py, made of small files, by name."""
     out = tmp_path_factory.mktemp("tasks")
-    commands = [
-        ("hellaswag", HELLASWAG, ()),
-        ("arc", ARC, ()),
-        ("gsm8k", GSM8K, ("--examples", "gsm8k.jsonl")),
-    ]
-    for name, rows, options in commands:
-        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        make(out, name, f"{name}.jsonl", *options)
+    for name, rows in (("hellaswag", HELLASWAG), ("arc", ARC), ("gsm8k", GSM8K)):
+        write_rows(out / f"{name}.jsonl", rows)
     (out / "wiki.txt").write_text(WIKITEXT)
-    make(out, "next-sentence", "wiki.txt")
-    make(out, "which-article", "wiki.txt")
+    for line in (
+        "hellaswag hellaswag.jsonl", "arc arc.jsonl", "gsm8k gsm8k.jsonl --examples gsm8k.jsonl",
+        "next-sentence wiki.txt", "which-article wiki.txt",
+    ):  # fmt: skip
+        command = [sys.executable, TASKS / "make_tasks.py", *line.split(), "--out", "."]
+        subprocess.run(command, cwd=out, check=True, capture_output=True)
     for file in out.glob("*.yaml"):
-        file.write_text(
-            file.read_text().replace(
-                "dataset_kwargs: {", f"dataset_kwargs: {{cache_dir: {out / 'cache'}, "
-            )
-        )
+        cached = f"dataset_kwargs: {{cache_dir: {out / 'cache'}, "
+        file.write_text(file.read_text().replace("dataset_kwargs: {", cached))
     return {file.stem: file for file in out.glob("*.yaml")}
-
-
-def make(folder: Path, *words: str) -> None:
-    subprocess.run(
-        [sys.executable, TASKS / "make_tasks.py", *words, "--out", "."],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-    )
 
 
 def rows(task: Path) -> list[dict[str, Any]]:
@@ -199,30 +156,19 @@ def test_every_task_that_is_made_can_be_loaded(made):
     loaded = tasks.index.load(tasks.names)["tasks"]
     assert loaded.keys() == made.keys()
     assert all(len(task.eval_docs) for task in loaded.values())
+    for item in rows(made["next_sentence"]):
+        assert len(set(item["choices"])) == 4
+        assert f"{item['query']} {item['choices'][item['label']]}" in WIKITEXT.replace(" .", ".")
 
 
 def test_hellaswags_rows_are_those_of_lm_evals_task(made):
     expected = process_docs(Dataset.from_list(HELLASWAG))
-    for row, theirs in zip(rows(made["local_hellaswag"]), expected, strict=True):
-        assert row == {
-            "query": theirs["query"],
-            "choices": theirs["choices"],
-            "label": theirs["gold"],
-        }
+    theirs = [(row["query"], row["choices"], row["gold"]) for row in expected]
+    ours = [(row["query"], row["choices"], row["label"]) for row in rows(made["local_hellaswag"])]
+    assert ours == theirs
 
 
 def test_both_layouts_of_arc_are_read(made):
     first, second = rows(made["local_arc"])
     assert first == {"query": "Which is a loop?", "choices": ["for", "if"], "label": 0}
     assert second == {"query": "Which is a test?", "choices": ["1", "if"], "label": 1}
-
-
-def test_stand_ins_have_one_right_choice_of_four(made):
-    for name in ("next_sentence", "which_article"):
-        items = rows(made[name])
-        assert items
-        for item in items:
-            assert len(set(item["choices"])) == 4
-            assert 0 <= item["label"] < 4
-    for item in rows(made["next_sentence"]):
-        assert f"{item['query']} {item['choices'][item['label']]}" in WIKITEXT.replace(" .", ".")

@@ -35,15 +35,8 @@ TINY = NAMED["tiny-16x256"]
 
 def trial(name: str, rejection: float = 0.5) -> ShapeTrial:
     return ShapeTrial(
-        name=name,
-        k=2,
-        length=2.0,
-        tokens_per_second=100,
-        speedup=1.2,
-        draft_ms=1.0,
-        rejection=rejection,
-        promise=100,
-    )
+        name=name, k=2, length=2.0, tokens_per_second=100, speedup=1.2, draft_ms=1.0, rejection=rejection, promise=100
+    )  # fmt: skip
 
 
 def search_of(gain: float = 1.2, changed: tuple[str, ...] = ()) -> Search:
@@ -88,14 +81,9 @@ def test_candidates_can_be_cut_and_are_cheap_enough(name):
 
 
 def test_a_target_that_no_draft_is_cheap_beside_is_refused():
+    tried = [resolve(TINY, layers=n) for n in (8, 12)]
     with pytest.raises(NoCheapShape):
-        candidates(
-            TINY,
-            [resolve(TINY, layers=n) for n in (8, 12)],
-            pass_ms,
-            pass_ms(TINY) / 10,
-            MAX_PASS_SHARE,
-        )
+        candidates(TINY, tried, pass_ms, pass_ms(TINY) / 10, MAX_PASS_SHARE)
 
 
 def test_the_share_of_rejections_that_a_rung_leaves_is_their_median_and_never_above_1():
@@ -152,19 +140,16 @@ def test_a_killed_search_resumes_and_makes_nothing_twice(space, monkeypatch):
         patched.setattr(Searcher, "_measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         call(typed, code=130)
     state = space / ".found.state"
-    made = {
-        file.parent.name: file.stat().st_mtime for file in state.glob("rung-*/*/model.safetensors")
-    }
+    files = state.glob("rung-*/*/model.safetensors")
+    made = {file.parent.name: file.stat().st_mtime for file in files}
     assert made
     result = call(f"{typed} --json")
     found = read_search(space / "found")
-    assert found.measured == sorted(
-        found.measured, key=lambda each: (each.changed, -each.gain.value)
-    )
+    ranked = sorted(found.measured, key=lambda each: (each.changed, -each.gain.value))
+    assert found.measured == ranked
     assert json.loads(result.stdout)["measured"][0]["name"] == found.winner.name
     assert (space / "found/draft/model.safetensors").stat().st_mtime == made[found.winner.name]
-    assert {
-        read_score(score).conditions.mode for score in (space / "found" / "score").glob("*/")
-    } == {"native"}
+    scores = map(read_score, (space / "found/score").glob("*/"))
+    assert {score.conditions.mode for score in scores} == {"native"}
     assert 0 < found.spent_seconds < time.time() - start
     assert not state.exists()

@@ -115,33 +115,20 @@ def test_what_a_server_says_about_itself_is_checked(card):
     assert str(caught.value).isprintable()
 
 
-def choice(
-    ids: Any = (5, 6), values: Any = (-0.5, -0.25), tops: Any = None, reason: Any = "length"
-) -> dict[str, Any]:
-    tops = (
-        [{"token_id:5": -0.5, "token_id:6": -1.0}, {"token_id:6": -0.25, "token_id:7": -3.0}]
-        if tops is None
-        else tops
-    )
-    logprobs = {
-        "token_logprobs": list(values) if isinstance(values, tuple) else values,
-        "top_logprobs": tops,
-    }
-    return {
-        "token_ids": list(ids) if isinstance(ids, tuple) else ids,
-        "logprobs": logprobs,
-        "finish_reason": reason,
-    }
+TOPS = [{"token_id:5": -0.5, "token_id:6": -1.0}, {"token_id:6": -0.25, "token_id:7": -3.0}]
+
+
+def choice(ids: Any = (5, 6), values: Any = (-0.5, -0.25), tops: Any = TOPS) -> dict[str, Any]:
+    logprobs = {"token_logprobs": values, "top_logprobs": tops}
+    return {"token_ids": ids, "logprobs": logprobs, "finish_reason": "length"}
 
 
 WRITTEN = {
     "a negative id": choice(ids=(-5, 6)),
-    "more tokens than asked": choice(
-        (5, 6, 7), (-1, -1, -1), [{"token_id:5": -1, "token_id:6": -1}] * 3
-    ),
+    "more tokens than asked": choice((5, 6, 7), (-0.5, -0.25, -1), [*TOPS, TOPS[0]]),
     "no value": choice(values=(None, -0.25)),
-    "fewer lists": choice(tops=[{"token_id:5": -0.5, "token_id:6": -1.0}]),
-    "an early end called length": choice((5,), (-0.5,), [{"token_id:5": -0.5, "token_id:6": -1.0}]),
+    "fewer lists": choice(tops=TOPS[:1]),
+    "an early end called length": choice((5,), (-0.5,), TOPS[:1]),
 }
 
 
@@ -165,8 +152,7 @@ def test_what_was_written_is_checked_when_it_comes(what):
 IMPOSSIBLE = {
     "an id beyond the vocabulary": choice((5, 9), (-0.5, -3.5)),
     "a log-probability above 0": choice(
-        values=(0.5, -0.25),
-        tops=[{"token_id:5": 0.5, "token_id:6": -1.0}, {"token_id:6": -0.25, "token_id:7": -3.0}],
+        values=(0.5, -0.25), tops=[{"token_id:5": 0.5, "token_id:6": -1.0}, TOPS[1]]
     ),
 }
 
@@ -177,13 +163,12 @@ def test_a_target_on_a_server_gives_tokens_of_its_vocabulary_with_log_probabilit
     with running(serving({"choices": [answer]})) as url:
         probe = Probe(logprobs_mode="raw_logprobs", greedy=True)
         target = ServedTarget(Server.connect(url), Path(), 9, probe)
-        prompt = Prompt([1, 2])
+        ask = ([Prompt([1, 2])], [0], GREEDY, 2)
         if what is None:
-            (output,) = target.generate([prompt], [0], GREEDY, 2)
-            assert output.ids.tolist() == [5, 6]
+            assert target.generate(*ask)[0].ids.tolist() == [5, 6]
         else:
             with pytest.raises(UserError):
-                target.generate([prompt], [0], GREEDY, 2)
+                target.generate(*ask)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +199,7 @@ def test_a_refusal_is_shown_without_what_a_terminal_would_obey():
 
 
 def test_a_page_of_no_metrics_is_said():
-    answer = serving({})
-    answering = lambda m, path, b: (200, "a b c") if path == "/metrics" else answer(m, path, b)  # noqa: E731
-    with running(answering) as url, raises_option("/metrics"):
+    with running(serving("a b c")) as url, raises_option("/metrics"):
         Server.connect(url).metrics()
 
 

@@ -17,14 +17,12 @@ def site(tmp_path: Path) -> Path:
 
 def test_a_server_from_outside_is_checked_for_and_exported_to(site, family_dirs, tmp_path):
     model = str(family_dirs["llama"])
-    files = ("check", model, "--target", model, "--files-only", "--json")
-    found = json.loads(draftlab(site, *files, "--for", "toyserve").stdout)["findings"]
-    assert [row["level"] for row in found if row["about"] == "toyserve"] == ["error"]
-    everything = {row["about"] for row in json.loads(draftlab(site, *files).stdout)["findings"]}
-    assert {"toyserve", "vllm", "llama.cpp"} <= everything  # a broken package breaks nothing else
-    made = draftlab(
-        site, "export", model, "--target", model, "--to", "toyserve", "--k", "3", "--out", "out"
-    )
+    checked = draftlab(site, "check", model, "--target", model, "--files-only", "--json")
+    found = {row["about"]: row["level"] for row in json.loads(checked.stdout)["findings"]}
+    assert found["toyserve"] == "error"
+    assert {"vllm", "llama.cpp"} <= found.keys()  # a broken package breaks nothing else
+    words = ("export", model, "--target", model, "--to", "toyserve", "--k", "3", "--out", "out")
+    made = draftlab(site, *words)
     assert made.returncode == 0, made.stderr
     script = (tmp_path / "out" / "serve.sh").read_text()
     assert script.splitlines()[1:] == ["# K = 3: set by --k", f"exec toyserve {model} --k 3"]

@@ -1,9 +1,7 @@
 """A trace says what the target wrote, and a replay over it is the draft at work; what is wrong with either is said."""
 
-import contextlib
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,10 @@ import torch
 from builders import build, generation_of
 from errors import raises_option
 from loopback_servers import SmallVLLM, running
-from transformers import OPTConfig, OPTForCausalLM, TopKLogitsWarper, TopPLogitsWarper
+from small_files import copy_tokenizer, edit, write_functions, write_rows, write_workspace
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 from typed import call
 
-from draftlab import workspace
 from draftlab.commands import outputs
 from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
 from draftlab.errors import UserError
@@ -25,7 +23,6 @@ from draftlab.model import checkpoint
 from draftlab.model.llama import load
 from draftlab.prompts import Prompt, Prompts, file_prompts
 from draftlab.sampling import SamplingParams
-from draftlab.servers.client import Server
 from draftlab.target_outputs import build as building
 from draftlab.target_outputs.batches import open_stored
 from draftlab.target_outputs.replay import (
@@ -36,14 +33,8 @@ from draftlab.target_outputs.replay import (
     replay_draft,
     rows_of,
 )
-from draftlab.target_outputs.store import (
-    LOOP,
-    StoredOutputs,
-    distinct_4grams,
-    read_shard,
-    read_store,
-)
-from draftlab.target_outputs.targets import LocalTarget, ServedTarget
+from draftlab.target_outputs.store import StoredOutputs, read_shard, read_store
+from draftlab.target_outputs.targets import LocalTarget
 
 CPU = torch.device("cpu")
 LINES = [
@@ -59,49 +50,30 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, tokenizer_dir) -> dict[str, Path]:
-    """A target that is sure now and then, the same with noise as its draft, and one of another architecture."""
+    """A target that is sure now and then, and the same with noise as its draft."""
     root = tmp_path_factory.mktemp("models")
     made = {"target": build("llama", 1), "draft": build("llama", 1)}
     torch.manual_seed(5)
     with torch.no_grad():
         for p in made["draft"].parameters():
             p.add_(torch.randn_like(p) * 0.002)
-        for model in made.values():
+        for name, model in made.items():
             model.get_output_embeddings().get_parameter("weight").mul_(12)
-    torch.manual_seed(0)
-    made["opt"] = OPTForCausalLM(
-        OPTConfig(
-            vocab_size=307, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=128, word_embed_proj_dim=32, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-            init_std=0.5,
-        )
-    ).eval()  # fmt: skip
-    for name, model in made.items():
-        model.save_pretrained(root / name)
-        for file in tokenizer_dir.iterdir():
-            (root / name / file.name).write_bytes(file.read_bytes())
+            model.save_pretrained(root / name)
+            copy_tokenizer(tokenizer_dir, root / name)
     return {name: root / name for name in made}
 
 
 @pytest.fixture(scope="module")
 def prompt_file(tmp_path_factory) -> Path:
-    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    return file
+    return write_rows(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", LINES)
 
 
 def recorded(out: Path, target: Path, prompts: Path, **changes: Any) -> StoredOutputs:
     """Answers of at most 24 tokens, greedy, in float32."""
-    settings = (
-        {"max_new_tokens": 24, "dtype": "float32"}
-        if "server" not in changes
-        else {"max_new_tokens": 24}
-    )
-    outputs.build(
-        **{"use": "replay", "target": str(target), "prompt_file": prompts, "out": out}
-        | settings
-        | changes
-    )
+    settings = {"use": "replay", "target": str(target), "prompt_file": prompts, "out": out}
+    settings |= {} if "server" in changes else {"dtype": "float32"}
+    outputs.build(**settings | {"max_new_tokens": 24} | changes)
     return read_store(out)
 
 
@@ -116,31 +88,28 @@ def drafting(**changes: Any) -> Drafting:
     return replace(plain, **changes)
 
 
-def ending_with(target: Path, copy: Path, token: int) -> Path:
-    """The same model, whose texts also end with this token."""
-    shutil.copytree(target, copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": token}))
-    return copy
+@pytest.fixture
+def ends(models, greedy_store, tmp_path) -> tuple[int, Path]:
+    """A token, and the target whose texts end with it."""
+    token = int(greedy_store.outputs[0].ids[9])
+    shutil.copytree(models["target"], tmp_path / "target")
+    edit(tmp_path / "target/config.json", eos_token_id=token)
+    return token, tmp_path / "target"
 
 
 # recording
 
 
 def test_a_greedy_store_is_plain_decoding_of_whole_prompts(models, greedy_store):
-    model, tokenizer = (
-        load(models["target"], torch.float32),
-        checkpoint.load_tokenizer(models["target"]),
-    )
+    model = load(models["target"], torch.float32)
+    tokenizer = checkpoint.load_tokenizer(models["target"])
     texts = ["def parse(line):\n    if not line:", "class Reader:", "return", LINES[3]["text"]]
     assert len(greedy_store.outputs) == len(LINES)
     for text, prompt in zip(greedy_store.outputs, texts, strict=False):
         assert text.prompt.tolist() == tokenizer(prompt)["input_ids"]
         steps = decode(model, [text.prompt.tolist()], SamplingParams(max_tokens=24))
         assert text.ids.tolist() == [t for step in steps for t in step.tokens]
-        assert text.logprobs is not None
         assert (text.finish_reason, text.logprobs.tolist()) == ("length", [0.0] * 24)
-        assert text.top is not None
         assert text.top.ids[:, 0].tolist() == text.ids.tolist()
         assert text.top.logprobs.shape == (24, 3)
     categories = [t.category for t in greedy_store.outputs]
@@ -160,24 +129,16 @@ def test_sampled_text_has_the_log_probability_that_it_was_drawn_with(tmp_path, m
             logits = model(input_ids=ids).logits[0, len(text.prompt) - 1 : -1] / 5.0
         warped = TopPLogitsWarper(0.9)(ids, TopKLogitsWarper(40)(ids, logits))  # type: ignore[arg-type]
         wanted = warped.log_softmax(-1).gather(1, ids[0, len(text.prompt) :, None]).squeeze(1)
-        assert text.logprobs is not None
         np.testing.assert_allclose(text.logprobs, wanted, atol=1e-4)
         assert text.logprobs.max() < 0
 
 
 def test_answers_to_distil_from_are_those_to_replay_and_some_are_held_out(tmp_path, models):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(
-        "".join(
-            json.dumps({"prompt": f"def f{i}(x):\n" + i % 3 * "    pass\n"}) + "\n"
-            for i in range(20)
-        )
-    )
+    texts = ({"prompt": f"def f{i}(x):\n" + i % 3 * "    pass\n"} for i in range(20))
+    prompts = write_rows(tmp_path / "prompts.jsonl", texts)
     settings = {"temperature": 1.0, "top_logprobs": 3}
-    replayed = {
-        o.number: o
-        for o in recorded(tmp_path / "replay", models["target"], prompts, **settings).outputs
-    }
+    to_replay = recorded(tmp_path / "replay", models["target"], prompts, **settings)
+    replayed = {output.number: output for output in to_replay.outputs}
     store = recorded(tmp_path / "distill", models["target"], prompts, use="distill", **settings)
     heldout = read_store(tmp_path / "distill" / "heldout")
     numbers = [[o.number for o in outputs] for outputs in (store.outputs, heldout.outputs)]
@@ -196,72 +157,44 @@ def test_answers_to_distil_from_are_those_to_replay_and_some_are_held_out(tmp_pa
 def test_what_is_sampled_depends_on_the_prompt_and_the_seed_alone(
     tmp_path, models, prompt_file, monkeypatch
 ):
-    target = models["target"]
-    together = recorded(tmp_path / "a", target, prompt_file, temperature=1.0, seed=3)
-    few = recorded(tmp_path / "c", target, prompt_file, temperature=1.0, seed=3, num_prompts=2)
-    other = recorded(tmp_path / "d", target, prompt_file, temperature=1.0, seed=4)
+    def texts(name: str, **changes: int) -> list[list[int]]:
+        settings = {"temperature": 1.0, "seed": 3, "max_new_tokens": 12} | changes
+        store = recorded(tmp_path / name, models["target"], prompt_file, **settings)
+        return [t.ids.tolist() for t in store.outputs]
+
+    together = texts("together")
+    assert texts("few", num_prompts=2) == together[:2]
+    assert texts("other", seed=4) != together
     monkeypatch.setattr(building, "REPLAY_BATCH", 1)
-    one_by_one = recorded(tmp_path / "b", target, prompt_file, temperature=1.0, seed=3)
-    texts = [t.ids.tolist() for t in together.outputs]
-    assert [t.ids.tolist() for t in one_by_one.outputs] == texts
-    assert [t.ids.tolist() for t in few.outputs] == texts[:2]
-    assert [t.ids.tolist() for t in other.outputs] != texts
+    assert texts("one by one") == together
 
 
 def test_text_ends_with_the_first_end_of_text_and_keeps_it(
-    tmp_path, models, prompt_file, greedy_store
+    tmp_path, prompt_file, greedy_store, ends
 ):
-    ends = int(greedy_store.outputs[0].ids[9])
-    found = recorded(
-        tmp_path / "t", ending_with(models["target"], tmp_path / "target", ends), prompt_file
-    )
+    end, target = ends
+    found = recorded(tmp_path / "t", target, prompt_file)
     for text, whole in zip(found.outputs, greedy_store.outputs, strict=True):
-        at = whole.ids.tolist().index(ends) + 1 if ends in whole.ids else 24
+        at = whole.ids.tolist().index(end) + 1 if end in whole.ids else 24
         assert text.ids.tolist() == whole.ids[:at].tolist()
-        assert text.finish_reason == ("stop" if ends in whole.ids else "length")
+        assert text.finish_reason == ("stop" if end in whole.ids else "length")
     assert {t.finish_reason for t in found.outputs} >= {"stop"}
 
 
-@contextlib.contextmanager
-def serving(target: Path, stops: frozenset[int] = frozenset()) -> Iterator[str]:
-    """A server that runs the target and answers as vLLM does."""
-    model = checkpoint.load_model(target, torch.float32).eval()
-    with running(SmallVLLM(model, checkpoint.load_tokenizer(target), stops)) as url:
-        yield url
-
-
-def test_a_server_records_what_the_target_in_memory_does(
-    tmp_path, models, prompt_file, greedy_store
-):
-    ends = int(greedy_store.outputs[0].ids[9])
-    target = ending_with(models["target"], tmp_path / "target", ends)
+def test_a_server_records_what_the_target_in_memory_does(tmp_path, prompt_file, ends):
+    end, target = ends
     local = recorded(tmp_path / "local", target, prompt_file, top_logprobs=3)
-    with serving(target, frozenset({ends})) as url:
+    model = checkpoint.load_model(target, torch.float32).eval()
+    server = SmallVLLM(model, checkpoint.load_tokenizer(target), frozenset({end}))
+    with running(server) as url:
         found = recorded(tmp_path / "served", target, prompt_file, top_logprobs=3, server=url)
-        in_memory = ServedTarget.connected(
-            Server.connect(url), target, SamplingParams(max_tokens=24), 3
-        )
-        prompts = [Prompt(o.prompt.tolist()) for o in local.outputs]
-        written = in_memory.generate(prompts, range(len(prompts)), SamplingParams(max_tokens=24), 3)
-    exact = LocalTarget(target, CPU, torch.float32).generate(
-        prompts, range(len(prompts)), SamplingParams(max_tokens=24, stop_token_ids=(ends,)), 3
-    )
     assert (found.manifest.source, found.manifest.logprobs) == ("vllm 0.32.0", "raw")
     for a, b in zip(found.outputs, local.outputs, strict=True):
-        assert (a.ids.tolist(), a.finish_reason, a.category) == (
-            b.ids.tolist(),
-            b.finish_reason,
-            b.category,
-        )
-        assert a.logprobs is not None
+        assert a.ids.tolist() == b.ids.tolist()
+        assert (a.finish_reason, a.category) == (b.finish_reason, b.category)
         assert a.logprobs.tolist() == [0.0] * len(a.ids)
-        assert a.top is not None
-        assert b.top is not None
         assert a.top.ids.tolist() == b.top.ids.tolist()
-    for a, b in zip(written, exact, strict=True):  # before they are rounded to fp16
-        assert a.top is not None
-        assert b.top is not None
-        np.testing.assert_allclose(a.top.logprobs, b.top.logprobs, atol=1e-4)
+        np.testing.assert_allclose(a.top.logprobs, b.top.logprobs, atol=0.02)  # fp16
 
 
 def test_prompts_are_taken_evenly_over_a_set():
@@ -277,21 +210,14 @@ def test_prompts_are_taken_evenly_over_a_set():
 # files that are not what they should be
 
 
-def test_every_damage_to_a_shard_is_found(tmp_path, models, prompt_file):
-    out, target = tmp_path / "t", models["target"]
-    recorded(out, target, prompt_file)
-    file = out / "shard-00000.safetensors"
+def test_every_damage_to_a_shard_is_found(tmp_path, greedy_store):
+    shutil.copytree(greedy_store.directory, tmp_path / "t")
+    file = tmp_path / "t/shard-00000.safetensors"
     whole = file.read_bytes()
     for damaged in (whole[:-100], whole[:-1] + bytes([whole[-1] ^ 1])):
         file.write_bytes(damaged)
         with pytest.raises(UserError):
-            read_store(out)
-
-
-def test_a_manifest_of_something_else_is_refused(tmp_path):
-    (tmp_path / "manifest.json").write_text('{"version": 2}')
-    with pytest.raises(UserError):
-        read_store(tmp_path)
+            read_store(tmp_path / "t")
 
 
 def test_prompts_are_cut_only_where_they_are_long_enough(prompt_file, models):
@@ -322,20 +248,17 @@ def test_sampled_chances_are_the_ratio_of_what_both_sampled_from(tmp_path, model
 
 
 def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(
-    tmp_path, models, prompt_file, greedy_store
+    tmp_path, models, prompt_file, ends
 ):
-    ends = int(greedy_store.outputs[0].ids[9])
-    found = recorded(
-        tmp_path / "t", ending_with(models["target"], tmp_path / "target", ends), prompt_file
-    )
-    replayed = replay_draft(found, drafter_of(models["draft"]), drafting())
-    k, how = 4, SamplingParams(max_tokens=24, stop_token_ids=(ends,))
+    found = recorded(tmp_path / "t", ends[1], prompt_file)
+    k = 4
+    counts = replay_draft(found, drafter_of(models["draft"]), drafting()).counts(k)
+    how = SamplingParams(max_tokens=24, stop_token_ids=ends[:1])
     target, draft = (load(models[name], torch.float32) for name in ("target", "draft"))
     runs = [
         generation_of(speculative_decode(target, ModelDrafter(draft), [o.prompt.tolist()], k, how))
         for o in found.outputs
     ]
-    counts = replayed.counts(k)
     assert counts.passes.tolist() == [len(g.drafted) for g in runs]
     assert counts.drafted.tolist() == [sum(g.drafted) for g in runs]
     accepted = [sum(min(a, e) for a, e in zip(g.accepted, g.emitted, strict=True)) for g in runs]
@@ -374,44 +297,31 @@ def test_rows_of_categories_are_their_texts_alone(models, greedy_store):
 
 
 def test_log_probabilities_that_the_rule_cannot_use_are_refused(tmp_path, models, prompt_file):
-    target = models["target"]
-    found = recorded(tmp_path / "t", target, prompt_file, temperature=0.7)
-    raw = replace(found, manifest=found.manifest.model_copy(update={"logprobs": "raw"}))
+    found = recorded(tmp_path / "t", models["target"], prompt_file, temperature=0.7)
+    draft, manifest = drafter_of(models["draft"]), found.manifest.model_copy
+    raw = replace(found, manifest=manifest(update={"logprobs": "raw"}))
     with raises_option("--rule"):
-        check(raw, drafter_of(models["draft"]), drafting())
-    check(raw, drafter_of(models["draft"]), drafting(rule="match"))
-    check(raw, drafter_of(models["draft"]), drafting(temperature=0.0))
-    at_one = replace(raw.manifest.sampling, temperature=1.0)
-    check(
-        replace(raw, manifest=raw.manifest.model_copy(update={"sampling": at_one})),
-        drafter_of(target),
-        drafting(),
-    )
+        check(raw, draft, drafting())
+    check(raw, draft, drafting(rule="match"))
+    check(raw, draft, drafting(temperature=0.0))
+    at_one = {"logprobs": "raw", "sampling": replace(found.manifest.sampling, temperature=1.0)}
+    check(replace(found, manifest=manifest(update=at_one)), draft, drafting())
 
 
 def test_text_that_the_target_did_not_write_is_not_replayed(tmp_path, models):
     """Nor is text of which nobody knows how it was sampled."""
-    data = tmp_path / "text.txt"
-    data.write_text(
-        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80))
-    )
-    sizes = {"num_sequences": 4, "seq_len": 16, "top_logprobs": 4}
-    outputs.build(target=str(models["target"]), data=str(data), out=tmp_path / "data", **sizes)
+    asked = {"target": str(models["target"]), "data": write_functions(tmp_path / "text.txt")}
+    asked |= {"num_sequences": 4, "seq_len": 16, "top_logprobs": 4}
+    draft = drafter_of(models["draft"])
+    outputs.build(**asked, out=tmp_path / "data")
     with pytest.raises(UserError):
-        check(read_store(tmp_path / "data"), drafter_of(models["draft"]), drafting())
-    outputs.build(
-        target=str(models["target"]),
-        data=str(data),
-        text="target",
-        prompt_tokens=4,
-        out=tmp_path / "w",
-        **sizes,
-    )
+        check(read_store(tmp_path / "data"), draft, drafting())
+    outputs.build(**asked, text="target", prompt_tokens=4, out=tmp_path / "w")
     written = read_store(tmp_path / "w")
-    check(written, drafter_of(models["draft"]), drafting())
+    check(written, draft, drafting())
     nobody = replace(written, manifest=written.manifest.model_copy(update={"sampling": None}))
     with pytest.raises(UserError):
-        check(nobody, drafter_of(models["draft"]), drafting())
+        check(nobody, draft, drafting())
 
 
 def test_outputs_that_lack_what_distilling_needs_are_refused(
@@ -427,25 +337,13 @@ def test_outputs_that_lack_what_distilling_needs_are_refused(
 # loops
 
 
-def test_a_loop_is_degenerate_and_varied_text_is_not():
-    rng = np.random.default_rng(0)
-    loop, text = np.tile([5, 6, 7], 20), rng.integers(0, 300, 60)
-    assert [distinct_4grams([ids.tolist()]) < LOOP for ids in (loop, text, text[:3])] == [
-        True,
-        False,
-        False,
-    ]
-    assert distinct_4grams([loop.tolist(), text.tolist()]) == pytest.approx((3 + 57) / (57 + 57))
-
-
 # the command line
 
 
 @pytest.fixture
 def space(tmp_path, monkeypatch, models) -> Path:
     monkeypatch.chdir(tmp_path)
-    target = str(models["target"])
-    workspace.write(workspace.Workspace(target=target, source=target, data="stdlib"))
+    write_workspace(models["target"])
     return tmp_path
 
 
@@ -458,15 +356,3 @@ def test_build_info_and_replay_as_typed(space, models, prompt_file):
     assert (space / "runs/replay-target/draft/replay.json").is_file()
     (row, *_) = rows["replays"][0]["rows"]
     assert (row["texts"], row["num_speculative_tokens"]) == (7, 2)
-
-
-def test_prompts_of_a_data_source_and_a_dry_run(space, tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_text(
-        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(80))
-    )
-    sizes = ("--num-prompts", 3, "--prompt-tokens", 9, "--max-new-tokens", 4)
-    build = ("outputs", "build", "--use", "replay", "--data", file, *sizes)
-    call(*build)
-    texts = read_store(space / "runs/outputs-replay-target").outputs
-    assert [len(t.prompt) for t in texts] == [9, 9, 9]

@@ -322,6 +322,10 @@ class ServerKind:
         """Yield the problems of a head's config.json that an export for this server would fix."""
         yield from ()
 
+    def check_published(self, artifact: Artifact) -> Iterator[Finding]:
+        """Yield the problems of a published head of a kind that the server loads as it is."""
+        yield from ()
+
     def check_vocabulary(self, artifact: Artifact) -> Iterator[Finding]:
         """Yield the problems of the draft's vocabulary with this target on this server."""
         vocab, targets = artifact.vocab, artifact.target_vocab

@@ -3,6 +3,7 @@
 The server writes texts; target and draft score the same texts here. R texts, n tokens of a text, K drafted.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -87,8 +88,14 @@ class ServedDraft:
             check_server_tokenizer(self.server, self.target)
         except UserError as failure:
             yield error("tokenizer", str(failure))
+            with contextlib.suppress(UserError):  # another vocabulary lacks ids of the prompts
+                yield from self._layers()
             return
         yield ok("tokenizer", "the server gives a probe text the same ids")
+        yield from self._layers()
+
+    def _layers(self) -> Iterator[Finding]:
+        """Yield the findings after the tokenizer's. Prompts are token ids, so texts compare without a tokenizer."""
         yield self._chat_template()
         yield from self._context()
         asked = self._ask(self.fitting)

@@ -62,10 +62,13 @@ class Texts:
     chances: np.ndarray
     lengths: np.ndarray
     limits: np.ndarray
+    # most tokens that the drafter has for a step that begins at each token, [R, n]; None: any number
+    drafted: np.ndarray | None = None
 
     def room(self) -> np.ndarray:
         """Return how many tokens a step may draft if it begins at each token, [R, n]. The target adds one token."""
-        return np.clip(self.limits[:, None] - np.arange(self.chances.shape[1]) - 1, 0, None)
+        room = np.clip(self.limits[:, None] - np.arange(self.chances.shape[1]) - 1, 0, None)
+        return room if self.drafted is None else np.minimum(room, self.drafted)
 
 
 def chances(log_q: np.ndarray, log_p: np.ndarray) -> np.ndarray:

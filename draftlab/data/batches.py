@@ -331,6 +331,12 @@ class DynamicBatches:
         self.phases = state_dict["phases"]
 
 
+def first_tokens(source: str, tokenizer: PreTrainedTokenizerBase, count: int) -> np.ndarray:
+    """Return the first `count` tokens of a data source, [N]. A mixture gives at most twice as many."""
+    batches = open_batches(source, tokenizer, rows=1, seq_len=count, steps=1, seed=0)
+    return np.concatenate([stream[:count] for stream in batches.streams.values()])[: 2 * count]
+
+
 def open_batches(
     spec: str,
     tokenizer: PreTrainedTokenizerBase,

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class SuffixSpec(OutputsSpec):
     """outputs: store of the target's earlier answers, from which the drafter also copies; empty: only the text itself.
 
-    All other options have vLLM's names, without the prefix suffix_decoding_, and vLLM's defaults.
+    All other options have vLLM's names, without the prefix suffix_decoding_, and vLLM's defaults. replay refuses suffix
+    decoding, because the draft of K tokens need not be the beginning of the draft of K + 1.
     """
 
     max_tree_depth: int = Field(24, ge=2)

@@ -22,6 +22,7 @@ from draftlab.acceptance.expected import Counts, Texts
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs
 from draftlab.config.kinds import DRAFTERS, DrafterSpec, RunFacts
 from draftlab.console import progress
+from draftlab.data.batches import first_tokens
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.intervals import Interval, ratio_intervals
 from draftlab.model import checkpoint, hub, llama, modes
@@ -57,6 +58,9 @@ class ReplayContext:
     device: torch.device
     advance: Callable[[int], None]
 
+    def corpus(self, source: str, tokens: int) -> np.ndarray:
+        return first_tokens(source, checkpoint.load_tokenizer(self.target_path), tokens)
+
     def load_draft(self, name: str) -> Decoder:
         return modes.load(hub.locate(name), self.dtype, self.device)
 
@@ -81,6 +85,7 @@ class ReplayedText(FileModel):
         chances: Probability that each token of the target came from the draft, [n]. For a parallel draft or a head
             each entry is a list by the age of the step, [n, K] (score_offsets, score_chains, score_blocks in
             acceptance).
+        drafted: Number of tokens of the draft after each token of the text, [n], of a lookup. None for other drafters.
     """
 
     number: NonNegativeInt
@@ -88,6 +93,7 @@ class ReplayedText(FileModel):
     prompt_tokens: NonNegativeInt
     finish_reason: FinishReason
     chances: list[Chance] | list[list[Chance]]
+    drafted: list[NonNegativeInt] | None = None
     distinct_4grams: float
 
 
@@ -129,7 +135,9 @@ class Replay(FileModel):
         """Return the texts and their length limits, as draftlab.acceptance.expected takes them."""
         longest = self.sampling.max_tokens
         limits = [len(t.chances) if t.finish_reason == "length" else longest for t in self.texts]
-        return expected.texts_of(self.chances(), np.array(limits) - 1)
+        texts = expected.texts_of(self.chances(), np.array(limits) - 1)
+        drafted = [np.array(text.drafted[1:]) for text in self.texts if text.drafted is not None]
+        return replace(texts, drafted=expected.padded(drafted).astype(int)) if drafted else texts
 
     def counts(self, k: int) -> Counts:
         """Return the expected counts of every text with k tokens drafted in each step."""
@@ -236,6 +244,8 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
     sampling = _target_sampling(store)
     if not spec.replays:
         raise UserError(f"--drafter {spec.text} cannot be replayed; measure it with draftlab score")
+    if spec.reads_data:
+        raise UserError(f"--drafter {spec.text}: add data=SOURCE or outputs=STORE")
     fits = sampling.temperature == 0 or store.manifest.logprobs == "sampled"
     fits = fits or (store.manifest.logprobs == "raw" and sampling.unmodified)
     if (
@@ -288,10 +298,10 @@ def replay_draft(
             )
         )
     certain = drafting.rule == "match" or sampling.temperature == 0
-    read = [*spec.paths(None), *([] if target is None else [target])]
+    read = spec.paths(None)
     return Replay(
         draft=spec.name,
-        draft_sha256=provenance.fingerprint(read[0]),
+        draft_sha256=provenance.fingerprint(read[0]) if read else "",
         dtype=checkpoint.dtype_name(drafting.dtype),
         target=manifest.target,
         target_sha256=manifest.target_sha256,
@@ -359,6 +369,7 @@ def _replayed(text: TargetOutput, score: TokenLogprobs, *, certain: bool) -> Rep
         prompt_tokens=len(text.prompt),
         finish_reason=text.finish_reason,
         chances=np.round(expected.chances(score.logprobs.T, log_p).T, 8).tolist(),
+        drafted=None if score.drafted is None else score.drafted.tolist(),
         distinct_4grams=distinct_4grams([text.ids.tolist()]),
     )
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from draftlab import provenance, workspace
 from draftlab.cli import app
+from draftlab.commands import COMMANDS
 from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.model import checkpoint, llama
@@ -294,3 +295,25 @@ def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32):
     assert row["identical"]
     # ends are drafted and counted otherwise
     assert row["mean_acceptance_length"] == pytest.approx(length, abs=0.1)
+
+
+@pytest.mark.vllm
+def test_a_real_vllm_accepts_what_is_accepted_here_of_a_dflash_head(tmp_path, fp32):
+    """Sampled, since a head of a few steps is seldom right greedily."""
+    head = str(tmp_path / "head")
+    few = {"steps": 20, "batch_size": 8, "seq_len": 64, "training_dtype": "float32"}
+    COMMANDS["distill"](student="dflash", target=str(fp32), data="stdlib", **few, out=head)
+    speculation = {
+        "method": "dflash", "model": head, "num_speculative_tokens": K, "draft_sample_method": "probabilistic"
+    }  # fmt: skip
+    with serving_vllm(fp32, "--speculative-config", json.dumps(speculation)) as server:
+        where = {
+            "target": str(fp32),
+            "data": "stdlib",
+            "servers": "vllm",
+            "server": server.http.url,
+        }
+        found = COMMANDS["check"](draft=head, temperature=1.0, **where).findings
+    _, served = (each for each in found if each.about == "acceptance")  # here alone, and there
+    print(served.text)
+    assert served.level == "ok"

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftlab import data
 from draftlab.config.kinds import DrafterSpec
+from draftlab.data.batches import first_tokens
 from draftlab.engine.clocks import Clock
 from draftlab.engine.generate import Drafter
 from draftlab.errors import UserError
@@ -111,10 +111,7 @@ class DrafterContext:
 
     def corpus(self, source: str, tokens: int) -> np.ndarray:
         """Return the first `tokens` tokens of a data source, [N]. A mixture gives at most twice as many."""
-        batches = data.open_batches(source, self.tokenizer, rows=1, seq_len=tokens, steps=1, seed=0)
-        return np.concatenate([stream[:tokens] for stream in batches.streams.values()])[
-            : 2 * tokens
-        ]
+        return first_tokens(source, self.tokenizer, tokens)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

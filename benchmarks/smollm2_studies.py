@@ -132,13 +132,7 @@ def siblings(folder: Path) -> dict[str, Any]:
 
 def over_seeds(values: list[float]) -> dict[str, Any]:
     spread = statistics.stdev(values) if len(values) > 1 else None
-    return {
-        "mean": statistics.mean(values),
-        "sd": spread,
-        "low": min(values),
-        "high": max(values),
-        "n": len(values),
-    }
+    return {"mean": statistics.mean(values), "sd": spread, "n": len(values)}
 
 
 def students(folder: Path) -> dict[str, Any]:

@@ -147,7 +147,8 @@ class ServedDraft:
         counters = answers.counters
         if counters is None:
             return None
-        check_alone(runs, counters, self.server.http.url)
+        cut = self.server.adapter.cuts_last_step
+        check_alone(runs, counters, self.server.http.url, cuts_last_step=cut)
         asked = TargetTexts(
             prompts=prompts,
             completions=texts,

@@ -222,18 +222,27 @@ def test_a_server_of_another_vocabulary_is_refused(space, started):
     )
 
 
-@pytest.mark.parametrize(("steps", "fine"), [(10, True), (13, True), (9, False), (40, False)])
-def test_counters_that_others_moved_are_refused(steps, fine):
-    """Two answers of 20 tokens: 2 with the prefills, 28 accepted, and one of each step; an end cuts at most K + 1."""
+@pytest.mark.parametrize(
+    ("steps", "cuts", "fine"),
+    [
+        (10, False, True), (13, False, True), (9, False, False), (40, False, False),
+        (8, True, True), (7, True, False), (40, True, False),
+    ],
+)  # fmt: skip
+def test_counters_that_others_moved_are_refused(steps, cuts, fine):
+    """Two answers of 20 tokens: 2 with the prefills, 28 accepted, and one of each step; an end cuts at most K + 1.
+
+    cuts: As llama.cpp, which drafts nothing for the last token of an answer (get_n_draft_max in server-context.cpp).
+    """
     runs = [ServedGeneration(prompt=i, tokens=20, seconds=1.0) for i in range(2)]
     counters = Counters(
         num_drafts=steps, num_draft_tokens=3.0 * steps, num_accepted_tokens_per_pos=[12.0, 9.0, 7.0]
     )
     if fine:
-        check_alone(runs, counters, "http://here")
+        check_alone(runs, counters, "http://here", cuts_last_step=cuts)
         return
     with raises_option("http://here", "40"):
-        check_alone(runs, counters, "http://here")
+        check_alone(runs, counters, "http://here", cuts_last_step=cuts)
 
 
 def test_sglangs_counters_are_in_its_answers():

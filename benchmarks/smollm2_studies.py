@@ -30,7 +30,7 @@ from draftlab.searching.schedule import read_search
 from draftlab.target_outputs.replay import read_replay
 
 Rows = dict[str, dict[str, Any]]
-DRAFTED, DRAFTED_BY_SIBLINGS, STUDENTS_DRAFT = range(1, 7), range(1, 6), range(1, 4)
+DRAFTED, DRAFTED_BY_SIBLINGS, STUDENTS_DRAFT = range(1, 7), range(1, 6), (1, 3)
 DRAWN = ("next_sentence acc_norm", "which_article acc", "local_gsm8k_answer bits_per_byte")
 K, LENGTH = 3, "tokens per target pass"  # the measure that is compared with accuracy
 EQUAL = ["5x576", "8x384", "12x256"]  # shapes with 16M parameters in their blocks
@@ -138,8 +138,8 @@ def over_seeds(values: list[float]) -> dict[str, Any]:
 def students(folder: Path) -> dict[str, Any]:
     """Return kinds of drafts trained for equal CPU seconds, by kind, with all seeds.
 
-    acceptance: On held-out answers, sampled. tokens_per_pass: On greedy answers, by K. speedup: Of timed whole requests
-    at a K chosen on other prompts, as [value, low, high] over the prompts; timed_by_k: At each K.
+    acceptance: On held-out answers, sampled. tokens_per_pass, timed_by_k: Of timed greedy requests, by K. speedup: At a
+    K chosen on other prompts, as [value, low, high] over the prompts.
     """
     timed = {p.parent.name: read_score(p) for p in sorted(folder.glob("score/*/score.json"))}
     rows: dict[str, dict[str, Any]] = defaultdict(lambda: {"trained": []})
@@ -147,8 +147,6 @@ def students(folder: Path) -> dict[str, Any]:
         record, (kind, _, seed) = read_record(place), place.name.rpartition("-")
         assert record is not None
         notes: Any = record.notes
-        replayed = read_replay(folder / "replay" / place.name)
-        counts = {k: replayed.counts(k) for k in STUDENTS_DRAFT}
         (score,) = (each for name, each in timed.items() if name.endswith(place.name))
         speedup = score.best_k_speedup
         rows[kind]["trained"].append(
@@ -159,9 +157,7 @@ def students(folder: Path) -> dict[str, Any]:
                 "cpu_seconds": notes["cpu_seconds"],
                 "acceptance_before": notes["before"]["acceptance"],
                 "acceptance": notes["after"]["acceptance"],
-                "tokens_per_pass": {
-                    k: interval(np.stack([c.tokens, c.passes], 1)) for k, c in counts.items()
-                },
+                "tokens_per_pass": {k: score.tokens_per_pass(k) for k in STUDENTS_DRAFT},
                 "k": score.best_k,
                 "speedup": bounds(speedup),
                 "timed_by_k": {k: score.speedup_value(k) for k in sorted(score.speculative)},
@@ -175,8 +171,7 @@ def students(folder: Path) -> dict[str, Any]:
         row["acceptance"] = over_seeds([each["acceptance"] for each in trained])
         row["speedup"] = over_seeds([each["speedup"][0] for each in trained])
         row["tokens_per_pass"] = {
-            k: over_seeds([each["tokens_per_pass"][k][0] for each in trained])
-            for k in STUDENTS_DRAFT
+            k: over_seeds([each["tokens_per_pass"][k] for each in trained]) for k in STUDENTS_DRAFT
         }
     conditions = next(iter(timed.values())).conditions
     return {

@@ -38,8 +38,8 @@ TRAININGS = {
     "eagle": "EAGLE-3 head, second stage",
 }
 STUDENTS = {
-    "plain": "15-layer draft",
-    "parallel": "15-layer parallel draft",
+    "plain": "fifteen-layer draft",
+    "parallel": "fifteen-layer parallel draft",
     "eagle": "EAGLE-3 head",
     "dflash": "DFlash head of two layers",
 }

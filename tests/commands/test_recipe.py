@@ -26,7 +26,7 @@ def test_shipped_recipes_are_valid_and_name_files_that_exist(path, monkeypatch):
     if path.stem.startswith("smollm2-"):  # its first line says after which recipe it runs
         before = [
             ROOT / f"recipes/{name}.yaml"
-            for name in ("smollm2", "smollm2-depth", "smollm2-pruning")
+            for name in ("smollm2", "smollm2-depth", "smollm2-pruning", "smollm2-siblings")
         ]
         made |= {str(step.out) for file in before for step in read_recipe(file)}
     assert set(run(recipe=path, plan_only=True).data) == {"steps"}

@@ -10,6 +10,7 @@ draft with the same head, on text that the target writes greedily.
 """
 
 import json
+import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -229,6 +230,7 @@ class Training:
 
     def ours(self, job: Any, lr: float, seed: int, out: Path) -> float:
         state = out / "state"
+        shutil.rmtree(state, ignore_errors=True)  # of a killed run
         state.mkdir()
         began = time.process_time()
         opened = job.student.open(job, state)

@@ -3,7 +3,8 @@
 FOLDER is the folder of benchmarks.smollm2, in which `draftlab run` has run recipes/smollm2-depth.yaml, -losses.yaml,
 -pruning.yaml, -search.yaml, -accuracy.yaml and -batch.yaml. The last line is one JSON object, with null for studies
 that were not run. --figures writes figures, too. To draw the figures of an earlier result, FOLDER may be a file with
-this JSON object. --siblings collects only the study of recipes/smollm2-siblings.yaml.
+this JSON object. --siblings collects only the study of recipes/smollm2-siblings.yaml, and --students only that of
+recipes/smollm2-students.yaml.
 """
 
 import json
@@ -30,7 +31,7 @@ from draftlab.searching.schedule import read_search
 from draftlab.target_outputs.replay import read_replay
 
 Rows = dict[str, dict[str, Any]]
-DRAFTED, DRAFTED_BY_SIBLINGS = range(1, 7), range(1, 6)
+DRAFTED, DRAFTED_BY_SIBLINGS, STUDENTS_DRAFT = range(1, 7), range(1, 6), (1, 3)
 DRAWN = ("next_sentence acc_norm", "which_article acc", "local_gsm8k_answer bits_per_byte")
 K, LENGTH = 3, "tokens per target pass"  # accuracy is compared with this quantity
 EQUAL = ["5x576", "8x384", "12x256"]  # shapes with 16M parameters in their blocks
@@ -51,9 +52,15 @@ def main(
     only_siblings: Annotated[
         bool, typer.Option("--siblings", help="Collect only the study of ready siblings.")
     ] = False,
+    only_students: Annotated[
+        bool, typer.Option("--students", help="Students of equal compute alone.")
+    ] = False,
 ) -> None:
     if only_siblings:
         print(json.dumps(siblings(folder / "runs" / "siblings")))
+        return
+    if only_students:
+        print(json.dumps(students(folder / "runs" / "students")))
         return
     found = json.loads(
         folder.read_text() if folder.is_file() else json.dumps(studies(folder / "runs"))
@@ -121,10 +128,59 @@ def siblings(folder: Path) -> dict[str, Any]:
         )
     for row in rows.values():
         for name in ("acceptance", "speedup"):
-            values = [np.ravel(each[name])[0] for each in row["distilled"]]
-            spread = statistics.stdev(values) if len(values) > 1 else None
-            row[name] = {"mean": statistics.mean(values), "sd": spread, "n": len(values)}
+            row[name] = over_seeds([np.ravel(each[name])[0] for each in row["distilled"]])
     return {"benchmark": "smollm2_siblings", "layers": rows} | environment(1)
+
+
+def over_seeds(values: list[float]) -> dict[str, Any]:
+    spread = statistics.stdev(values) if len(values) > 1 else None
+    return {"mean": statistics.mean(values), "sd": spread, "n": len(values)}
+
+
+def students(folder: Path) -> dict[str, Any]:
+    """Return kinds of drafts trained for equal CPU seconds, by kind, with all seeds.
+
+    acceptance: On held-out answers, sampled. tokens_per_pass, timed_by_k: Of timed greedy requests, by K. speedup: At a
+    K chosen on other prompts, as [value, low, high] over the prompts.
+    """
+    timed = {p.parent.name: read_score(p) for p in sorted(folder.glob("score/*/score.json"))}
+    rows: dict[str, dict[str, Any]] = defaultdict(lambda: {"trained": []})
+    for place in sorted(folder.glob("trained/*-*")):
+        record, (kind, _, seed) = read_record(place), place.name.rpartition("-")
+        assert record is not None
+        notes: Any = record.notes
+        (score,) = (each for name, each in timed.items() if name.endswith(place.name))
+        speedup = score.best_k_speedup
+        rows[kind]["trained"].append(
+            {
+                "seed": int(seed),
+                "steps": record.config["steps"],
+                "tokens": notes["tokens"],
+                "cpu_seconds": notes["cpu_seconds"],
+                "acceptance_before": notes["before"]["acceptance"],
+                "acceptance": notes["after"]["acceptance"],
+                "tokens_per_pass": {k: score.tokens_per_pass(k) for k in STUDENTS_DRAFT},
+                "k": score.best_k,
+                "speedup": bounds(speedup),
+                "timed_by_k": {k: score.speedup_value(k) for k in sorted(score.speculative)},
+                "identical": score.identical,
+                "doubt": score.doubt,
+            }
+        )
+    for row in rows.values():
+        trained = row["trained"]
+        row["cpu_seconds"] = over_seeds([each["cpu_seconds"] for each in trained])
+        row["acceptance"] = over_seeds([each["acceptance"] for each in trained])
+        row["speedup"] = over_seeds([each["speedup"][0] for each in trained])
+        row["tokens_per_pass"] = {
+            k: over_seeds([each["tokens_per_pass"][k] for each in trained]) for k in STUDENTS_DRAFT
+        }
+    conditions = next(iter(timed.values())).conditions
+    return {
+        "benchmark": "smollm2_students",
+        "kinds": rows,
+        "settings": conditions.model_dump(mode="json"),
+    } | environment(1)
 
 
 def whole_requests(replayed: Path, draft: CostModel, target: CostModel) -> dict[str, Any]:

@@ -37,6 +37,12 @@ TRAININGS = {
     "eagle-first": "EAGLE-3 head, first stage",
     "eagle": "EAGLE-3 head, second stage",
 }
+STUDENTS = {
+    "plain": "fifteen-layer draft",
+    "parallel": "fifteen-layer parallel draft",
+    "eagle": "EAGLE-3 head",
+    "dflash": "DFlash head of two layers",
+}
 CUTS = {
     "default": "the default: activations, refitted, layers by influence",
     "pca": "the default with `--untie`",
@@ -281,6 +287,19 @@ class Tables:
         for name, row in ordered(rows, lambda row: row["acceptance"]["mean"]):
             learnt = mean(row["acceptance"]), mean(row["tokens_per_pass"])
             yield cells(name.replace("-", ", ", 1), row["seeds"], *learnt)
+
+    def students(self) -> Iterator[str]:
+        """Yield each kind of student of equal compute, with the timed gain of each seed."""
+        yield from header(
+            "student", "CPU seconds", "held-out acceptance", "tokens per pass, K = 1", "K = 3",
+            "speed-up of whole requests, by seed",
+        )  # fmt: skip
+        rows = self.results["smollm2_students"]["kinds"]
+        for name, row in ordered(rows, lambda row: row["speedup"]["mean"]):
+            gains = ", ".join(interval(each["speedup"]) for each in row["trained"])
+            per_pass = mean(row["tokens_per_pass"]["1"]), mean(row["tokens_per_pass"]["3"])
+            spent = f"{row['cpu_seconds']['mean']:.0f}"
+            yield cells(STUDENTS[name], spent, mean(row["acceptance"]), *per_pass, gains)
 
     def batches(self) -> Iterator[str]:
         yield from header("drafter", "batch", "K", "TPOT", "the score says")

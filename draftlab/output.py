@@ -31,7 +31,7 @@ class Output:
     Attributes:
         force: Whether to replace an existing output.
         dry_run: Whether to show the plan and write nothing.
-        started_at: time.time() at the start of the command.
+        started_at, started_cpu: time.time() and time.process_time() at the start of the command.
     """
 
     command: str
@@ -40,6 +40,7 @@ class Output:
     force: bool = False
     dry_run: bool = False
     started_at: float = field(default_factory=time.time)
+    started_cpu: float = field(default_factory=time.process_time)
 
     @property
     def command_line(self) -> str:
@@ -129,8 +130,12 @@ class Output:
             yield work
 
     def record(self, directory: Path, inputs: Sequence[Path], **notes: object) -> None:
-        """Write draftlab.json: the command, settings, hashes of the inputs, versions, time, memory and `notes`."""
-        notes |= {"command_line": self.command_line}
+        """Write draftlab.json: the command, settings, hashes of the inputs, versions, time, memory and `notes`.
+
+        cpu_seconds: CPU seconds of all threads of this process; a resumed run counts from its resume.
+        """
+        cpu_seconds = round(time.process_time() - self.started_cpu, 2)
+        notes |= {"command_line": self.command_line, "cpu_seconds": cpu_seconds}
         provenance.write_record(
             directory, self.command, self.config.settings(), inputs, self.started_at, **notes
         )

@@ -64,13 +64,16 @@ class Texts:
     chances: np.ndarray
     lengths: np.ndarray
     limits: np.ndarray
+    # most tokens that the drafter has for a step that begins at each token, [R, n]; None: any number
+    drafted: np.ndarray | None = None
 
     def room(self) -> np.ndarray:
         """Return, for each token, how many tokens a step that begins there may draft before the length limit, [R, n].
 
         One token before the limit is left for the target, which adds a token to every draft.
         """
-        return np.clip(self.limits[:, None] - np.arange(self.chances.shape[1]) - 1, 0, None)
+        room = np.clip(self.limits[:, None] - np.arange(self.chances.shape[1]) - 1, 0, None)
+        return room if self.drafted is None else np.minimum(room, self.drafted)
 
 
 def chances(log_q: np.ndarray, log_p: np.ndarray) -> np.ndarray:

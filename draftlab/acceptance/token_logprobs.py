@@ -33,6 +33,8 @@ class TokenLogprobs:
 
     logprobs: np.ndarray  # log-probability in the distribution that the model would sample from
     ranks: np.ndarray  # number of more probable tokens; ties go to the lowest id
+    # number of tokens that a step drafts which begins at each token, [n]; None: always K
+    drafted: np.ndarray | None = None
 
     @classmethod
     def unlikely(cls, n: int, k: int, vocab: int) -> "TokenLogprobs":

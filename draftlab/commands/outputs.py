@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
+from draftlab.config.kinds import DRAFTERS
 from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig, ReplayConfig
 from draftlab.console import note_if_slow
 from draftlab.errors import UserError, about
@@ -365,6 +366,9 @@ def prepare_replay(
 def replay(replays: "dict[str, tuple[Replay, list[AcceptanceRow]]]", output: Output) -> Replayed:
     """Compute the acceptance of drafts for every K from stored target outputs; only heads need the target as well."""
     rows, show, data = dict[str, list["AcceptanceRow"]](), list[object](), []
+    priced = [
+        name for name, (each, _) in replays.items() if DRAFTERS.get(each.kind, "").is_priced()
+    ]
     for name, (each, table) in replays.items():
         rows[name] = table
         show += _table(each, table)
@@ -374,7 +378,9 @@ def replay(replays: "dict[str, tuple[Replay, list[AcceptanceRow]]]", output: Out
         show=[*show, str(output.out)],
         data={"out": str(output.out), "replays": data},
         rows=rows,
-        next=f"draftlab predict --acceptance {output.out / min(rows)} --draft-profile DRAFT --target-profile TARGET",
+        next=f"draftlab predict --acceptance {output.out / min(priced)} --draft-profile DRAFT --target-profile TARGET"
+        if priced
+        else None,
     )
 
 

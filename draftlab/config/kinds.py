@@ -250,6 +250,11 @@ class DrafterSpec(KindSpec):
         raise NotImplementedError
 
     @classmethod
+    def is_priced(cls) -> bool:
+        """Return whether predict knows the time of a step: whether the class defines step_cost()."""
+        return cls.step_cost.__func__ is not DrafterSpec.step_cost.__func__
+
+    @classmethod
     def size_of(cls, folder: Path, target: Path) -> Any:
         """Return the size of a head as a Shape or an ApproximateSize (model/size.py).
 

@@ -363,6 +363,15 @@ class DynamicBatches:
         self.phases = state_dict["phases"]
 
 
+def first_tokens(source: str, tokenizer: PreTrainedTokenizerBase, count: int) -> np.ndarray:
+    """Return the first `count` tokens of a data source, [N].
+
+    Of a mixture, return the first `count` tokens of each source, one source after the other, up to 2 x count.
+    """
+    batches = open_batches(source, tokenizer, rows=1, seq_len=count, steps=1, seed=0)
+    return np.concatenate([stream[:count] for stream in batches.streams.values()])[: 2 * count]
+
+
 def open_batches(
     spec: str,
     tokenizer: PreTrainedTokenizerBase,

@@ -14,7 +14,10 @@ from draftlab.errors import UserError
 if TYPE_CHECKING:
     import numpy as np
 
+    from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.engine.drafters.ngram import NgramModel
+    from draftlab.target_outputs.replay import ReplayContext
 
 
 class OutputsSpec(DrafterSpec):
@@ -75,9 +78,21 @@ class NgramSpec(OutputsSpec):
             )
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
-        from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel
+        from draftlab.engine.drafters.ngram import NgramDrafter
 
-        source = self.outputs or self.data or context.data
+        return context.run(NgramDrafter(self._model(context, self.data or context.data)))
+
+    def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
+        from draftlab.acceptance.lookup_logprobs import score_ngrams
+
+        model = self._model(replay, self.data)
+        return score_ngrams(model, replay.texts, replay.sampling, replay.advance)
+
+    def _model(self, context: "DrafterContext | ReplayContext", data: str) -> "NgramModel":
+        from draftlab.engine.drafters.ngram import NgramModel
+        from draftlab.model import checkpoint
+
+        source = self.outputs or data
         note(f"--drafter {self.text}: counting {self.order}-grams of {source}")
         corpus = self._answers() if self.outputs else context.corpus(source, self.tokens)
         if len(corpus) < self.order:
@@ -85,7 +100,7 @@ class NgramSpec(OutputsSpec):
                 f"--drafter {self.text}: {len(corpus)} tokens of {source} are too few for {self.order}-grams; "
                 "use more text"
             )
-        return context.run(NgramDrafter(NgramModel(corpus, context.vocab, self.order)))
+        return NgramModel(corpus, checkpoint.vocab_size(context.target_path), self.order)
 
     def _answers(self) -> "np.ndarray":
         """Return the stored outputs of the target as one corpus, [N], of at most `tokens` tokens.

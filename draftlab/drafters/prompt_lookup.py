@@ -8,11 +8,14 @@ from draftlab.drafters import DrafterSpec, drafter
 from draftlab.servers.kinds import PROMPT_LOOKUP_MAX
 
 if TYPE_CHECKING:
+    from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.target_outputs.replay import ReplayContext
 
 
 @drafter("prompt-lookup", served_by=("vllm", "sglang", "llama.cpp", "transformers"))
 class PromptLookupSpec(DrafterSpec):
+    by_age = True
     prompt_lookup_max: int = Field(PROMPT_LOOKUP_MAX, ge=1)
 
     def speculative_config(self, k: int) -> dict[str, object]:
@@ -25,3 +28,10 @@ class PromptLookupSpec(DrafterSpec):
         from draftlab.engine.drafters.ngram import PromptLookupDrafter
 
         return context.run(PromptLookupDrafter(self.prompt_lookup_max))
+
+    def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
+        from draftlab.acceptance.lookup_logprobs import score_copies
+        from draftlab.engine.drafters.ngram import PromptLookupDrafter
+
+        drafter = PromptLookupDrafter(self.prompt_lookup_max)
+        return score_copies(drafter, replay.texts, replay.vocab, replay.most, replay.advance)

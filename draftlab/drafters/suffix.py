@@ -19,7 +19,8 @@ class SuffixSpec(OutputsSpec):
     outputs: Directory of stored outputs of the target, from which the drafter also copies. Default: it copies only from
     the text itself.
 
-    The other options are vLLM's suffix_decoding_ options without this prefix, and have vLLM's defaults.
+    The other options are vLLM's suffix_decoding_ options without this prefix, and have vLLM's defaults. replay refuses
+    suffix decoding, because the draft of K tokens need not be the beginning of the draft of K + 1.
     """
 
     max_tree_depth: int = Field(24, ge=2)

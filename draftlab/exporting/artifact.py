@@ -627,7 +627,10 @@ def check_files(artifact: Checkable, servers: Iterable[ServerKind]) -> Iterator[
             missing = warning(
                 server.name, "does not serve heads of this kind", "serve it with vLLM"
             )
-            yield loads if server.name in artifact.served_by else missing
+            if server.name in artifact.served_by:
+                yield from list(server.check_published(artifact)) or [loads]
+            else:
+                yield missing
             continue
         found = list(server.check(artifact))
         if artifact.head is not None and server.heads:

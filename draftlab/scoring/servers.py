@@ -249,19 +249,22 @@ def measure(
     return answers
 
 
-def check_alone(runs: list[ServedGeneration], counters: Counters, url: str) -> None:
+def check_alone(
+    runs: list[ServedGeneration], counters: Counters, url: str, *, cuts_last_step: bool
+) -> None:
     """Check that a server's counters agree with the number of tokens that we received.
 
-    Each answer has one token from the prefill, one token per step, and the accepted tokens.
+    Each answer has one token from the prefill, one token per step, and the accepted tokens. A server with
+    cuts_last_step drafts nothing for the last token of an answer, and does not count that step.
 
     Raises:
         UserError: The counters do not agree, so the server answered other clients as well.
     """
     tokens = sum(r.tokens for r in runs)
     most = len(runs) + counters.num_drafts + sum(counters.num_accepted_tokens_per_pos)
-    if (
-        not tokens <= most <= tokens + len(runs) * (counters.k + 1)
-    ):  # the last step of each text may be cut
+    uncounted = len(runs) * cuts_last_step
+    # allow one cut step per text, its last
+    if not tokens - uncounted <= most <= tokens + len(runs) * (counters.k + 1):
         raise UserError(
             f"{url} counted {counters.num_drafts:.0f} steps, for {most:.0f} tokens, but {tokens} tokens arrived here, "
             "so the server also answered other clients; run this again without other clients"
@@ -345,7 +348,8 @@ def _score(
         raise UserError(
             f"{server.http.url} drafted nothing for these prompts; start it with a draft"
         )
-    check_alone(answers.runs, counters, server.http.url)
+    cut = server.adapter.cuts_last_step
+    check_alone(answers.runs, counters, server.http.url, cuts_last_step=cut)
     draft = _model(Path(comparison.draft), comparison.draft)
     return Score(
         name=Path(comparison.draft).name,

@@ -3,6 +3,7 @@
 The server writes texts. Target and draft score the same texts here. R texts, n tokens in a text, K drafted tokens.
 """
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,8 +98,14 @@ class ServedDraft:
             check_server_tokenizer(self.server, self.target)
         except UserError as failure:
             yield error("tokenizer", str(failure))
+            with contextlib.suppress(UserError):  # another vocabulary lacks ids of the prompts
+                yield from self._layers()
             return
         yield ok("tokenizer", "the server gives a probe text the same ids")
+        yield from self._layers()
+
+    def _layers(self) -> Iterator[Finding]:
+        """Yield the findings after the tokenizer's. Prompts are token ids, so texts compare without a tokenizer."""
         yield self._chat_template()
         yield from self._context()
         asked = self._ask(self.fitting)
@@ -161,7 +168,8 @@ class ServedDraft:
         counters = answers.counters
         if counters is None:
             return None
-        check_alone(runs, counters, self.server.http.url)
+        cut = self.server.adapter.cuts_last_step
+        check_alone(runs, counters, self.server.http.url, cuts_last_step=cut)
         asked = TargetTexts(
             prompts=prompts,
             completions=texts,

@@ -343,6 +343,10 @@ class ServerKind:
         """Check the config.json of a head as it is, and yield the problems that an export for this server would fix."""
         yield from ()
 
+    def check_published(self, artifact: Artifact) -> Iterator[Finding]:
+        """Yield the problems of a published head of a kind that the server loads as it is."""
+        yield from ()
+
     def check_vocabulary(self, artifact: Artifact) -> Iterator[Finding]:
         """Check the draft's vocabulary against the target's, and yield the problems on this server."""
         vocab, targets = artifact.vocab, artifact.target_vocab

@@ -111,6 +111,16 @@ class VLLM(ServerKind):
             fix = "prune to numbers of heads and FFN neurons that are multiples of the target's --tensor-parallel-size"
             yield warning(self.name, text, fix)
 
+    def check_published(self, artifact: Artifact) -> Iterator[Finding]:
+        """See ServerKind. vLLM 0.32 copies the fields of this layout one by one, and not fc_norm of P-EAGLE."""
+        if artifact.config.get("speculators_model_type") == "peagle" and artifact.config.get(
+            "fc_norm"
+        ):
+            text = (
+                "ignores fc_norm of a P-EAGLE head in speculators' layout, and refuses its tensors"
+            )
+            yield error(self.name, text, "train the head with norm_before_fc")
+
     def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         yield from check_head_dim(
             self.name, head.head_dim, CPU_HEADS, "run it on a GPU", "its CPU build"

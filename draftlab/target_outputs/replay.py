@@ -22,6 +22,7 @@ from draftlab.acceptance.expected import Counts, Texts
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs
 from draftlab.config.kinds import DRAFTERS, DrafterSpec, RunFacts
 from draftlab.console import progress
+from draftlab.data.batches import first_tokens
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.intervals import Interval, ratio_intervals
 from draftlab.model import checkpoint, hub, llama, modes
@@ -59,6 +60,9 @@ class ReplayContext:
     advance: Callable[[int], None]
     device_map: str | None = None
 
+    def corpus(self, source: str, tokens: int) -> np.ndarray:
+        return first_tokens(source, checkpoint.load_tokenizer(self.target_path), tokens)
+
     def load_draft(self, name: str) -> Decoder:
         return modes.load(hub.locate(name), self.dtype, self.device)
 
@@ -82,6 +86,7 @@ class ReplayedText(FileModel):
         number: Position of the prompt in its file.
         chances: Probability that each token of the text is accepted if it is drafted, [n]. For a parallel draft or a
             head, [n, K], because the probability depends on the token's position in the draft.
+        drafted: Number of tokens that a lookup drafts after each token of the text, [n]. None for other drafters.
     """
 
     number: NonNegativeInt
@@ -89,6 +94,7 @@ class ReplayedText(FileModel):
     prompt_tokens: NonNegativeInt
     finish_reason: FinishReason
     chances: list[Chance] | list[list[Chance]]
+    drafted: list[NonNegativeInt] | None = None
     distinct_4grams: float
 
 
@@ -133,7 +139,9 @@ class Replay(FileModel):
         """Return the texts and their length limits in the form that draftlab.acceptance.expected takes."""
         longest = self.sampling.max_tokens
         limits = [len(t.chances) if t.finish_reason == "length" else longest for t in self.texts]
-        return expected.texts_of(self.chances(), np.array(limits) - 1)
+        texts = expected.texts_of(self.chances(), np.array(limits) - 1)
+        drafted = [np.array(text.drafted[1:]) for text in self.texts if text.drafted is not None]
+        return replace(texts, drafted=expected.padded(drafted).astype(int)) if drafted else texts
 
     def counts(self, k: int) -> Counts:
         """Return the expected number of steps, drafted and accepted tokens of every text, if each step drafts k."""
@@ -242,6 +250,8 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
     sampling = _target_sampling(store)
     if not spec.replays:
         raise UserError(f"--drafter {spec.text} cannot be replayed; measure it with draftlab score")
+    if spec.reads_data:
+        raise UserError(f"--drafter {spec.text}: add data=SOURCE or outputs=STORE")
     fits = sampling.temperature == 0 or store.manifest.logprobs == "sampled"
     fits = fits or (store.manifest.logprobs == "raw" and sampling.unmodified)
     if (
@@ -295,10 +305,10 @@ def replay_draft(
             )
         )
     certain = drafting.rule == "match" or sampling.temperature == 0
-    read = [*spec.paths(None), *([] if target is None else [target])]
+    read = spec.paths(None)
     return Replay(
         draft=spec.name,
-        draft_sha256=provenance.fingerprint(read[0]),
+        draft_sha256=provenance.fingerprint(read[0]) if read else "",
         dtype=checkpoint.dtype_name(drafting.dtype),
         target=manifest.target,
         target_sha256=manifest.target_sha256,
@@ -369,6 +379,7 @@ def _replayed(text: TargetOutput, score: TokenLogprobs, *, certain: bool) -> Rep
         prompt_tokens=len(text.prompt),
         finish_reason=text.finish_reason,
         chances=np.round(expected.chances(score.logprobs.T, log_p).T, 8).tolist(),
+        drafted=None if score.drafted is None else score.drafted.tolist(),
         distinct_4grams=distinct_4grams([text.ids.tolist()]),
     )
 

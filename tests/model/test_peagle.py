@@ -27,8 +27,9 @@ from test_dflash import LAYER
 import draftlab
 from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.engine.drafters.peagle import PEagleDrafter
-from draftlab.exporting.artifact import open_artifact
+from draftlab.exporting.artifact import check_files, open_artifact, open_checkable
 from draftlab.model import eagle_llama, hub, llama, peagle
+from draftlab.registry import SERVERS
 from draftlab.sampling import SamplingParams
 
 MASK, K = 2, 4
@@ -202,3 +203,13 @@ def test_a_head_is_not_read_as_a_head_of_another_kind(target, tmp_path):
     ):
         with raises_option(named):
             refused()
+
+
+@pytest.mark.parametrize("fields", [{}, {"norm_before_fc": True}, {"fc_norm": True}])
+def test_check_reports_a_norm_that_vllm_does_not_read_in_this_layout(target, tmp_path, fields):
+    """update_peagle of vLLM 0.32 (transformers_utils/configs/speculators/algos.py) copies norm_before_fc alone."""
+    head = open_checkable(written(tmp_path / "head", target, PEAGLE | fields), target)
+    (found,) = [
+        each for each in check_files(head, [SERVERS.get("vllm", "--for")]) if each.about == "vllm"
+    ]
+    assert found.level == ("error" if "fc_norm" in fields else "ok")

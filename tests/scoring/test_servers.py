@@ -16,6 +16,7 @@ from typed import call
 from typer.testing import Result
 
 from draftlab import provenance, workspace
+from draftlab.commands import COMMANDS
 from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.model import checkpoint, llama
@@ -164,15 +165,24 @@ def test_a_server_of_another_vocabulary_is_refused(space, started):
     assert "tokenizer" in score(started(target), started(other), code=1).stderr
 
 
-@pytest.mark.parametrize(("steps", "fine"), [(10, True), (13, True), (9, False), (40, False)])
-def test_counters_that_others_moved_are_refused(steps, fine):
-    """Two answers of 20 tokens: 2 with the prefills, 28 accepted, and one of each step; an end cuts at most K + 1."""
+@pytest.mark.parametrize(
+    ("steps", "cuts", "fine"),
+    [
+        (10, False, True), (13, False, True), (9, False, False), (40, False, False),
+        (8, True, True), (7, True, False), (40, True, False),
+    ],
+)  # fmt: skip
+def test_counters_that_others_moved_are_refused(steps, cuts, fine):
+    """Two answers of 20 tokens: 2 with the prefills, 28 accepted, and one of each step; an end cuts at most K + 1.
+
+    cuts: As llama.cpp, which drafts nothing for the last token of an answer (get_n_draft_max in server-context.cpp).
+    """
     runs = [ServedGeneration(prompt=i, tokens=20, seconds=1.0) for i in range(2)]
     counters = Counters(
         num_drafts=steps, num_draft_tokens=3.0 * steps, num_accepted_tokens_per_pos=[12.0, 9.0, 7.0]
     )
     with nullcontext() if fine else raises_option("http://here", "40"):
-        check_alone(runs, counters, "http://here")
+        check_alone(runs, counters, "http://here", cuts_last_step=cuts)
 
 
 def test_sglangs_counters_are_in_its_answers():
@@ -214,3 +224,25 @@ def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32):
     assert row["identical"]
     # ends are drafted and counted otherwise
     assert row["mean_acceptance_length"] == pytest.approx(length, abs=0.1)
+
+
+@pytest.mark.vllm
+def test_a_real_vllm_accepts_what_is_accepted_here_of_a_dflash_head(tmp_path, fp32):
+    """Sampled, since a head of a few steps is seldom right greedily."""
+    head = str(tmp_path / "head")
+    few = {"steps": 20, "batch_size": 8, "seq_len": 64, "training_dtype": "float32"}
+    COMMANDS["distill"](student="dflash", target=str(fp32), data="stdlib", **few, out=head)
+    speculation = {
+        "method": "dflash", "model": head, "num_speculative_tokens": K, "draft_sample_method": "probabilistic"
+    }  # fmt: skip
+    with serving_vllm(fp32, "--speculative-config", json.dumps(speculation)) as server:
+        where = {
+            "target": str(fp32),
+            "data": "stdlib",
+            "servers": "vllm",
+            "server": server.http.url,
+        }
+        found = COMMANDS["check"](draft=head, temperature=1.0, **where).findings
+    _, served = (each for each in found if each.about == "acceptance")  # here alone, and there
+    print(served.text)
+    assert served.level == "ok"

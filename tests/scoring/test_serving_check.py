@@ -12,6 +12,7 @@ from errors import raises_option
 from loopback_servers import SmallVLLM, running
 from small_files import with_template, write_prompts
 from test_dflash import NATIVE, written
+from tokenizers import pre_tokenizers
 
 from draftlab.commands import COMMANDS
 from draftlab.model import checkpoint
@@ -92,6 +93,14 @@ def test_another_template_or_context_is_named(target, draft):
     found = levels(served(target, draft, tokenizer=tokenizer, longest=4096), target, draft)
     assert (found["chat template"], found["context"]) == ("error", "warning")
     assert found["acceptance"] == "ok"
+
+
+def test_another_tokenizer_is_named_and_the_other_layers_are_compared(target, draft):
+    """As llama.cpp, which splits text by the nearest rule that it knows."""
+    tokenizer = copy.deepcopy(checkpoint.load_tokenizer(target))
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    found = levels(served(target, draft, tokenizer=tokenizer), target, draft)
+    assert (found["tokenizer"], found["target"], found["acceptance"]) == ("error", "ok", "ok")
 
 
 def test_a_server_without_a_draft_is_told(target, draft):

@@ -17,7 +17,9 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from typed import call
 
 from draftlab.commands import outputs
-from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
+from draftlab.config.kinds import parse_drafter
+from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter
+from draftlab.engine.generate import Drafter, ModelDrafter, decode, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.llama import load
@@ -245,6 +247,81 @@ def test_sampled_chances_are_the_ratio_of_what_both_sampled_from(tmp_path, model
     same = replay_draft(found, drafter_of(target), drafting())
     # a draft that is the target
     np.testing.assert_allclose(np.concatenate(same.chances()), 1, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_replayed_lookup_counts_what_decoding_along_the_text_counts(
+    tmp_path, models, prompt_file, temperature, k
+):
+    """A lookup is certain of its tokens, so the text decides every step, sampled or not."""
+    store = recorded(tmp_path / "store", models["target"], prompt_file, temperature=temperature)
+    spec = parse_drafter("prompt-lookup:prompt_lookup_max=2")
+    replayed = replay_draft(store, spec, drafting(target=models["target"]))
+    counts, drafter, drafts = replayed.counts(k), PromptLookupDrafter(2), 0
+    for row, output in enumerate(store.outputs):
+        ids, prompt = output.ids.tolist(), output.prompt.tolist()
+        limit = len(ids) if output.finish_reason == "length" else 24
+        at, passes, steps, drafted, accepted = 1, 0, 0, 0, 0
+        while at < len(ids):
+            draft = (
+                drafter.draft(prompt + ids[:at], min(k, limit - at - 1)) if limit > at + 1 else []
+            )
+            right = [a == b for a, b in zip(draft, ids[at:], strict=False)]
+            run = right.index(False) if False in right else len(right)
+            passes, steps, drafted = passes + 1, steps + bool(draft), drafted + len(draft)
+            at, accepted = at + run + 1, accepted + run
+        found = (counts.passes, counts.steps, counts.drafted, counts.accepted)
+        assert tuple(each[row] for each in found) == (passes, steps, drafted, accepted)
+        drafts += accepted
+    assert drafts  # else nothing was compared
+
+
+def test_the_engine_counts_the_steps_of_a_replayed_lookup_and_ngram_model(models, greedy_store):
+    target, answers = load(models["target"], torch.float32), greedy_store.directory
+    for text in ("prompt-lookup:prompt_lookup_max=2", f"ngram:order=2,outputs={answers}"):
+        spec = parse_drafter(text)
+        replayed = replay_draft(greedy_store, spec, drafting(target=models["target"]))
+        drafter: Drafter = PromptLookupDrafter(2)
+        if text.startswith("ngram"):
+            corpus = np.concatenate([[*t.prompt[-1:], *t.ids] for t in greedy_store.outputs])
+            drafter = NgramDrafter(NgramModel(corpus, checkpoint.vocab_size(models["target"]), 2))
+        for k in (1, 4):
+            counts = replayed.counts(k)
+            for row, output in enumerate(greedy_store.outputs):
+                greedy = SamplingParams(
+                    max_tokens=24, stop_token_ids=tuple(checkpoint.eos_token_ids(models["target"]))
+                )
+                steps = list(
+                    speculative_decode(target, drafter, [output.prompt.tolist()], k, greedy)
+                )[1:]
+                assert counts.passes[row] == len(steps)
+                assert counts.accepted[row] == sum(step.accepted for step in steps)
+                assert counts.drafted[row] == sum(step.drafted for step in steps)
+
+
+def test_sampled_ngrams_are_accepted_by_the_ratio_of_the_probabilities(
+    tmp_path, models, prompt_file
+):
+    store = recorded(tmp_path / "store", models["target"], prompt_file, temperature=0.7)
+    spec = parse_drafter(f"ngram:order=2,outputs={store.directory}")
+    replayed = replay_draft(store, spec, drafting(target=models["target"]))
+    corpus = np.concatenate([[*t.prompt[-1:], *t.ids] for t in store.outputs])
+    model = NgramModel(corpus, checkpoint.vocab_size(models["target"]), 2)
+    for text, output in zip(replayed.texts, store.outputs, strict=True):
+        whole = [*output.prompt.tolist(), *output.ids.tolist()]
+        before = whole[len(output.prompt) - 1 : -1]
+        q = np.array([model.probabilities([token]) ** (1 / 0.7) for token in before])
+        q = q[np.arange(len(before)), output.ids] / q.sum(1)
+        assert output.logprobs is not None
+        expected = np.minimum(1, q / np.exp(output.logprobs))
+        np.testing.assert_allclose(text.chances, expected, atol=1e-6)
+
+
+def test_lookups_that_cannot_be_replayed_are_refused(models, greedy_store):
+    for text in ("suffix", "ngram"):
+        with raises_option(f"--drafter {text}"):
+            check(greedy_store, parse_drafter(text), drafting(target=models["target"]))
 
 
 def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(

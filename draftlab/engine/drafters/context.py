@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftlab import data
 from draftlab.config.kinds import DrafterSpec
+from draftlab.data.batches import first_tokens
 from draftlab.engine.clocks import Clock
 from draftlab.engine.generate import Drafter
 from draftlab.errors import UserError
@@ -129,14 +129,8 @@ class DrafterContext:
         return model
 
     def corpus(self, source: str, tokens: int) -> np.ndarray:
-        """Return the first `tokens` tokens of a data source, [N].
-
-        Of a mixture, return the first `tokens` tokens of each source, one source after the other, up to 2 x tokens.
-        """
-        batches = data.open_batches(source, self.tokenizer, rows=1, seq_len=tokens, steps=1, seed=0)
-        return np.concatenate([stream[:tokens] for stream in batches.streams.values()])[
-            : 2 * tokens
-        ]
+        """Return the first `tokens` tokens of a data source, [N]; of a mixture, at most twice as many."""
+        return first_tokens(source, self.tokenizer, tokens)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

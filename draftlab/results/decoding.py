@@ -12,6 +12,7 @@ from typing import TypeVar
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from draftlab import intervals
+from draftlab.config.base import MAX_K
 from draftlab.intervals import Timing
 from draftlab.reading import FileModel
 
@@ -100,10 +101,19 @@ class AcceptanceMetrics(FileModel):
 class Counters(FileModel):
     """The increase of a server's speculative decoding counters over all generations at one K."""
 
-    num_drafts: float = Field(gt=0)
+    num_drafts: float = Field(gt=0, allow_inf_nan=False)
     num_draft_tokens: float = Field(ge=0)
     # accepted tokens at positions 1..K; trailing zeros may be left out
     num_accepted_tokens_per_pos: list[NonNegativeFloat]
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> "Counters":
+        falling = [self.num_drafts, *self.num_accepted_tokens_per_pos]
+        if falling != sorted(falling, reverse=True):
+            raise ValueError("a position has more accepted tokens than the position before it")
+        if not self.num_draft_tokens <= MAX_K * self.num_drafts:
+            raise ValueError(f"{self.num_draft_tokens:g} tokens in {self.num_drafts:g} drafts")
+        return self
 
     @property
     def k(self) -> int:

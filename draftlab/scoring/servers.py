@@ -219,7 +219,7 @@ def measure(
         advance(repeat * len(prompts) + index + 1)
     for role, server in servers.items():
         answers[role].after = read_metrics(server)
-        if tokens := answers[role].cached_prompt_tokens:
+        if (tokens := answers[role].cached_prompt_tokens) > 0:
             note(
                 f"{server.http.url} took {tokens:.0f} prompt tokens from its prefix cache, so repeats were faster "
                 "than first answers; start vLLM with --no-enable-prefix-caching"

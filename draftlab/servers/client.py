@@ -226,8 +226,8 @@ class Server:
         answer = self._post(self.adapter.completion_request(prompt, sampling, None))
 
         with self._reading(self.adapter.path):
-            ids = TOKEN_IDS.validate_python(self.adapter.ids(answer))
-            _check_count(ids, sampling.max_tokens)
+            ids, reason = self.adapter.written(answer)
+            _check_count(TOKEN_IDS.validate_python(ids), reason, sampling.max_tokens)
             return ids, self.adapter.counters(answer)
 
     def prompt_logprobs(self, rows: Sequence[list[int]], k: int) -> list[PromptLogprobs]:
@@ -318,10 +318,7 @@ class Server:
         answer = self._post(self.adapter.completion_request(prompt, sampling, k))
         with self._reading(self.adapter.path):
             written = self.adapter.completion(prompt, answer, k)
-            _check_count(written.ids, sampling.max_tokens)
-            if written.finish_reason == "length" and len(written.ids) < sampling.max_tokens:
-                count = f"{len(written.ids)} tokens instead of {sampling.max_tokens}"
-                raise ValueError(f"{count}, and the finish reason is length")
+            _check_count(written.ids, written.finish_reason, sampling.max_tokens)
             return written
 
     def _prompt_logprobs(self, ids: list[int], k: int) -> PromptLogprobs:
@@ -366,12 +363,13 @@ def parse_metrics(text: str) -> dict[str, float]:
     return {series: float(value) for series, _, value in lines}
 
 
+@reading("the server's counters of speculative decoding")
 def spec_decode_counters(
     before: Mapping[str, float], after: Mapping[str, float]
 ) -> Counters | None:
     """Return the increase of vLLM's or llama.cpp's counters between two reads of the metrics, summed over engines.
 
-    The result is None if the server drafted nothing in between. Raises UserError: a counter decreased or is not finite.
+    The result is None if the server drafted nothing in between. Raises UserError: the counters contradict each other.
     """
     grown: dict[str, dict[str, float]] = {}  # keys: counter, series
     for series, value in after.items():
@@ -406,9 +404,9 @@ def _kind_of(owner: object) -> tuple[str, ServerKind]:
     return (OPENAI, SERVERS.get("vllm", "--server")) if known is None else (known.owned_by, known)
 
 
-def _check_count(ids: list[int], most: int) -> None:
-    if len(ids) > most:
-        raise ValueError(f"{len(ids)} tokens instead of {most} at most")
+def _check_count(ids: list[int], reason: Any, most: int) -> None:
+    if not (len(ids) == most or (len(ids) < most and reason == "stop")):
+        raise ValueError(f"{len(ids)} tokens instead of {most}, and the finish reason is {reason}")
 
 
 def _read_key(file: Path | None) -> str | None:

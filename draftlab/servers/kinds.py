@@ -79,13 +79,13 @@ def top_k(entries: Iterable[tuple[int, float]], k: int) -> TopLogprobs:
 
 def completion(
     prompt: list[int],
-    ids: list[int],
+    written: tuple[list[int], Any],
     logprobs: list[float],
     tops: Sequence[TopLogprobs],
-    reason: Any,
 ) -> ServedCompletion:
     """Return a checked completion. Raises ValueError: values are missing, are no ids or are not finite."""
     top_ids, top_logprobs = _columns(tops)
+    ids, reason = written
     return ServedCompletion(
         prompt_ids=prompt,
         ids=ids,
@@ -382,8 +382,8 @@ class ServerKind:
     def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
         raise NotImplementedError
 
-    def ids(self, answer: Answer) -> list[int]:
-        """Return the generated tokens, eos included."""
+    def written(self, answer: Answer) -> tuple[list[int], Any]:
+        """Return the generated tokens, eos included, and the finish reason: stop or length."""
         raise NotImplementedError
 
     def counters(self, answer: Answer) -> Counters | None:

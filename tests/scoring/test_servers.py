@@ -226,7 +226,7 @@ def test_counters_that_others_moved_are_refused(steps, fine):
     """Two answers of 20 tokens: 2 with the prefills, 28 accepted, and one of each step; an end cuts at most K + 1."""
     runs = [ServedGeneration(prompt=i, tokens=20, seconds=1.0) for i in range(2)]
     counters = Counters(
-        num_drafts=steps, num_draft_tokens=3.0 * steps, num_accepted_tokens_per_pos=[12.0, 9.0, 7.0]
+        num_drafts=steps, num_draft_tokens=4.0 * steps, num_accepted_tokens_per_pos=[7.0] * 4
     )
     if fine:
         check_alone(runs, counters, "http://here")

@@ -227,3 +227,28 @@ NAME = "vllm:spec_decode_num_{}_total"
 def test_counters_that_went_back_or_are_no_numbers_are_refused(drafts):
     with pytest.raises(UserError):
         spec_decode_counters({NAME.format("drafts"): 5.0}, {NAME.format("drafts"): drafts})
+
+
+POSITION = NAME.format("accepted_tokens_per_pos") + '{{position="{}"}}'
+
+
+@pytest.mark.parametrize(
+    "grown",
+    [
+        {NAME.format("draft_tokens"): 1e300},
+        {POSITION.format("x"): 1.0},
+        {POSITION.format(0): 3.0},
+        {POSITION.format(0): 1.0, POSITION.format(1): 2.0},
+    ],
+)
+def test_counters_that_contradict_each_other_are_refused(grown):
+    with pytest.raises(UserError, match="counters"):
+        spec_decode_counters({}, {NAME.format("drafts"): 2.0} | grown)
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"), [((5,), "length"), ((5,), "abort"), ((5, 6, 7), "stop")]
+)
+def test_an_answer_that_ended_early_is_no_measurement(ids, reason):
+    with running(serving({"choices": [choice(ids, reason=reason)]})) as url, raises_option("/v1"):
+        Server.connect(url).generate_ids([1, 2], GREEDY)

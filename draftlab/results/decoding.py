@@ -111,8 +111,11 @@ class Counters(FileModel):
         falling = [self.num_drafts, *self.num_accepted_tokens_per_pos]
         if falling != sorted(falling, reverse=True):
             raise ValueError("a position has more accepted tokens than the position before it")
-        if not self.num_draft_tokens <= MAX_K * self.num_drafts:
-            raise ValueError(f"{self.num_draft_tokens:g} tokens in {self.num_drafts:g} drafts")
+        accepted = sum(self.num_accepted_tokens_per_pos)
+        if not accepted <= self.num_draft_tokens <= MAX_K * self.num_drafts:
+            raise ValueError(
+                f"{self.num_drafts:g} drafts have {self.num_draft_tokens:g} tokens, of which {accepted:g} were accepted"
+            )
         return self
 
     @property

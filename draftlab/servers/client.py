@@ -22,7 +22,7 @@ from draftlab.registry import SERVERS
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import TOKEN_IDS, Answer, PromptLogprobs, ServedCompletion, ServerKind
-from draftlab.trust import check_address, folder_name, without_secrets
+from draftlab.trust import check_address, checked_name, folder_name, without_secrets
 
 WORKERS = 8  # concurrent requests
 TRIES = 6
@@ -32,6 +32,7 @@ SILENT_SECONDS = 12.0  # wait for an answer until a note is printed
 BUSY = (429, 503)
 MISSING = (404, 405)
 DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError)
+NO_PAGE: Answer = {}
 PROBE_TOP_K = 5
 ROUNDING = 1e-3  # nats by which rounding may raise a log-probability above 0
 OPENAI = "openai"  # kind of a server with an unknown owned_by; requests are vLLM's
@@ -194,7 +195,8 @@ class Server:
         page = http.json("GET", adapter.about_path, default={})
         with reading(f"{http.url}{adapter.about_path} is not what {kind} answers there"):
             version, max_length = adapter.about(page, cards[name])
-            version, max_length = one_line(version), None if max_length is None else int(max_length)
+            version = checked_name(version, "its version")
+            max_length = None if max_length is None else int(max_length)
         return cls(
             kind=kind,
             model=name,
@@ -274,8 +276,8 @@ class Server:
     def tokenize(self, text: str) -> list[int] | None:
         """Return the server's token ids of a text without special tokens, None if the server cannot tokenize."""
         body = self.adapter.tokenize_request(text) | {"model": self.model}
-        answer = self.http.json("POST", "/tokenize", body, default={})
-        if not answer:
+        answer = self.http.json("POST", "/tokenize", body, default=NO_PAGE)
+        if answer is NO_PAGE:
             return None
         with self._reading("/tokenize"):
             return TOKEN_IDS.validate_python(answer["tokens"])
@@ -319,6 +321,7 @@ class Server:
         with self._reading(self.adapter.path):
             written = self.adapter.completion(prompt, answer, k)
             _check_count(written.ids, written.finish_reason, sampling.max_tokens)
+            _check_lists(written, k)
             return written
 
     def _prompt_logprobs(self, ids: list[int], k: int) -> PromptLogprobs:
@@ -327,6 +330,7 @@ class Server:
             scored = self.adapter.prompt_logprobs(ids, answer, k)
             if len(scored.logprobs) != len(ids) - 1:
                 raise ValueError(f"{len(scored.logprobs)} values for {len(ids) - 1} tokens")
+            _check_lists(scored, k)
         self.check_logprobs(scored)
         return scored
 
@@ -392,7 +396,7 @@ def spec_decode_counters(
     return Counters(
         num_drafts=drafts,
         num_draft_tokens=sum(grown.get("num_draft_tokens", {}).values()),
-        num_accepted_tokens_per_pos=[accepted[position] for position in sorted(accepted)],
+        num_accepted_tokens_per_pos=[accepted[position] for position in range(len(accepted))],
     )
 
 
@@ -407,6 +411,11 @@ def _kind_of(owner: object) -> tuple[str, ServerKind]:
 def _check_count(ids: list[int], reason: Any, most: int) -> None:
     if not (len(ids) == most or (len(ids) < most and reason == "stop")):
         raise ValueError(f"{len(ids)} tokens instead of {most}, and the finish reason is {reason}")
+
+
+def _check_lists(answer: PromptLogprobs, k: int) -> None:
+    if k and len(answer.top_ids) < len(answer.logprobs):
+        raise ValueError(f"no lists of the {k} top tokens")
 
 
 def _read_key(file: Path | None) -> str | None:

@@ -27,7 +27,8 @@ LARGEST_ID = 1 << 24
 
 Answer = Any  # parsed JSON
 TokenId = Annotated[int, Field(strict=True, ge=0, le=LARGEST_ID)]
-Logprob = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+# llama.cpp's logarithm of 0 is the least number of float32
+Logprob = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-3.4028235e38)]
 TopLogprobs = tuple[list[int], list[float]]  # k ids and log-probabilities, the most probable first
 TOKEN_IDS = TypeAdapter(list[TokenId])
 
@@ -47,6 +48,8 @@ class PromptLogprobs(BaseModel):
             raise ValueError(
                 f"{len(self.logprobs)} tokens with {len(self.top_ids)} lists of top tokens"
             )
+        if [*map(len, self.top_ids)] != [*map(len, self.top_logprobs)]:
+            raise ValueError("top_ids and top_logprobs differ in length")
         return self
 
 
@@ -71,9 +74,9 @@ class ServedCompletion(PromptLogprobs):
 
 def top_k(entries: Iterable[tuple[int, float]], k: int) -> TopLogprobs:
     """Return the k most probable entries. Servers also list the actual token, whatever its rank."""
-    top = sorted(entries, key=lambda entry: -entry[1])[:k]
+    top = sorted(dict(entries).items(), key=lambda entry: -entry[1])[:k]
     if len(top) < k:
-        raise ValueError(f"{len(top)} top tokens instead of {k}")
+        raise ValueError(f"{len(top)} different top tokens instead of {k}")
     return [i for i, _ in top], [value for _, value in top]
 
 

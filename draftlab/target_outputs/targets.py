@@ -28,6 +28,7 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Probe, Server
 from draftlab.servers.kinds import ServedCompletion
 from draftlab.target_outputs.outputs import (
+    LEAST_LOGPROB,
     TEMPERATURES,
     StoredLogprobs,
     TargetOutput,
@@ -51,7 +52,6 @@ SCORED_ROWS = {
     "cpu": 16,
     "cuda": 256,
 }  # positions per block of log-probabilities; a CPU's cache holds only a small block
-LEAST_LOGPROB = -1e4  # replaces -inf, and is finite in float16
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
 
 

@@ -9,7 +9,14 @@ from collections.abc import Callable, Sequence
 from operator import eq
 from typing import TypeVar
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from draftlab import intervals
 from draftlab.config.base import MAX_K
@@ -65,7 +72,7 @@ class ServedGeneration(FileModel):
 
     prompt: NonNegativeInt
     tokens: NonNegativeInt
-    seconds: NonNegativeFloat  # time from request to answer
+    seconds: PositiveFloat  # time from request to answer
 
     @property
     def request(self) -> Timing:

@@ -5,6 +5,7 @@ prefill, decoding and transport, which a client cannot separate.
 """
 
 import json
+import reprlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from draftlab.latency.machine_state import (
 )
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
-from draftlab.reading import FileModel
+from draftlab.reading import FileModel, reading
 from draftlab.results.decoding import Counters, ServedGeneration
 from draftlab.results.score import Conditions, Environment, Model, Score, TaskResult
 from draftlab.sampling import SamplingParams
@@ -289,7 +290,7 @@ def _plain_answers(comparison: ServedComparison, answers: ServerAnswers) -> Plai
 
 
 def _check_same(comparison: ServedComparison) -> None:
-    """Raise UserError if the stored answers are to other requests, or come from another kind of server."""
+    """Raise UserError if the stored answers are to other requests, not whole, or of another kind of server."""
     stored = comparison.stored
     if stored is None:
         return
@@ -298,9 +299,17 @@ def _check_same(comparison: ServedComparison) -> None:
     for name, value in now.items():
         if before.get(name) != value:
             raise UserError(
-                f"--server: the stored answers have {name} = {before.get(name)!r}, but this command has "
+                f"--server: the stored answers have {name} = {reprlib.repr(before.get(name))}, but this command has "
                 f"{value!r}; use the same value, or score --server URL again"
             )
+    count = len(comparison.requests.prompts.rows)
+    answered = sorted(run.prompt for run in stored.runs)
+    if len(stored.tokens) != count or answered != sorted(
+        [*range(count)] * comparison.requests.repeats
+    ):
+        raise UserError(
+            f"--server: the stored answers lack some of {count} prompts; score --server URL again"
+        )
 
 
 def _score(
@@ -317,29 +326,34 @@ def _score(
         )
     check_alone(answers.runs, counters, server.http.url)
     draft = _model(Path(comparison.draft), comparison.draft)
-    return Score(
-        name=Path(comparison.draft).name,
-        target=_model(comparison.tokenizer, plain.model).model_copy(update={"tasks": plain.tasks}),
-        draft=draft.model_copy(update={"tasks": _draft_tasks(comparison, draft)}),
-        conditions=Conditions(
-            **comparison.requests.conditions(),
-            device=f"{server.kind} {server.version}".strip(),
-            dtype="as served",
-            target_weights="as served",
-            draft_weights="as served",
-            mode="served",
-            threads=None,
-            context=None,
-            in_phases=comparison.stored is not None,
-        ),
-        environment=environment,
-        plain=plain.runs,
-        speculative={counters.k: answers.runs},
-        counters={counters.k: counters},
-        command=command,
-        versions=provenance.versions() | {plain.kind: plain.version, server.kind: server.version},
-        **comparison.requests.score_facts(plain.tokens, [answers.tokens]),
-    )
+    draft = draft.model_copy(update={"tasks": _draft_tasks(comparison, draft)})
+    with reading("--server: the answers contradict each other"):
+        return Score(
+            name=Path(comparison.draft).name,
+            target=_model(comparison.tokenizer, plain.model).model_copy(
+                update={"tasks": plain.tasks}
+            ),
+            draft=draft,
+            conditions=Conditions(
+                **comparison.requests.conditions(),
+                device=f"{server.kind} {server.version}".strip(),
+                dtype="as served",
+                target_weights="as served",
+                draft_weights="as served",
+                mode="served",
+                threads=None,
+                context=None,
+                in_phases=comparison.stored is not None,
+            ),
+            environment=environment,
+            plain=plain.runs,
+            speculative={counters.k: answers.runs},
+            counters={counters.k: counters},
+            command=command,
+            versions=provenance.versions()
+            | {plain.kind: plain.version, server.kind: server.version},
+            **comparison.requests.score_facts(plain.tokens, [answers.tokens]),
+        )
 
 
 def _draft_tasks(comparison: ServedComparison, draft: Model) -> list[TaskResult]:

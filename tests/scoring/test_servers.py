@@ -11,7 +11,7 @@ import pytest
 import torch
 from builders import build
 from errors import raises_option
-from loopback_servers import Answering, SmallVLLM, running
+from loopback_servers import Answering, Observed, SmallVLLM, running
 from test_client import serving_vllm
 from typer.testing import CliRunner
 
@@ -294,3 +294,16 @@ def test_a_real_vllm_accepts_what_the_engine_does(tmp_path, monkeypatch, fp32):
     assert row["identical"]
     # ends are drafted and counted otherwise
     assert row["mean_acceptance_length"] == pytest.approx(length, abs=0.1)
+
+
+def test_stored_answers_that_lack_a_run_are_refused(space, started):
+    target = small(space)
+    apart(space, "--server", started(target))
+    file = space / STORED / "plain.json"
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps(stored | {"runs": stored["runs"][1:]}))
+    asked, drafting = Observed(), small(space, draft=target.model)
+    second = ("--server", STORED, "--speculative-server", started(asked.of(drafting)))
+    assert "--server" in apart(space, *second, code=1).stderr
+    assert "/v1/completions" not in asked.paths
+    assert not (space / "runs/score-served").exists()

@@ -16,9 +16,9 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 class FileModel(BaseModel):
-    """Base class of models of files. Unknown keys are errors, and fields are frozen."""
+    """Base class of models of files. Unknown keys and infinite numbers are errors, and fields are frozen."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 @contextlib.contextmanager

@@ -108,7 +108,7 @@ class AcceptanceMetrics(FileModel):
 class Counters(FileModel):
     """The increase of a server's speculative decoding counters over all generations at one K."""
 
-    num_drafts: float = Field(gt=0, allow_inf_nan=False)
+    num_drafts: float = Field(gt=0)
     num_draft_tokens: float = Field(ge=0)
     # accepted tokens at positions 1..K; trailing zeros may be left out
     num_accepted_tokens_per_pos: list[NonNegativeFloat]

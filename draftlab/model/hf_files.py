@@ -145,7 +145,8 @@ def read_config(directory: Path) -> dict[str, object]:
     Raises:
         UserError: the file cannot be read, is not an object, or has a setting with which no model computes.
     """
-    config: dict[str, object] = _number(read_object(directory / CONFIG))
+    with reading(directory / CONFIG):
+        config: dict[str, object] = _number(read_object(directory / CONFIG))
     check_config(config, directory / CONFIG)
     return config
 

@@ -5,7 +5,6 @@ prefill, decoding and transport, which a client cannot separate.
 """
 
 import json
-import reprlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -299,7 +298,7 @@ def _check_same(comparison: ServedComparison) -> None:
     for name, value in now.items():
         if before.get(name) != value:
             raise UserError(
-                f"--server: the stored answers have {name} = {reprlib.repr(before.get(name))}, but this command has "
+                f"--server: the stored answers have {name} = {before.get(name)!r}, but this command has "
                 f"{value!r}; use the same value, or score --server URL again"
             )
     count = len(comparison.requests.prompts.rows)

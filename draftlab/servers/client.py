@@ -121,7 +121,7 @@ class HttpClient:
                     f"waiting up to {self.seconds:g} s for an answer of {self.url}{path}",
                     SILENT_SECONDS,
                 ):
-                    answer = self.client.request(method, path, json=body)
+                    answer = self._whole(method, path, body)
             except DROPPED as error:
                 problem = str(error) or type(error).__name__
                 continue
@@ -142,6 +142,16 @@ class HttpClient:
         raise UserError(
             f"no answer from {self.url}{path}: {problem}; check that the server runs at this address"
         )
+
+    def _whole(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
+        """Return a complete answer. Raises httpx.ReadTimeout: it did not come in time, which httpx limits per read."""
+        end, parts = time.monotonic() + self.seconds, []
+        with self.client.stream(method, path, json=body) as answer:
+            for part in answer.iter_bytes():
+                parts.append(part)
+                if time.monotonic() > end:
+                    raise httpx.ReadTimeout("")
+        return httpx.Response(answer.status_code, content=b"".join(parts))
 
     def _accepted(self, path: str, answer: httpx.Response) -> httpx.Response:
         if answer.status_code != 200:
@@ -195,7 +205,7 @@ class Server:
         page = http.json("GET", adapter.about_path, default={})
         with reading(f"{http.url}{adapter.about_path} is not what {kind} answers there"):
             version, max_length = adapter.about(page, cards[name])
-            version = checked_name(version, "its version")
+            version = checked_name(version, f"the version of {http.url}")
             max_length = None if max_length is None else int(max_length)
         return cls(
             kind=kind,
@@ -229,7 +239,7 @@ class Server:
 
         with self._reading(self.adapter.path):
             ids, reason = self.adapter.written(answer)
-            _check_count(TOKEN_IDS.validate_python(ids), reason, sampling.max_tokens)
+            _check_count(TOKEN_IDS.validate_python(ids), reason, sampling)
             return ids, self.adapter.counters(answer)
 
     def prompt_logprobs(self, rows: Sequence[list[int]], k: int) -> list[PromptLogprobs]:
@@ -249,9 +259,10 @@ class Server:
         """Find out what the server's log-probabilities are computed from, by requests at several temperatures."""
         at_temperature = (SamplingParams(max_tokens=1, temperature=value) for value in (1.0, 0.5))
         hot, cold = (self._generate(prompt, sampling, PROBE_TOP_K) for sampling in at_temperature)
-        at_1, at_half = (
-            dict(zip(c.top_ids[0], c.top_logprobs[0], strict=True)) for c in (hot, cold)
-        )
+        with self._reading(self.adapter.path):  # the answers may be empty
+            at_1, at_half = (
+                dict(zip(c.top_ids[0], c.top_logprobs[0], strict=True)) for c in (hot, cold)
+            )
         difference = max(
             (abs(at_1[i] - at_half[i]) for i in at_1.keys() & at_half.keys()), default=0.0
         )
@@ -320,7 +331,7 @@ class Server:
         answer = self._post(self.adapter.completion_request(prompt, sampling, k))
         with self._reading(self.adapter.path):
             written = self.adapter.completion(prompt, answer, k)
-            _check_count(written.ids, written.finish_reason, sampling.max_tokens)
+            _check_count(written.ids, written.finish_reason, sampling)
             _check_lists(written, k)
             return written
 
@@ -408,9 +419,10 @@ def _kind_of(owner: object) -> tuple[str, ServerKind]:
     return (OPENAI, SERVERS.get("vllm", "--server")) if known is None else (known.owned_by, known)
 
 
-def _check_count(ids: list[int], reason: Any, most: int) -> None:
-    if not (len(ids) == most or (len(ids) < most and reason == "stop")):
-        raise ValueError(f"{len(ids)} tokens instead of {most}, and the finish reason is {reason}")
+def _check_count(ids: list[int], reason: Any, sampling: SamplingParams) -> None:
+    count, most = len(ids), sampling.max_tokens
+    if count > most or (count < most and (reason != "stop" or sampling.ignore_eos)):
+        raise ValueError(f"{count} tokens instead of {most}, and the finish reason is {reason}")
 
 
 def _check_lists(answer: PromptLogprobs, k: int) -> None:

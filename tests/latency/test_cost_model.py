@@ -357,3 +357,12 @@ def test_every_device_that_ships_computes_weights_of_four_bits_at_the_rate_of_si
         assert device.tflops["int4"] == device.tflops["bfloat16"], name
     target = parse_profile("llama-65b@h100,graphs,int4", widths=[1], batches=[1], longest=128)
     assert 10 < target.forward[0].median_ms < 20  # 34 GB at 2,730 GB/s, and 80 layers of 0.05 ms
+
+
+def test_a_device_whose_passes_never_end_gives_no_profile(tmp_path):
+    device = yaml.safe_load((shipped("profiles") / "a100-80gb.yaml").read_text())
+    (tmp_path / "slow.yaml").write_text(yaml.safe_dump(device | {"bandwidth_gbs": 1e-310}))
+    with raises_option("device"):
+        parse_profile(
+            f"tiny-16x256@{tmp_path}/slow.yaml,graphs", widths=[1], batches=[1], longest=8
+        )

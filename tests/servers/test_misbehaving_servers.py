@@ -279,6 +279,32 @@ def test_lists_that_were_asked_for_must_come():
         Server.connect(url).generate([[1, 2]], GREEDY, k=2)
 
 
+def test_an_answer_that_comes_byte_by_byte_is_given_up_in_time():
+    def drip(request: BaseHTTPRequestHandler) -> None:
+        request.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")
+        for _ in range(100):
+            request.wfile.write(b" ")
+            time.sleep(0.1)
+
+    with raw_server(drip) as url:
+        started = time.monotonic()
+        with raises_option("/x"):
+            client(url, seconds=0.5).json("GET", "/x")
+        assert time.monotonic() - started < 5
+
+
+def test_an_answer_without_tokens_says_nothing_of_log_probabilities():
+    with running(serving({"choices": [choice((), (), [], "stop")]})) as url, raises_option("/v1"):
+        Server.connect(url).probe([1, 2])
+
+
+def test_a_server_that_ends_texts_although_it_must_not_is_no_measure_of_time():
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    answer = {"choices": [choice((5,), reason="stop")]}
+    with running(serving(answer)) as url, raises_option("/v1"):
+        Server.connect(url).generate_ids([1, 2], sampling)
+
+
 def test_a_page_without_tokens_is_not_a_server_that_cannot_tokenize():
     with running(serving({})) as url, raises_option("/tokenize"):
         Server.connect(url).tokenize("def")

@@ -59,7 +59,7 @@ class ServedCompletion(PromptLogprobs):
     prompt_ids: list[int]
     ids: list[TokenId]
     # stop: eos; length: max_tokens; None: unknown, from a log
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length"] | None = None
 
     @model_validator(mode="after")
     def _has_a_logprob_for_each_token(self) -> Self:

@@ -41,12 +41,13 @@ class _Line(ServedCompletion):
     prompt_ids: list[TokenId] = Field(min_length=1)
     logprobs: list[Logprob]
     top_logprobs: list[list[Logprob]]
-    finish_reason: None = None
 
     @model_validator(mode="after")
     def _has_a_list_for_each_token(self) -> "_Line":
         if len(self.top_ids) < len(self.ids) or not all(self.top_ids):
             raise ValueError("a token has no top_ids")
+        if "finish_reason" in self.model_fields_set:
+            raise ValueError("finish_reason is unknown")
         return self
 
     def completion(self) -> ServedCompletion:

@@ -6,6 +6,8 @@ Shapes: R prompts, K tested numbers of drafted tokens, C columns, S bootstrap sa
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from pydantic import ConfigDict
+
 from draftlab.reading import FileModel
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ Timings = tuple[Sequence[Sequence[Timing]], Sequence[Timing]]
 
 class Interval(FileModel):
     """An estimate with its 95 % bootstrap interval over n prompts."""
+
+    model_config = ConfigDict(allow_inf_nan=True)
 
     value: float
     low: float

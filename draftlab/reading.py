@@ -13,12 +13,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from draftlab.errors import UserError, one_line, plain_words
 
 Kind = TypeVar("Kind", bound=BaseModel)
+MOST_VALUES = 1_000_000  # of a YAML file, with the values that aliases repeat
 
 
 class FileModel(BaseModel):
-    """Base class of pydantic models that describe the content of a file. Unknown keys are errors."""
+    """Base class of pydantic models of files. Unknown keys and infinite numbers are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 @contextlib.contextmanager
@@ -56,6 +57,19 @@ def parse_json(data: bytes | str) -> Any:
         ValueError: The text is not JSON.
     """
     return json.loads(data, parse_constant=_constant)
+
+
+def parse_yaml(data: bytes) -> Any:
+    """Return the value of a YAML text. Raises ValueError: it is not YAML, or its aliases repeat too many values."""
+    content = yaml.safe_load(data)
+    values, count = [content], 0
+    while values:
+        value, count = values.pop(), count + 1
+        if count > MOST_VALUES:
+            raise ValueError("a value contains itself, or aliases repeat too many values")
+        values += value.values() if isinstance(value, dict) else ()
+        values += value if isinstance(value, list) else ()
+    return content
 
 
 def check_regular(file: Path) -> None:
@@ -128,14 +142,14 @@ def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> 
         raise UserError(f"{file}: {error.strerror}{hint}") from None
     with reading(f"{file} is not a {kind.__name__.lower()}"):
         return kind.model_validate(
-            yaml.safe_load(data) if file.suffix in (".yaml", ".yml") else parse_json(data)
+            parse_yaml(data) if file.suffix in (".yaml", ".yml") else parse_json(data)
         )
 
 
 def read_yaml(path: Path, label: str) -> Any:
     """Return the content of a YAML file. label: Start of an error message. Raises UserError: it cannot be read."""
     with reading(label):
-        return yaml.safe_load(path.read_bytes())
+        return parse_yaml(path.read_bytes())
 
 
 def validation_text(error: ValidationError) -> str:

@@ -8,7 +8,7 @@ reads every token (steps.py).
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel
@@ -36,6 +36,17 @@ class Schedule(FileModel):
         """Return a schedule. ks: K at the batch sizes 1, 2, ... pays: Batch sizes at which the draft is faster."""
         first, last = (pays[0], pays[-1]) if pays else (1, 0)
         return cls(ranges=ranges(ks), pays_from=first, pays_up_to=last)
+
+    @model_validator(mode="after")
+    def _has_each_batch_size_once(self) -> "Schedule":
+        due = 1
+        for first, last, _ in self.ranges:
+            if not due == first <= last:
+                raise ValueError(f"the range {first} to {last} must begin at {due}, and end later")
+            due = last + 1
+        if self.pays_up_to >= due:
+            raise ValueError(f"pays_up_to is {self.pays_up_to}, beyond the last range")
+        return self
 
     @property
     def largest_k(self) -> int:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
 import numpy as np
-import yaml
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from draftlab.errors import UserError, did_you_mean
@@ -28,7 +27,7 @@ from draftlab.latency.cost_model import (
 from draftlab.model import Mode
 from draftlab.model.families import presets, shipped
 from draftlab.model.shape import Shape
-from draftlab.reading import FileModel, read_model, reading
+from draftlab.reading import FileModel, parse_yaml, read_model, reading
 from draftlab.results.score import Latency
 
 EXAMPLE = "llama-65b@4xa100-80gb,graphs"
@@ -137,6 +136,7 @@ class ModelSizes:
         return active_params(self.shape) - gated + self.mlps.weights(self.shape, used)
 
 
+@reading("the constants of the device give no profile")
 def roofline_profile(
     sizes: ModelSizes,
     device: Device,
@@ -287,7 +287,7 @@ def read_sizes(path: Path) -> ModelSizes:
         UserError: There is no such file, or it has unknown, missing or contradicting fields.
     """
     with reading(f"shape file {path}"):
-        fields = yaml.safe_load(path.read_bytes())
+        fields = parse_yaml(path.read_bytes())
         mlps = MLPs.model_validate(fields.pop("mlps", {}))
         sizes = ModelSizes(shape=Shape.model_validate(fields), mlps=mlps)
     if mlps.dense_layers > sizes.shape.layers:

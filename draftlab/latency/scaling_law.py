@@ -18,11 +18,14 @@ from draftlab.errors import UserError
 from draftlab.latency.cost_model import BYTES, Profile, active_params, exact, read_profile
 from draftlab.model.families import Budget, family, shape_name
 from draftlab.model.shape import Shape, fewest_kv_heads, resolve, write_shape_file
+from draftlab.reading import reading
 from draftlab.results.score import Latency
 
 OVERLAPS = (1.0, 1.5, 2.0, 3.0, 6.0)
 MIN_PROFILES = 6  # one more than the number of fitted parameters, a, b, c, d and p
 TERMS = 4  # a, b, c, d
+PARTS = ("forward", "steady", "prefill", "host")
+MEASURED = {"median_ms", "low_ms", "high_ms", "n"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ class ScalingLaw:
     def _curves(self) -> dict[str, list[tuple[Latency, FittedCurve]]]:
         """Return a fitted curve for every measured pass, with the measurement of the pass in the first profile."""
         curves: dict[str, list[tuple[Latency, FittedCurve]]] = {}
-        for part in ("forward", "steady", "prefill", "host"):
+        for part in PARTS:
             curves[part] = []
             for column in zip(*(getattr(p, part) for p in self.profiles), strict=True):
                 measured = np.array([point.median_ms for point in column])
@@ -156,9 +159,12 @@ def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
             raise UserError(
                 f"the profiles of a latency law must have the same {name}, but have {' and '.join(values)}"
             )
-    grids = set()
-    for profile in profiles:
-        grids.add(tuple((p.width, p.batch, p.context) for p in profile.forward))
+    if (dtype := profiles[0].dtype) not in BYTES:
+        raise UserError(f"a latency law needs a dtype of {', '.join(BYTES)}, but has {dtype}")
+    grids = {
+        str([[p.model_dump(exclude=MEASURED) for p in getattr(profile, part)] for part in PARTS])
+        for profile in profiles
+    }
     if len(grids) > 1:
         raise UserError(
             "the profiles of a latency law must have the same widths, batches and contexts; measure them in one "
@@ -187,11 +193,15 @@ def read_law(directory: Path) -> ScalingLaw:
     return fit_law([read_profile(file) for file in sorted(directory.glob("*.yaml"))])
 
 
+@reading("the profiles give no latency law")
 def fit(shapes: Sequence[Shape], times: np.ndarray, bytes_per_weight: int) -> FittedCurve:
     """Fit a curve to the measured times [N] of N shapes with the least relative error. p is chosen from OVERLAPS.
 
     The logarithms of the terms are fitted, so that the terms stay positive. At the start each term is a quarter of the
     median time.
+
+    Raises:
+        UserError: a time is 0, or too large for its logarithm.
     """
     from scipy.optimize import least_squares
 

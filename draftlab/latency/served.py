@@ -114,8 +114,8 @@ class Meter:
         times = [self._step_seconds(streams, context, drafts) for _ in range(self.repeats)]
         if statistics.median(times) <= 0:
             raise UserError(
-                f"{self.server.http.url} took less time for more tokens; repeat the command without other load on the "
-                "server"
+                f"{self.server.http.url} took no more time or steps for more tokens; repeat the command without other "
+                "load on the server"
             )
         return 1e3 * statistics.median(times)
 
@@ -134,7 +134,8 @@ class Meter:
                 else "drafts, but must run the target alone; start it without --speculative-config"
             )
             raise UserError(f"--server: {self.server.http.url} {said}")
-        return (long - short) * streams / (second.num_drafts - first.num_drafts)
+        steps = second.num_drafts - first.num_drafts
+        return (long - short) * streams / steps if steps > 0 else 0.0
 
     def prefill_ms(self, context: int) -> float:
         """Return the median milliseconds of an answer of one token, which is the prefill."""

@@ -145,7 +145,8 @@ def read_config(directory: Path) -> dict[str, object]:
     Raises:
         UserError: the file cannot be read or is no JSON object, or a setting has an impossible value.
     """
-    config: dict[str, object] = _number(read_object(directory / CONFIG))
+    with reading(directory / CONFIG):
+        config: dict[str, object] = _number(read_object(directory / CONFIG))
     check_config(config, directory / CONFIG)
     return config
 

@@ -10,9 +10,17 @@ from collections.abc import Callable, Sequence
 from operator import eq
 from typing import TypeVar
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from draftlab import intervals
+from draftlab.config.base import MAX_K
 from draftlab.intervals import Timing
 from draftlab.reading import FileModel
 
@@ -70,7 +78,7 @@ class ServedGeneration(FileModel):
 
     prompt: NonNegativeInt
     tokens: NonNegativeInt
-    seconds: NonNegativeFloat  # time from request to answer
+    seconds: PositiveFloat  # time from request to answer
 
     @property
     def request(self) -> Timing:
@@ -111,6 +119,18 @@ class Counters(FileModel):
     num_draft_tokens: float = Field(ge=0)
     # number of accepted tokens at positions 1..K; zeros at the end may be left out
     num_accepted_tokens_per_pos: list[NonNegativeFloat]
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> "Counters":
+        falling = [self.num_drafts, *self.num_accepted_tokens_per_pos]
+        if falling != sorted(falling, reverse=True):
+            raise ValueError("a position has more accepted tokens than the position before it")
+        accepted = sum(self.num_accepted_tokens_per_pos)
+        if not accepted <= self.num_draft_tokens <= MAX_K * self.num_drafts:
+            raise ValueError(
+                f"{self.num_drafts:g} drafts have {self.num_draft_tokens:g} tokens, of which {accepted:g} were accepted"
+            )
+        return self
 
     @property
     def k(self) -> int:

@@ -7,11 +7,12 @@ import re
 from collections.abc import Collection, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from draftlab import intervals
+from draftlab.config.base import MAX_K
 from draftlab.intervals import Interval, Timings
 from draftlab.model.shape import Shape
 from draftlab.provenance import Stage
@@ -223,6 +224,7 @@ DRAFTERS = {
     "suffix": "suffix decoding",
     "eagle": "EAGLE-3 head",
 }
+Drafted = Annotated[int, Field(ge=1, le=MAX_K)]
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
 
 
@@ -242,7 +244,7 @@ class Score(FileModel):
     other_plain: dict[str, list[Generation]] = Field(default={})
     rounding: Rounding | None = None  # None: the target had no int8 weights
     # generations with a draft, by K
-    speculative: dict[PositiveInt, list[Generation] | list[ServedGeneration]] = Field(min_length=1)
+    speculative: dict[Drafted, list[Generation] | list[ServedGeneration]] = Field(min_length=1)
     # counters of the server by K, if a server decoded
     counters: dict[int, Counters] = Field(default={})
     # fraction of texts, over all K, that equal the texts of plain decoding; None when sampling
@@ -268,6 +270,10 @@ class Score(FileModel):
                 raise ValueError("plain and speculative decoding must have the same prompts")
             if max(g.tokens for g in runs) <= 1:
                 raise ValueError("every text has one token, so no decoding was timed")
+        if self.prompts and prompts[-1] >= len(self.prompts):
+            raise ValueError(f"prompts has no entry for prompt {prompts[-1]}")
+        for k in self.speculative:
+            self.acceptance(k)  # raises ValueError where the counts of a step contradict each other
         if self.served and set(self.counters) != set(self.speculative):
             raise ValueError("a score of servers must have counters for every K")
         return self

@@ -26,7 +26,7 @@ from draftlab.latency.machine_state import (
 )
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
-from draftlab.reading import FileModel
+from draftlab.reading import FileModel, reading
 from draftlab.results.decoding import Counters, ServedGeneration
 from draftlab.results.score import Conditions, Environment, Model, Score, TaskResult
 from draftlab.sampling import SamplingParams
@@ -241,7 +241,7 @@ def measure(
         advance(repeat * len(prompts) + index + 1)
     for role, server in servers.items():
         answers[role].after = read_metrics(server)
-        if tokens := answers[role].cached_prompt_tokens:
+        if (tokens := answers[role].cached_prompt_tokens) > 0:
             note(
                 f"{server.http.url} took {tokens:.0f} prompt tokens from its prefix cache, so repeats were faster "
                 "than the first answers; start vLLM with --no-enable-prefix-caching"
@@ -321,7 +321,7 @@ def _check_same(comparison: ServedComparison) -> None:
     """Check that stored answers are from the same kind of server as the speculative server, and to the same requests.
 
     Raises:
-        UserError: The kind of server or the requests differ.
+        UserError: The kind of server or the requests differ, or answers are missing.
     """
     stored = comparison.stored
     if stored is None:
@@ -334,6 +334,14 @@ def _check_same(comparison: ServedComparison) -> None:
                 f"--server: the stored answers have {name} = {before.get(name)!r}, but this command has "
                 f"{value!r}; use the same value, or score --server URL again"
             )
+    count = len(comparison.requests.prompts.rows)
+    answered = sorted(run.prompt for run in stored.runs)
+    if len(stored.tokens) != count or answered != sorted(
+        [*range(count)] * comparison.requests.repeats
+    ):
+        raise UserError(
+            f"--server: the stored answers lack some of {count} prompts; score --server URL again"
+        )
 
 
 def _score(
@@ -351,29 +359,34 @@ def _score(
     cut = server.adapter.cuts_last_step
     check_alone(answers.runs, counters, server.http.url, cuts_last_step=cut)
     draft = _model(Path(comparison.draft), comparison.draft)
-    return Score(
-        name=Path(comparison.draft).name,
-        target=_model(comparison.tokenizer, plain.model).model_copy(update={"tasks": plain.tasks}),
-        draft=draft.model_copy(update={"tasks": _draft_tasks(comparison, draft)}),
-        conditions=Conditions(
-            **comparison.requests.conditions(),
-            device=f"{server.kind} {server.version}".strip(),
-            dtype="as served",
-            target_weights="as served",
-            draft_weights="as served",
-            mode="served",
-            threads=None,
-            context=None,
-            in_phases=comparison.stored is not None,
-        ),
-        environment=environment,
-        plain=plain.runs,
-        speculative={counters.k: answers.runs},
-        counters={counters.k: counters},
-        command=command,
-        versions=provenance.versions() | {plain.kind: plain.version, server.kind: server.version},
-        **comparison.requests.score_facts(plain.tokens, [answers.tokens]),
-    )
+    draft = draft.model_copy(update={"tasks": _draft_tasks(comparison, draft)})
+    with reading("--server: the answers contradict each other"):
+        return Score(
+            name=Path(comparison.draft).name,
+            target=_model(comparison.tokenizer, plain.model).model_copy(
+                update={"tasks": plain.tasks}
+            ),
+            draft=draft,
+            conditions=Conditions(
+                **comparison.requests.conditions(),
+                device=f"{server.kind} {server.version}".strip(),
+                dtype="as served",
+                target_weights="as served",
+                draft_weights="as served",
+                mode="served",
+                threads=None,
+                context=None,
+                in_phases=comparison.stored is not None,
+            ),
+            environment=environment,
+            plain=plain.runs,
+            speculative={counters.k: answers.runs},
+            counters={counters.k: counters},
+            command=command,
+            versions=provenance.versions()
+            | {plain.kind: plain.version, server.kind: server.version},
+            **comparison.requests.score_facts(plain.tokens, [answers.tokens]),
+        )
 
 
 def _draft_tasks(comparison: ServedComparison, draft: Model) -> list[TaskResult]:

@@ -31,7 +31,12 @@ from draftlab.sampling import SamplingParams
 from draftlab.scoring.servers import ServerAnswers, check_alone, read_metrics
 from draftlab.servers.client import Server
 from draftlab.servers.kinds import Finding, SampleMethod, error, ok, warning
-from draftlab.target_outputs.targets import ROUNDED_BELOW, TOLERANCE, check_server_tokenizer
+from draftlab.target_outputs.targets import (
+    ROUNDED_BELOW,
+    TOLERANCE,
+    check_ids,
+    check_server_tokenizer,
+)
 
 # number of requests, and length of prompts from a data source in tokens
 PROMPTS, PROMPT_TOKENS = (16, 48)
@@ -162,6 +167,7 @@ class ServedDraft:
         for number, prompt in enumerate(prompts):
             sampling = SamplingParams(max_tokens=TOKENS, temperature=self.temperature, seed=number)
             ids, seconds = answers.ask(self.server, prompt, sampling, time.perf_counter)
+            check_ids(np.array(ids, np.int64), self.artifact.target_vocab)
             texts.append(ids)
             runs.append(ServedGeneration(prompt=number, tokens=len(ids), seconds=seconds))
         answers.after = read_metrics(self.server)

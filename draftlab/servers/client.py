@@ -23,7 +23,7 @@ from draftlab.registry import SERVERS
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import TOKEN_IDS, Answer, PromptLogprobs, ServedCompletion, ServerKind
-from draftlab.trust import check_address, folder_name, without_secrets
+from draftlab.trust import check_address, checked_name, folder_name, without_secrets
 
 WORKERS = 8  # concurrent requests
 TRIES = 6
@@ -33,6 +33,7 @@ SILENT_SECONDS = 12.0  # if an answer takes longer, a note is printed
 BUSY = (429, 503)
 MISSING = (404, 405)
 DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError)
+NO_PAGE: Answer = {}
 PROBE_TOP_K = 5
 ROUNDING = 1e-3  # nats by which rounding may raise a log-probability above 0
 OPENAI = "openai"  # kind of a server whose owned_by is unknown; it gets the same requests as vLLM
@@ -121,7 +122,7 @@ class HttpClient:
                     f"waiting up to {self.seconds:g} s for an answer from {self.url}{path}",
                     SILENT_SECONDS,
                 ):
-                    answer = self.client.request(method, path, json=body)
+                    answer = self._whole(method, path, body)
             except DROPPED as error:
                 problem = str(error) or type(error).__name__
                 continue
@@ -142,6 +143,16 @@ class HttpClient:
         raise UserError(
             f"no answer from {self.url}{path}: {problem}; check that the server runs at this address"
         )
+
+    def _whole(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
+        """Return a complete answer. Raises httpx.ReadTimeout: it did not come in time, which httpx limits per read."""
+        end, parts = time.monotonic() + self.seconds, []
+        with self.client.stream(method, path, json=body) as answer:
+            for part in answer.iter_bytes():
+                parts.append(part)
+                if time.monotonic() > end:
+                    raise httpx.ReadTimeout("")
+        return httpx.Response(answer.status_code, content=b"".join(parts))
 
     def _accepted(self, path: str, answer: httpx.Response) -> httpx.Response:
         if answer.status_code != 200:
@@ -205,7 +216,8 @@ class Server:
         page = http.json("GET", adapter.about_path, default={})
         with reading(f"{http.url}{adapter.about_path} does not answer as a {kind} server should"):
             version, max_length = adapter.about(page, cards[name])
-            version, max_length = one_line(version), None if max_length is None else int(max_length)
+            version = checked_name(version, f"the version of {http.url}")
+            max_length = None if max_length is None else int(max_length)
         return cls(
             kind=kind,
             model=name,
@@ -240,8 +252,8 @@ class Server:
         answer = self._post(self.adapter.completion_request(prompt, sampling, None))
 
         with self._reading(self.adapter.path):
-            ids = TOKEN_IDS.validate_python(self.adapter.ids(answer))
-            _check_count(ids, sampling.max_tokens)
+            ids, reason = self.adapter.written(answer)
+            _check_count(TOKEN_IDS.validate_python(ids), reason, sampling)
             return ids, self.adapter.counters(answer)
 
     def prompt_logprobs(self, rows: Sequence[list[int]], k: int) -> list[PromptLogprobs]:
@@ -266,9 +278,10 @@ class Server:
         """
         at_temperature = (SamplingParams(max_tokens=1, temperature=value) for value in (1.0, 0.5))
         hot, cold = (self._generate(prompt, sampling, PROBE_TOP_K) for sampling in at_temperature)
-        at_1, at_half = (
-            dict(zip(c.top_ids[0], c.top_logprobs[0], strict=True)) for c in (hot, cold)
-        )
+        with self._reading(self.adapter.path):  # the answers may be empty
+            at_1, at_half = (
+                dict(zip(c.top_ids[0], c.top_logprobs[0], strict=True)) for c in (hot, cold)
+            )
         difference = max(
             (abs(at_1[i] - at_half[i]) for i in at_1.keys() & at_half.keys()), default=0.0
         )
@@ -293,8 +306,8 @@ class Server:
     def tokenize(self, text: str) -> list[int] | None:
         """Return the server's token ids of a text, without special tokens. None if the server cannot tokenize."""
         body = self.adapter.tokenize_request(text) | {"model": self.model}
-        answer = self.http.json("POST", "/tokenize", body, default={})
-        if not answer:
+        answer = self.http.json("POST", "/tokenize", body, default=NO_PAGE)
+        if answer is NO_PAGE:
             return None
         with self._reading("/tokenize"):
             return TOKEN_IDS.validate_python(answer["tokens"])
@@ -344,10 +357,8 @@ class Server:
         answer = self._post(self.adapter.completion_request(prompt, sampling, k))
         with self._reading(self.adapter.path):
             written = self.adapter.completion(prompt, answer, k)
-            _check_count(written.ids, sampling.max_tokens)
-            if written.finish_reason == "length" and len(written.ids) < sampling.max_tokens:
-                count = f"{len(written.ids)} tokens instead of {sampling.max_tokens}"
-                raise ValueError(f"{count}, although the finish reason is length")
+            _check_count(written.ids, written.finish_reason, sampling)
+            _check_lists(written, k)
             return written
 
     def _prompt_logprobs(self, ids: list[int], k: int) -> PromptLogprobs:
@@ -358,6 +369,7 @@ class Server:
                 raise ValueError(
                     f"{len(scored.logprobs)} log-probabilities for {len(ids) - 1} tokens"
                 )
+            _check_lists(scored, k)
         self.check_logprobs(scored)
         return scored
 
@@ -398,6 +410,7 @@ def parse_metrics(text: str) -> dict[str, float]:
     return {series: float(value) for series, _, value in lines}
 
 
+@reading("the server's counters of speculative decoding")
 def spec_decode_counters(
     before: Mapping[str, float], after: Mapping[str, float]
 ) -> Counters | None:
@@ -406,7 +419,7 @@ def spec_decode_counters(
     Return None if the server drafted nothing in between.
 
     Raises:
-        UserError: A counter decreased or is not finite.
+        UserError: The counters contradict each other, for example because one decreased or is not finite.
     """
     grown: dict[str, dict[str, float]] = {}  # keys: counter, series
     for series, value in after.items():
@@ -429,7 +442,7 @@ def spec_decode_counters(
     return Counters(
         num_drafts=drafts,
         num_draft_tokens=sum(grown.get("num_draft_tokens", {}).values()),
-        num_accepted_tokens_per_pos=[accepted[position] for position in sorted(accepted)],
+        num_accepted_tokens_per_pos=[accepted[position] for position in range(len(accepted))],
     )
 
 
@@ -441,9 +454,15 @@ def _kind_of(owner: object) -> tuple[str, ServerKind]:
     return (OPENAI, SERVERS.get("vllm", "--server")) if known is None else (known.owned_by, known)
 
 
-def _check_count(ids: list[int], most: int) -> None:
-    if len(ids) > most:
-        raise ValueError(f"{len(ids)} tokens instead of at most {most}")
+def _check_count(ids: list[int], reason: Any, sampling: SamplingParams) -> None:
+    count, most = len(ids), sampling.max_tokens
+    if count > most or (count < most and (reason != "stop" or sampling.ignore_eos)):
+        raise ValueError(f"{count} tokens instead of {most}, and the finish reason is {reason}")
+
+
+def _check_lists(answer: PromptLogprobs, k: int) -> None:
+    if k and len(answer.top_ids) < len(answer.logprobs):
+        raise ValueError(f"no lists of the {k} top tokens")
 
 
 def _read_key(file: Path | None) -> str | None:

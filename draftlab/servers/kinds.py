@@ -27,7 +27,8 @@ LARGEST_ID = 1 << 24
 
 Answer = Any  # parsed JSON
 TokenId = Annotated[int, Field(strict=True, ge=0, le=LARGEST_ID)]
-Logprob = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+# llama.cpp's logarithm of 0 is the least number of float32
+Logprob = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-3.4028235e38)]
 TopLogprobs = tuple[list[int], list[float]]  # k ids and log-probabilities, the most probable first
 TOKEN_IDS = TypeAdapter(list[TokenId])
 
@@ -47,6 +48,8 @@ class PromptLogprobs(BaseModel):
             raise ValueError(
                 f"{len(self.logprobs)} tokens with {len(self.top_ids)} lists of top tokens"
             )
+        if [*map(len, self.top_ids)] != [*map(len, self.top_logprobs)]:
+            raise ValueError("top_ids and top_logprobs differ in length")
         return self
 
 
@@ -56,7 +59,7 @@ class ServedCompletion(PromptLogprobs):
     prompt_ids: list[int]
     ids: list[TokenId]
     # stop: eos; length: max_tokens; None: unknown, from a log
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length"] | None = None
 
     @model_validator(mode="after")
     def _has_a_logprob_for_each_token(self) -> Self:
@@ -77,21 +80,21 @@ def top_k(entries: Iterable[tuple[int, float]], k: int) -> TopLogprobs:
     Raises:
         ValueError: There are fewer than k entries.
     """
-    top = sorted(entries, key=lambda entry: -entry[1])[:k]
+    top = sorted(dict(entries).items(), key=lambda entry: -entry[1])[:k]
     if len(top) < k:
-        raise ValueError(f"{len(top)} top tokens instead of {k}")
+        raise ValueError(f"{len(top)} different top tokens instead of {k}")
     return [i for i, _ in top], [value for _, value in top]
 
 
 def completion(
     prompt: list[int],
-    ids: list[int],
+    written: tuple[list[int], Any],
     logprobs: list[float],
     tops: Sequence[TopLogprobs],
-    reason: Any,
 ) -> ServedCompletion:
     """Check and return a completion. Raises ValueError: a value is missing, is not an id, or is not finite."""
     top_ids, top_logprobs = _columns(tops)
+    ids, reason = written
     return ServedCompletion(
         prompt_ids=prompt,
         ids=ids,
@@ -410,8 +413,8 @@ class ServerKind:
     def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
         raise NotImplementedError
 
-    def ids(self, answer: Answer) -> list[int]:
-        """Return the generated tokens in an answer, including eos."""
+    def written(self, answer: Answer) -> tuple[list[int], Any]:
+        """Return the generated tokens, including eos, and the finish reason: stop or length."""
         raise NotImplementedError
 
     def counters(self, answer: Answer) -> Counters | None:

@@ -191,12 +191,11 @@ class LlamaCpp(ServerKind):
             tops.append(
                 kinds.top_k(((top["id"], top["logprob"]) for top in token["top_logprobs"]), k)
             )
-        reason = {"eos": "stop", "limit": "length"}[answer["stop_type"]]
         logprobs = [token["logprob"] for token in tokens]
-        return kinds.completion(prompt, answer["tokens"], logprobs, tops, reason)
+        return kinds.completion(prompt, self.written(answer), logprobs, tops)
 
-    def ids(self, answer: Answer) -> list[int]:
-        return answer["tokens"]
+    def written(self, answer: Answer) -> tuple[list[int], Any]:
+        return answer["tokens"], {"eos": "stop", "limit": "length"}[answer["stop_type"]]
 
     def tokenize_request(self, text: str) -> dict[str, Any]:
         return {"content": text, "add_special": False}

@@ -119,12 +119,10 @@ class SGLang(ServerKind):
         meta = answer["meta_info"]
         tops = [_top_k(row, k) for row in (meta["output_top_logprobs"] if k else [])]
         logprobs = [value for value, _, _ in meta["output_token_logprobs"]]
-        return kinds.completion(
-            prompt, answer["output_ids"], logprobs, tops, meta["finish_reason"]["type"]
-        )
+        return kinds.completion(prompt, self.written(answer), logprobs, tops)
 
-    def ids(self, answer: Answer) -> list[int]:
-        return answer["output_ids"]
+    def written(self, answer: Answer) -> tuple[list[int], Any]:
+        return answer["output_ids"], answer["meta_info"]["finish_reason"]["type"]
 
     def counters(self, answer: Answer) -> Counters | None:
         meta = answer["meta_info"]

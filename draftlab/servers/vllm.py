@@ -217,19 +217,16 @@ class VLLM(ServerKind):
         )
 
     def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
-        choice = answer["choices"][0]
-        logprobs = choice["logprobs"]
+        logprobs = answer["choices"][0]["logprobs"]
         tops = []
         for tokens in logprobs["top_logprobs"] if k else []:
             ids = (int(name.removeprefix(TOKEN_PREFIX)) for name in tokens)
             tops.append(kinds.top_k(zip(ids, tokens.values(), strict=True), k))
-        reason = choice["finish_reason"]
-        return kinds.completion(
-            prompt, choice["token_ids"], logprobs["token_logprobs"], tops, reason
-        )
+        return kinds.completion(prompt, self.written(answer), logprobs["token_logprobs"], tops)
 
-    def ids(self, answer: Answer) -> list[int]:
-        return answer["choices"][0]["token_ids"]
+    def written(self, answer: Answer) -> tuple[list[int], Any]:
+        choice = answer["choices"][0]
+        return choice["token_ids"], choice["finish_reason"]
 
     def prompt_logprobs_request(self, ids: list[int], k: int) -> dict[str, Any]:
         return {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}

@@ -4,7 +4,6 @@ A log has one JSON line per request, with the target's top log-probabilities (do
 """
 
 import functools
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, NonNegativeInt, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from draftlab import provenance, turns
 from draftlab.console import note
@@ -21,62 +20,41 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
 from draftlab.prompts import Prompt, Prompts
-from draftlab.reading import FileModel, parse_json, read_lines, reading
+from draftlab.reading import parse_json, read_lines, reading
 from draftlab.sampling import SamplingParams
-from draftlab.servers.kinds import ServedCompletion
+from draftlab.servers import kinds
+from draftlab.servers.kinds import ServedCompletion, TokenId, completion, top_k
 from draftlab.target_outputs.outputs import TEMPERATURES, TargetOutput, split
 from draftlab.target_outputs.store import ABOVE_ZERO, Manifest, vocabulary_sha256, write_store
 from draftlab.target_outputs.targets import ServedTarget, Target, outputs_of
 
-ABOVE_ONE = 0.01  # rounding may lift the sum of listed probabilities above 1 by this much
 HELD_OUT = 12  # every 12th line is held out
-Logprob = Annotated[float, Field(le=ABOVE_ZERO, allow_inf_nan=False)]
+Logprob = Annotated[kinds.Logprob, Field(le=ABOVE_ZERO)]
 
 
-class _Line(FileModel):
+class _Line(ServedCompletion):
     """A request in a server's log: its tokens and, for each generated token, the most probable tokens in any order."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     # a prompt has at least one token, such as bos
-    prompt_ids: list[NonNegativeInt] = Field(min_length=1)
-    ids: list[NonNegativeInt]
-    top_ids: list[list[NonNegativeInt]]
-    top_logprobs: list[list[Logprob]]
+    prompt_ids: list[TokenId] = Field(min_length=1)
     logprobs: list[Logprob]
+    top_logprobs: list[list[Logprob]]
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "_Line":
-        if not len(self.ids) == len(self.top_ids) == len(self.top_logprobs) == len(self.logprobs):
-            raise ValueError(
-                "ids, top_ids, top_logprobs and logprobs must have the same number of entries"
-            )
-        for place, (ids, values) in enumerate(zip(self.top_ids, self.top_logprobs, strict=True)):
-            if not len(ids) == len(values) == len(set(ids)) > 0:
-                raise ValueError(
-                    f"token {place}: top_ids and top_logprobs are empty, differ in length, or list a token twice"
-                )
-            if (total := sum(map(math.exp, values))) > 1 + ABOVE_ONE:
-                raise ValueError(
-                    f"token {place}: the listed probabilities sum to {total:.3f}, more than 1"
-                )
+    def _has_a_list_for_each_token(self) -> "_Line":
+        if len(self.top_ids) < len(self.ids) or not all(self.top_ids):
+            raise ValueError("a token has no top_ids")
+        if "finish_reason" in self.model_fields_set:
+            raise ValueError("finish_reason is unknown")
         return self
 
     def completion(self) -> ServedCompletion:
         """Return the request as a completion, with each list sorted by probability, the most probable token first."""
-        top_ids, top_logprobs = [], []
-        for ids, values in zip(self.top_ids, self.top_logprobs, strict=True):
-            order = sorted(range(len(ids)), key=lambda i, values=values: -values[i])
-            top_ids.append([ids[i] for i in order])
-            top_logprobs.append([values[i] for i in order])
-        return ServedCompletion(
-            prompt_ids=self.prompt_ids,
-            ids=self.ids,
-            logprobs=self.logprobs,
-            top_ids=top_ids,
-            top_logprobs=top_logprobs,
-            finish_reason=None,
-        )
+        rows = zip(self.top_ids, self.top_logprobs, strict=True)
+        tops = [top_k(zip(*row, strict=True), len(row[0])) for row in rows]
+        return completion(self.prompt_ids, (self.ids, None), self.logprobs, tops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

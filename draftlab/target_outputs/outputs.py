@@ -14,8 +14,10 @@ from draftlab.data import Batch
 from draftlab.sampling import FinishReason
 
 TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)  # distillation temperatures with stored log-normalisers
-# largest difference, in nats, between a token's log-probability and its entry in the list of the same server answer
+# largest difference, in nats, between a token's log-probability and its entry in the list of the same server answer;
+# the probabilities in a list may also sum to this much more than 1
 ROUNDING = 0.01
+LEAST_LOGPROB = -1e4  # replaces -inf, and is finite in float16
 # lower bound on the probability of all unlisted tokens together, which rounding could make 0 or negative
 LEAST_REST = 1e-7
 
@@ -55,8 +57,14 @@ class StoredLogprobs:
             tokens: Next token at each position, [n].
 
         Raises:
-            ValueError: The log-probability of a next token contradicts the list at its position.
+            ValueError: Probabilities sum to more than 1, or that of a next token contradicts the list at its position.
         """
+        logprobs, token_logprobs = (
+            np.maximum(values, LEAST_LOGPROB) for values in (logprobs, token_logprobs)
+        )
+        total = np.exp(logprobs.astype(np.float64)).sum(1).max(initial=0.0)
+        if total > 1 + ROUNDING:
+            raise ValueError(f"the listed probabilities sum to {total:.3f}, more than 1")
         inside = ids == tokens[:, None]  # [n, k]
         listed = np.where(inside, logprobs, 0).sum(1)
         by_list = np.where(inside.any(1), listed, np.minimum(token_logprobs, logprobs[:, -1]))

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, model_validator
 
 from draftlab import provenance
 from draftlab.acceptance import expected
@@ -126,6 +126,11 @@ class Replay(FileModel):
     command: str
     versions: dict[str, str]
     created: str
+
+    @model_validator(mode="after")
+    def _has_a_chance_for_each_offset(self) -> "Replay":
+        self.padded()  # raises ValueError where lists differ in length
+        return self
 
     def chances(self) -> list[np.ndarray]:
         """Return the acceptance probabilities of each text, [n - 1] or [n - 1, K].

@@ -28,6 +28,7 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Probe, Server
 from draftlab.servers.kinds import ServedCompletion
 from draftlab.target_outputs.outputs import (
+    LEAST_LOGPROB,
     TEMPERATURES,
     StoredLogprobs,
     TargetOutput,
@@ -48,7 +49,6 @@ SEEDS = 256
 # most tokens per pass on a CPU; larger passes are no faster, and delay the progress bar
 CPU_TOKENS = 2048
 SCORED_ROWS = {"cpu": 16, "cuda": 256}  # positions per log-softmax; on a CPU few, to fit its cache
-LEAST_LOGPROB = -1e4  # replaces -inf, and is finite in float16
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
 
 

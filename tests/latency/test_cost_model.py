@@ -297,3 +297,12 @@ def test_devices_are_their_data_sheets_at_the_a100s_share_of_bandwidth():
     # 34 GB at 2,730 GB/s, and 80 layers of 0.05 ms
     assert 10 < computed("llama-65b@h100,graphs,int4") < 20
     assert computed("llama-65b@h100,graphs,float8") < computed("llama-65b@h200,graphs")
+
+
+def test_a_device_whose_passes_never_end_gives_no_profile(tmp_path):
+    device = yaml.safe_load((shipped("profiles") / "a100-80gb.yaml").read_text())
+    (tmp_path / "slow.yaml").write_text(yaml.safe_dump(device | {"bandwidth_gbs": 1e-310}))
+    with raises_option("device"):
+        parse_profile(
+            f"tiny-16x256@{tmp_path}/slow.yaml,graphs", widths=[1], batches=[1], longest=8
+        )

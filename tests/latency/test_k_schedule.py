@@ -14,7 +14,7 @@ from test_cost_model import latency, profile_of
 from typed import call
 
 from draftlab.latency.cost_model import CostModel, write_profile
-from draftlab.latency.k_schedule import Ranges, ranges, read_schedule, schedule
+from draftlab.latency.k_schedule import Ranges, Schedule, ranges, read_schedule, schedule
 from draftlab.latency.steps import expected_time, plain_ms, step_costs, steps, total_ms
 from draftlab.latency.workload import Workload, constant_workload, workload_of
 
@@ -171,3 +171,11 @@ def test_vllm_reads_the_ranges_as_they_are_meant(tmp_path):
     as_read = json.loads(json.dumps(ranges(ks)))
     dense = module["build_dynamic_sd_schedule_lookup"](as_read, 9, max(ks))
     assert dense[1:] == [*ks, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "found", [[(1, 4, 3), (4, 8, 1)], [(1, 4, 3), (6, 8, 1)], [(2, 4, 3)], [(1, 4, 3), (8, 5, 1)]]
+)
+def test_ranges_that_miss_a_batch_size_or_have_one_twice_are_no_schedule(found):
+    with pytest.raises(ValueError, match="range"):
+        Schedule(ranges=found, pays_up_to=1)

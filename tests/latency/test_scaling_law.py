@@ -9,7 +9,8 @@ from test_cost_model import SHAPE, latency, profile_of
 from typed import call
 
 from draftlab import workspace
-from draftlab.latency.cost_model import CostModel, Profile
+from draftlab.errors import UserError
+from draftlab.latency.cost_model import CostModel, Profile, read_profile
 from draftlab.latency.scaling_law import default_grid, fit, fit_law, grid_shapes, read_law
 from draftlab.model.families import presets, shipped
 from draftlab.model.shape import Shape, check, check_within, write_shape_file
@@ -117,3 +118,29 @@ def test_a_law_is_measured_shown_again_and_designed_with(space):
     call(f"design {sizes} --law {made['path']} --params 80k")
     assert "--law" in call(f"profile --law {small} tiny", code=1).stderr
     assert read_law(space / made["path"]).ms(SHAPE) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [({"prefill": [latency(16, 5.0)]}, 1.0), ({}, 0.0), ({"host": [latency(1, 0.0)]}, 1.0)],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_a_profile_that_does_not_fit_the_others_gives_no_law(changes, factor):
+    profiles = [law_profile(s) for s in SHAPES[1:]] + [
+        law_profile(SHAPES[0], 1.0, factor, **changes)
+    ]
+    with pytest.raises(UserError):
+        fit_law(profiles).profile(SHAPES[5], "x")
+
+
+@pytest.mark.parametrize("dtype", ["as served", "x"])
+def test_a_dtype_of_unknown_size_gives_no_law(dtype):
+    with raises_option(dtype):
+        fit_law([law_profile(s, dtype=dtype) for s in SHAPES])
+
+
+def test_an_infinite_time_is_not_read(tmp_path):
+    text = json.dumps(law_profile(SHAPES[0]).model_dump())
+    (tmp_path / "x.yaml").write_text(text.replace('"median_ms": 0.1', '"median_ms": .inf'))
+    with raises_option("x.yaml", "median_ms"):
+        read_profile(tmp_path / "x.yaml")

@@ -93,6 +93,7 @@ def test_a_broken_checkpoint_is_one_line_that_says_what_and_where(
         ({"rope_parameters": {"rope_type": "yarn", "factor": 0.0}}, "factor"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "theta"),
         ({"rope_parameters": {"rope_theta": {"__float__": "Infinity"}}}, "theta"),
+        ({"rms_norm_eps": {"__float__": "small"}}, "small"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1.0}}, "beta_fast"),
         ({"rope_scaling": {"low_freq_factor": 4.0, "high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"sliding_window": -1}, "sliding_window"),

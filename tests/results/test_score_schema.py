@@ -129,3 +129,23 @@ def test_generations_that_do_not_add_up_are_refused():
         Generation.model_validate(generation(0, [3], [3]).model_dump() | {"tokens": 9})
     with pytest.raises(ValueError, match="one entry per step"):
         Generation.model_validate(generation(0, [3], [3]).model_dump() | {"drafted": [3, 3]})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompts": [{"tokens": 4}]},
+        {"speculative": {10**9: [generation(0, [2], [1]).model_dump()]}},
+        {"speculative": {1: [generation(0, [2], [1]).model_dump()]}},
+    ],
+    ids=["a prompt is missing", "a K without an end", "more drafted than K"],
+)
+def test_a_score_that_no_report_could_show_is_refused(changes):
+    base = score().model_dump() | {"plain": [generation(0, [0], [0]).model_dump()]}
+    whole = {"speculative": {2: [generation(0, [2], [1]).model_dump()]}, "prompts": []}
+    Score.model_validate(base | whole)
+    runs = [generation(i, [0], [0]).model_dump() for i in range(2)]
+    if "prompts" in changes:
+        whole |= {"plain": runs, "speculative": {2: runs}}
+    with pytest.raises(ValueError, match=r"prompt 1|1000|drafted > K"):
+        Score.model_validate(base | whole | changes)

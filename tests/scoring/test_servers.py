@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from errors import raises_option
-from loopback_servers import Answering, SmallVLLM, running
+from loopback_servers import Answering, Observed, SmallVLLM, running
 from small_files import with_template, write_rows, write_workspace
 from test_client import serving_vllm
 from typed import call
@@ -179,7 +179,7 @@ def test_counters_that_others_moved_are_refused(steps, cuts, fine):
     """
     runs = [ServedGeneration(prompt=i, tokens=20, seconds=1.0) for i in range(2)]
     counters = Counters(
-        num_drafts=steps, num_draft_tokens=3.0 * steps, num_accepted_tokens_per_pos=[12.0, 9.0, 7.0]
+        num_drafts=steps, num_draft_tokens=4.0 * steps, num_accepted_tokens_per_pos=[7.0] * 4
     )
     with nullcontext() if fine else raises_option("http://here", "40"):
         check_alone(runs, counters, "http://here", cuts_last_step=cuts)
@@ -246,3 +246,16 @@ def test_a_real_vllm_accepts_what_is_accepted_here_of_a_dflash_head(tmp_path, fp
     _, served = (each for each in found if each.about == "acceptance")  # here alone, and there
     print(served.text)
     assert served.level == "ok"
+
+
+def test_stored_answers_that_lack_a_run_are_refused(space, started):
+    target = small(space)
+    apart(space, "--server", started(target))
+    file = space / STORED / "plain.json"
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps(stored | {"runs": stored["runs"][1:]}))
+    asked, drafting = Observed(), small(space, draft=target.model)
+    second = ("--server", STORED, "--speculative-server", started(asked.of(drafting)))
+    assert "--server" in apart(space, *second, code=1).stderr
+    assert "/v1/completions" not in asked.paths
+    assert not (space / "runs/score-served").exists()

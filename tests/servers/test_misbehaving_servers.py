@@ -8,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from errors import raises_option
 from loopback_servers import running
@@ -16,6 +17,8 @@ from draftlab.errors import UserError
 from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import HttpClient, Probe, Server, spec_decode_counters
+from draftlab.servers.kinds import top_k
+from draftlab.target_outputs.outputs import StoredLogprobs
 from draftlab.target_outputs.targets import ServedTarget
 
 Raw = Callable[[BaseHTTPRequestHandler], None]
@@ -151,6 +154,11 @@ def test_what_was_written_is_checked_when_it_comes(what):
 
 IMPOSSIBLE = {
     "an id beyond the vocabulary": choice((5, 9), (-0.5, -3.5)),
+    "probabilities above 1": choice(
+        values=(-0.1, -0.1),
+        tops=[{"token_id:5": -0.1, "token_id:6": -0.1}, {"token_id:6": -0.1, "token_id:7": -0.1}],
+    ),
+    "a log-probability beyond float32": choice((5, 8), (-0.5, -1e39)),
     "a log-probability above 0": choice(
         values=(0.5, -0.25), tops=[{"token_id:5": 0.5, "token_id:6": -1.0}, TOPS[1]]
     ),
@@ -210,3 +218,81 @@ NAME = "vllm:spec_decode_num_{}_total"
 def test_counters_that_went_back_or_are_no_numbers_are_refused(drafts):
     with pytest.raises(UserError):
         spec_decode_counters({NAME.format("drafts"): 5.0}, {NAME.format("drafts"): drafts})
+
+
+POSITION = NAME.format("accepted_tokens_per_pos") + '{{position="{}"}}'
+
+
+@pytest.mark.parametrize(
+    "grown",
+    [
+        {NAME.format("draft_tokens"): 1e300},
+        {NAME.format("draft_tokens"): 1.0, POSITION.format(0): 2.0},
+        {POSITION.format("x"): 1.0},
+        {POSITION.format(1): 1.0},
+        {POSITION.format(0): 3.0},
+        {POSITION.format(0): 1.0, POSITION.format(1): 2.0},
+    ],
+)
+def test_counters_that_contradict_each_other_are_refused(grown):
+    whole = {NAME.format("drafts"): 2.0, NAME.format("draft_tokens"): 4.0}
+    with pytest.raises(UserError, match="counters"):
+        spec_decode_counters({}, whole | grown)
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"), [((5,), "length"), ((5,), "abort"), ((5, 6, 7), "stop")]
+)
+def test_an_answer_that_ended_early_is_no_measurement(ids, reason):
+    with running(serving({"choices": [choice(ids, reason=reason)]})) as url, raises_option("/v1"):
+        Server.connect(url).generate_ids([1, 2], GREEDY)
+
+
+def test_a_probability_of_0_is_stored_as_a_number_that_can_be_read():
+    least = -3.4028234663852886e38  # llama.cpp's logarithm of 0
+    stored = StoredLogprobs.of_lists(
+        np.array([[5, 6]]), np.array([[0.0, least]]), np.array([least]), np.array([6])
+    )
+    assert np.isfinite(stored.logprobs.astype(np.float16)).all()
+    assert np.isfinite(stored.token.astype(np.float16)).all()
+
+
+def test_lists_that_were_asked_for_must_come():
+    with running(serving({"choices": [choice(tops=[])]})) as url, raises_option("/v1"):
+        Server.connect(url).generate([[1, 2]], GREEDY, k=2)
+
+
+def test_an_answer_that_comes_byte_by_byte_is_given_up_in_time():
+    def drip(request: BaseHTTPRequestHandler) -> None:
+        request.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")
+        for _ in range(100):
+            request.wfile.write(b" ")
+            time.sleep(0.1)
+
+    with raw_server(drip) as url:
+        started = time.monotonic()
+        with raises_option("/x"):
+            client(url, seconds=0.5).json("GET", "/x")
+        assert time.monotonic() - started < 5
+
+
+def test_an_answer_without_tokens_says_nothing_of_log_probabilities():
+    with running(serving({"choices": [choice((), (), [], "stop")]})) as url, raises_option("/v1"):
+        Server.connect(url).probe([1, 2])
+
+
+def test_a_server_that_ends_texts_although_it_must_not_is_no_measure_of_time():
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    answer = {"choices": [choice((5,), reason="stop")]}
+    with running(serving(answer)) as url, raises_option("/v1"):
+        Server.connect(url).generate_ids([1, 2], sampling)
+
+
+def test_a_page_without_tokens_is_not_a_server_that_cannot_tokenize():
+    with running(serving({})) as url, raises_option("/tokenize"):
+        Server.connect(url).tokenize("def")
+
+
+def test_a_token_twice_in_a_list_is_refused():
+    with pytest.raises(ValueError, match="different"):
+        top_k([(5, -0.5), (6, -1.0), (5, -0.5)], 3)

@@ -186,7 +186,10 @@ class DFlash:
 
         last: Last token of each text, [B], at position ``cache.used``.
         """
-        return self.spread(F.linear(self.block_states(last, count, cache)[:, -count:], self.head))
+        states = self.block_states(last, count, cache)[:, -count:]
+        # two dimensions, because torch copies the whole output layer for a slice of three
+        logits = F.linear(states.flatten(0, 1), self.head).unflatten(0, (len(last), count))
+        return self.spread(logits)
 
     def text_logits(self, tokens: Tensor, cache: BlockCache) -> Tensor:
         """Return the logits of the token after each of tokens [B, K] in a block that begins with the first of them."""

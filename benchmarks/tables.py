@@ -290,14 +290,15 @@ class Tables:
 
     def students(self) -> Iterator[str]:
         """Yield each kind of student of equal compute, with the timed gain of each seed."""
+        rows = self.results["smollm2_students"]["kinds"]
+        per_k = list(rows["plain"]["tokens_per_pass"])
         yield from header(
-            "student", "CPU seconds", "held-out acceptance", "tokens per pass, K = 1", "K = 3",
+            "student", "CPU seconds", "held-out acceptance", *(f"tokens per pass, K = {k}" for k in per_k),
             "speed-up of whole requests, by seed",
         )  # fmt: skip
-        rows = self.results["smollm2_students"]["kinds"]
         for name, row in ordered(rows, lambda row: row["speedup"]["mean"]):
             gains = ", ".join(interval(each["speedup"]) for each in row["trained"])
-            per_pass = mean(row["tokens_per_pass"]["1"]), mean(row["tokens_per_pass"]["3"])
+            per_pass = [mean(row["tokens_per_pass"][k]) for k in per_k]
             spent = f"{row['cpu_seconds']['mean']:.0f}"
             yield cells(STUDENTS[name], spent, mean(row["acceptance"]), *per_pass, gains)
 

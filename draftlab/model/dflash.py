@@ -197,7 +197,10 @@ class DFlash:
 
         last: Last token of each text, [B]. Its position is ``cache.used``, which does not change.
         """
-        return self.spread(F.linear(self.block_states(last, count, cache)[:, -count:], self.head))
+        states = self.block_states(last, count, cache)[:, -count:]
+        # two dimensions, because torch copies the whole output layer for a slice of three
+        logits = F.linear(states.flatten(0, 1), self.head).unflatten(0, (len(last), count))
+        return self.spread(logits)
 
     def text_logits(self, tokens: Tensor, cache: BlockCache) -> Tensor:
         """Return the logits [B, K, V] of the K tokens after the text's last token, which is tokens[:, 0].

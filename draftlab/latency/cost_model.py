@@ -7,7 +7,7 @@ alpha acceptance probability of each token, c = T_draft(1) / T_target(1), beta =
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import yaml
@@ -17,7 +17,7 @@ from draftlab.errors import UserError
 from draftlab.model import Mode
 from draftlab.model.shape import Shape
 from draftlab.reading import FileModel, read_model
-from draftlab.results.score import Latency
+from draftlab.results.score import Latency, Milliseconds
 
 # int4: 4 bits, plus a 16-bit scale and a 4-bit zero point per 128 weights, as in AWQ and GPTQ
 BYTES = {
@@ -33,6 +33,7 @@ BYTES = {
 class Point(Latency):
     """T(width, batch, context)."""
 
+    median_ms: Annotated[Milliseconds, Field(ge=1e-9)]
     batch: PositiveInt
     context: NonNegativeInt
 
@@ -94,6 +95,9 @@ class Profile(FileModel):
                 raise ValueError(
                     f"{name} must have each combination of batch (from 1 on) and context exactly once"
                 )
+        for name, points in (("prefill", self.prefill), ("host", self.host)):
+            if len({p.width for p in points}) < len(points):
+                raise ValueError(f"{name} has a width twice")
         after = sorted({p.after for p in self.steady})
         if after[:-1] != list(range(1, len(after))):
             raise ValueError(

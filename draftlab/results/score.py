@@ -83,19 +83,23 @@ class Environment(FileModel):
 
 
 DISAGREE = 1.25  # largest ratio between implied and measured speed-up if both are right
+LEAST_SECONDS = 1e-9  # of a request
 MANY_STALLS = 0.1  # share of passes
 UNEVEN = 1.5  # ratio of the slowest to the fastest repeat of a prompt above which the machine must have been busy
 # share of prompts; at this share, one prompt in twenty is slow in two of three repeats, and thus in the median
 MANY_UNEVEN = 1 / 3
 
 
+Milliseconds = Annotated[float, Field(ge=0, le=1e12)]
+
+
 class Latency(FileModel):
     """Milliseconds of one forward pass: median and quartiles over n passes."""
 
     width: NonNegativeInt  # tokens fed at once
-    median_ms: NonNegativeFloat
-    low_ms: NonNegativeFloat
-    high_ms: NonNegativeFloat
+    median_ms: Milliseconds
+    low_ms: Milliseconds
+    high_ms: Milliseconds
     n: NonNegativeInt
 
 
@@ -255,6 +259,8 @@ class Score(FileModel):
                 raise ValueError("plain and speculative decoding must have the same prompts")
             if max(g.tokens for g in runs) <= 1:
                 raise ValueError("every text has one token, so no decoding was timed")
+            if (least := min(g.request[1] for g in runs)) < LEAST_SECONDS:
+                raise ValueError(f"a request took {least:g} s")
         if self.prompts and prompts[-1] >= len(self.prompts):
             raise ValueError(f"prompts has no entry for prompt {prompts[-1]}")
         for k in self.speculative:

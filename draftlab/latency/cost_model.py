@@ -7,7 +7,7 @@ alpha acceptance probability of each drafted token, c = T_draft(1) / T_target(1)
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import yaml
@@ -17,7 +17,7 @@ from draftlab.errors import UserError
 from draftlab.model import Mode
 from draftlab.model.shape import Shape
 from draftlab.reading import FileModel, read_model
-from draftlab.results.score import Latency
+from draftlab.results.score import Latency, Milliseconds
 
 # int4: 4 bits, plus a 16-bit scale and a 4-bit zero point per 128 weights, as in AWQ and GPTQ
 BYTES = {
@@ -33,6 +33,7 @@ BYTES = {
 class Point(Latency):
     """The latency of a pass over `width` tokens in each of `batch` rows after `context` cached tokens."""
 
+    median_ms: Annotated[Milliseconds, Field(ge=1e-9)]
     batch: PositiveInt
     context: NonNegativeInt
 
@@ -95,6 +96,9 @@ class Profile(FileModel):
                     f"{name} must be a complete grid: each combination of width, batch and context exactly once, from "
                     "width 1 on (in steady: after instead of width)"
                 )
+        for name, points in (("prefill", self.prefill), ("host", self.host)):
+            if len({p.width for p in points}) < len(points):
+                raise ValueError(f"{name} has a width twice")
         after = sorted({p.after for p in self.steady})
         if after[:-1] != list(range(1, len(after))):
             raise ValueError(

@@ -10,14 +10,7 @@ from collections.abc import Callable, Sequence
 from operator import eq
 from typing import TypeVar
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from draftlab import intervals
 from draftlab.config.base import MAX_K
@@ -78,7 +71,7 @@ class ServedGeneration(FileModel):
 
     prompt: NonNegativeInt
     tokens: NonNegativeInt
-    seconds: PositiveFloat  # time from request to answer
+    seconds: NonNegativeFloat  # time from request to answer
 
     @property
     def request(self) -> Timing:

@@ -92,6 +92,7 @@ class Environment(FileModel):
 
 # a larger ratio between implied and measured speed-up means that one of them is wrong
 DISAGREE = 1.25
+LEAST_SECONDS = 1e-9  # seconds that a request takes at least
 MANY_STALLS = 0.1  # fraction of stalled passes above which times are in doubt
 UNEVEN = 1.5  # ratio of the slowest to the fastest repeat of a prompt above which the machine must have been busy
 # fraction of uneven prompts above which times are in doubt; one prompt in twenty is then slow in two of three repeats,
@@ -99,13 +100,16 @@ UNEVEN = 1.5  # ratio of the slowest to the fastest repeat of a prompt above whi
 MANY_UNEVEN = 1 / 3
 
 
+Milliseconds = Annotated[float, Field(ge=0, le=1e12)]
+
+
 class Latency(FileModel):
     """Milliseconds of one forward pass: median and quartiles over n passes."""
 
     width: NonNegativeInt  # number of new tokens in the pass
-    median_ms: NonNegativeFloat
-    low_ms: NonNegativeFloat
-    high_ms: NonNegativeFloat
+    median_ms: Milliseconds
+    low_ms: Milliseconds
+    high_ms: Milliseconds
     n: NonNegativeInt
 
 
@@ -270,6 +274,8 @@ class Score(FileModel):
                 raise ValueError("plain and speculative decoding must have the same prompts")
             if max(g.tokens for g in runs) <= 1:
                 raise ValueError("every text has one token, so no decoding was timed")
+            if (least := min(g.request[1] for g in runs)) < LEAST_SECONDS:
+                raise ValueError(f"a request took {least:g} s")
         if self.prompts and prompts[-1] >= len(self.prompts):
             raise ValueError(f"prompts has no entry for prompt {prompts[-1]}")
         for k in self.speculative:

@@ -121,14 +121,11 @@ def test_a_law_is_measured_shown_again_and_designed_with(space):
 
 
 @pytest.mark.parametrize(
-    ("changes", "factor"),
-    [({"prefill": [latency(16, 5.0)]}, 1.0), ({}, 0.0), ({"host": [latency(1, 0.0)]}, 1.0)],
+    "changes", [{"prefill": [latency(16, 5.0)]}, {"host": [latency(1, 0.0), latency(2, 0.0)]}]
 )
 @pytest.mark.filterwarnings("ignore:divide by zero")
-def test_a_profile_that_does_not_fit_the_others_gives_no_law(changes, factor):
-    profiles = [law_profile(s) for s in SHAPES[1:]] + [
-        law_profile(SHAPES[0], 1.0, factor, **changes)
-    ]
+def test_a_profile_that_does_not_fit_the_others_gives_no_law(changes):
+    profiles = [law_profile(s) for s in SHAPES[1:]] + [law_profile(SHAPES[0], **changes)]
     with pytest.raises(UserError):
         fit_law(profiles).profile(SHAPES[5], "x")
 
@@ -144,3 +141,15 @@ def test_an_infinite_time_is_not_read(tmp_path):
     (tmp_path / "x.yaml").write_text(text.replace('"median_ms": 0.1', '"median_ms": .inf'))
     with raises_option("x.yaml", "median_ms"):
         read_profile(tmp_path / "x.yaml")
+
+
+@pytest.mark.parametrize("part", ["prefill", "host"])
+def test_two_times_of_one_width_are_no_profile(part):
+    with pytest.raises(ValueError, match=part):
+        law_profile(SHAPES[0], **{part: [latency(1, 5.0), latency(1, 6.0)]})
+
+
+@pytest.mark.parametrize("ms", [0.0, 1e-320, 1e300])
+def test_a_pass_that_takes_no_time_or_years_is_no_profile(ms):
+    with pytest.raises(ValueError, match="median_ms"):
+        law_profile(SHAPES[0], factor=ms)

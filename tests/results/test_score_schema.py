@@ -149,3 +149,12 @@ def test_a_score_that_no_report_could_show_is_refused(changes):
         whole |= {"plain": runs, "speculative": {2: runs}}
     with pytest.raises(ValueError, match=r"prompt 1|1000|drafted > K"):
         Score.model_validate(base | whole | changes)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-320])
+def test_a_request_that_took_no_time_is_refused(seconds):
+    base = score().model_dump() | {"prompts": []}
+    timed = generation(0, [2], [1]).model_dump()
+    none = timed | {name: seconds for name in timed if name.endswith("_seconds")}
+    with pytest.raises(ValueError, match="took"):
+        Score.model_validate(base | {"plain": [none], "speculative": {2: [timed]}})

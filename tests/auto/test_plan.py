@@ -162,7 +162,7 @@ def test_a_pair_that_exists_asks_for_no_text_to_train_on(family_dirs, tmp_path):
     plan = planned(target, tmp_path, ready=ready, prompts=72)
     assert plan.candidates == ["prompt-lookup"]
     assert {step.name for step in plan.steps} == {"score", "final", "export"}
-    assert "24 more" in plan.left_out["draft"]
+    assert "add 24 " in plan.left_out["draft"]
     with raises_option("--prompts", 96):
         planned(target, tmp_path, prompts=72)
 

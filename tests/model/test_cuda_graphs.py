@@ -145,14 +145,15 @@ def test_what_is_captured_never_waits_for_the_device(family_dirs, tmp_path):
     graphed = CudaGraphLlama(llama.load(family_dirs["qwen3"], torch.float32))
     vocab, uniform = graphed.shape.vocab, torch.rand(3, 4)
 
-    def looks(logits, draws):
-        return (logits.argmax(-1) if logits.max() > 0 else logits.argmin(-1)), None
+    class Looks(Sampler):
+        def __call__(self, logits, draws):
+            return (logits.argmax(-1) if logits.max() > 0 else logits.argmin(-1)), None
 
     warps = [SamplingParams(), SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01)]
     cache = graphed.new_cache(3, 40)
     for _ in range(2):
         graphed.forward(torch.ones(3, 4, dtype=torch.long), cache)
-    for choose in [*(Sampler(warp, vocab + 5) for warp in warps), looks]:
+    for choose in [*(Sampler(warp, vocab + 5) for warp in warps), Looks(warps[0], vocab)]:
         graphed.draft(torch.randn(3, vocab), cache, uniform, choose)
     *captured, waiting = [*graphed._graphs.values(), *graphed._chains.values()]
     target, head = target_and_head(tmp_path)

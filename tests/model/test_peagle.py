@@ -182,7 +182,7 @@ MTP: dict[str, Any] = {
             {"architectures": ["DeepseekV3ForCausalLMNextN"], "model_type": "deepseek_v3"},
             "MTP head",
         ),
-        ({"speculators_model_type": "xpress"}, "xpress head"),
+        ({"speculators_model_type": "xpress"}, "kind xpress"),
     ],
 )
 def test_a_head_of_a_kind_that_is_not_computed_is_named(target, tmp_path, content, kind):

@@ -249,13 +249,13 @@ def test_a_real_vllm_accepts_what_is_accepted_here_of_a_dflash_head(tmp_path, fp
 
 
 def test_stored_answers_that_lack_a_run_are_refused(space, started):
-    target = small(space)
-    apart(space, "--server", started(target))
+    target = small()
+    apart("--server", started(target))
     file = space / STORED / "plain.json"
     stored = json.loads(file.read_text())
     file.write_text(json.dumps(stored | {"runs": stored["runs"][1:]}))
-    asked, drafting = Observed(), small(space, draft=target.model)
+    asked, drafting = Observed(), small(draft=target.model)
     second = ("--server", STORED, "--speculative-server", started(asked.of(drafting)))
-    assert "--server" in apart(space, *second, code=1).stderr
+    assert "--server" in apart(*second, code=1).stderr
     assert "/v1/completions" not in asked.paths
     assert not (space / "runs/score-served").exists()

@@ -121,9 +121,11 @@ def test_what_a_server_says_about_itself_is_checked(card):
 TOPS = [{"token_id:5": -0.5, "token_id:6": -1.0}, {"token_id:6": -0.25, "token_id:7": -3.0}]
 
 
-def choice(ids: Any = (5, 6), values: Any = (-0.5, -0.25), tops: Any = TOPS) -> dict[str, Any]:
+def choice(
+    ids: Any = (5, 6), values: Any = (-0.5, -0.25), tops: Any = TOPS, reason: str = "length"
+) -> dict[str, Any]:
     logprobs = {"token_logprobs": values, "top_logprobs": tops}
-    return {"token_ids": ids, "logprobs": logprobs, "finish_reason": "length"}
+    return {"token_ids": ids, "logprobs": logprobs, "finish_reason": reason}
 
 
 WRITTEN = {

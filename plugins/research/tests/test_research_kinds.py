@@ -110,7 +110,7 @@ def test_the_best_tree_over_offsets_is_that_of_the_targets_own_texts(
         max(node_depths(way.drafter.parents)) <= 4
     )  # number of offsets that the draft was trained for
     assert way.ks == [len(way.drafter.parents)]
-    assert "in the draft: 1.00, 0.00, 0.00" in capsys.readouterr().err
+    assert "and 3: 1.00, 0.00, 0.00" in capsys.readouterr().err
 
 
 def test_no_more_tokens_are_drafted_than_there_are_heads(context, heads, monkeypatch):
@@ -147,7 +147,8 @@ def test_an_error_in_a_drafter_names_its_option(text, option):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("layer-skip:layers=0+9", "0 to 4"), ("cascade:order=9", "8 tokens of 307")]
+    ("text", "words"),
+    [("layer-skip:layers=0+9", "0 to 4"), ("cascade:order=9", "8 tokens from 307")],
 )
 def test_what_does_not_fit_the_target_is_said_before_it_is_loaded(text, words):
     with pytest.raises(UserError, match=f"--drafter {re.escape(text)}: .*{words}"):

@@ -45,7 +45,7 @@ from draftlab.sampling import SamplingParams
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "any_target.json"
 COMMANDS = [
-    "distill", "outputs build", "outputs to replay", "replay", "score", "score a batch", "score sampled",
+    "prune depth", "distill", "outputs build", "outputs to replay", "replay", "score", "score a batch", "score sampled",
     "score without a draft", "distill a head", "score a head", "replay a head", "profile a head", "profile", "predict",
     "search", "check", "export vllm", "auto, planned",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ from typing_extensions import Self
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, hub
 from draftlab.model.checkpoint import check_finite, check_weight
+from draftlab.model.llama import ROPE_KINDS
 from draftlab.model.shape import Shape
 from draftlab.reading import FileModel, reading
 
@@ -363,7 +364,9 @@ def head_config(
         heads = sizes.hidden // head_dim
         kv_heads = kv_heads if heads % kv_heads == 0 else heads
     rope: Any = getattr(config, "rope_parameters", None)  # GPT-2 has none, Gemma 3 several
-    one_rope = isinstance(rope, dict) and "rope_type" in rope
+    rope = rope if isinstance(rope, dict) else {}
+    # frequencies that depend on the length of the text are not computed for heads
+    computed = rope.get("rope_type") in ROPE_KINDS
     with reading(f"EAGLE-3 head for {target}"):
         head = HeadShape(
             hidden=sizes.hidden,
@@ -373,7 +376,9 @@ def head_config(
             ffn=getattr(config, "intermediate_size", None) or 4 * sizes.hidden,
             eps=getattr(config, "rms_norm_eps", 1e-5),
             context=checkpoint.max_model_len(target, 2048),
-            rope=dict(rope) if one_rope else {"rope_type": "default", "rope_theta": 10000.0},
+            rope=dict(rope)
+            if computed
+            else {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
             vocab=sizes.vocab,
             draft_vocab=draft_vocab,
             target_hidden=sizes.hidden,

@@ -507,6 +507,14 @@ def rotary_tables(
     return (angles.cos() * scale).to(like), (angles.sin() * scale * sign).to(like)
 
 
+ROPE_KINDS = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+)  # kinds that do not depend on the length of the text
+
+
 def rotary(config: Any, head_dim: int, directory: Path) -> tuple[Tensor, float]:
     """Return the rotary frequencies, [C / 2], and the factor of the rotary tables, from transformers' config.
 
@@ -520,7 +528,7 @@ def rotary(config: Any, head_dim: int, directory: Path) -> tuple[Tensor, float]:
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return 1.0 / torch.pow(float(str(rope["rope_theta"])), exponents), 1.0
-    if kind not in ("linear", "llama3", "yarn"):  # all other kinds depend on the length of the text
+    if kind not in ROPE_KINDS:
         raise OtherArchitecture(
             f"{directory} has rotary scaling {kind!r}, but draftlab's engine supports only default, linear, "
             "llama3 and yarn"

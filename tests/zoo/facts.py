@@ -58,7 +58,6 @@ class Facts(BaseModel):
     own: str = ""
     gguf: str = ""
     rows: str = YES
-    head: str = YES
 
     @property
     def architecture(self) -> str:

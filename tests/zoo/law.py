@@ -128,8 +128,6 @@ def expected(facts: Facts, step: str) -> str:
         return WORKS if facts.runs == YES or facts.prune != YES else "--mode native"
     if step in ("score a batch", "score a head") and facts.rows != YES:
         return facts.rows
-    if step == "score a head" and facts.head != YES:
-        return facts.head
     if step == "export itself gguf" or (step == "export gguf" and facts.prune == YES):
         return WORKS if facts.writes_gguf == YES else facts.writes_gguf
     return WORKS

@@ -1,7 +1,7 @@
 """A draft of SmolLM2 that follows its traffic: python -m benchmarks.follow_traffic FOLDER
 
-FOLDER is the folder in which recipes/smollm2-siblings.yaml ran. examples/follow_traffic.py trains the stock draft of 15
-layers there on earlier answers of the target, and judges both drafts on newer answers. The last line is one JSON object.
+FOLDER is the folder in which recipes/smollm2-siblings.yaml ran. examples/follow_traffic.py trains its stock draft of 15
+layers on earlier answers of the target, and judges both drafts on newer answers. The last line is one JSON object.
 
 tokens_per_pass: Tokens per target pass on the newer answers, stock and trained, [value, low, high] over texts. kept:
 Whether the script keeps the trained draft.

@@ -33,8 +33,12 @@ class Schedule(FileModel):
 
     @classmethod
     def of(cls, ks: Sequence[int], pays: Sequence[int]) -> "Schedule":
-        """Return a schedule. ks: K at the batch sizes 1, 2, ... pays: Batch sizes at which the draft is faster."""
-        first, last = (pays[0], pays[-1]) if pays else (1, 0)
+        """Return a schedule. ks: K at the batch sizes 1, 2, ... pays: Batch sizes at which the draft is faster.
+
+        Of several ranges that pay, the schedule names the first.
+        """
+        first = pays[0] if pays else 1
+        last = next((batch for batch in pays if batch + 1 not in pays), 0)
         return cls(ranges=ranges(ks), pays_from=first, pays_up_to=last)
 
     @model_validator(mode="after")

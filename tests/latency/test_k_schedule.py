@@ -14,7 +14,14 @@ from test_cost_model import latency, profile_of
 from typed import call
 
 from draftlab.latency.cost_model import CostModel, write_profile
-from draftlab.latency.k_schedule import Ranges, Schedule, ranges, read_schedule, schedule
+from draftlab.latency.k_schedule import (
+    Ranges,
+    Schedule,
+    ranges,
+    read_schedule,
+    schedule,
+    schedule_of,
+)
 from draftlab.latency.steps import expected_time, plain_ms, step_costs, steps, total_ms
 from draftlab.latency.workload import Workload, constant_workload, workload_of
 
@@ -59,6 +66,8 @@ def test_a_draft_can_pay_from_some_streams_on():
     made = schedule(roofline("d", 0.05, BUSY), experts, [constant(0.6)], KS, 32, "vllm")
     assert (made.ranges[0][2], made.ranges[-1][2] > 0) == (0, True)
     assert (made.pays_from, made.pays_up_to) == (made.ranges[0][1] + 1, 32)
+    with_a_gap = schedule_of({1: 4, 4: 0, 8: 2})
+    assert (with_a_gap.pays_from, with_a_gap.pays_up_to) == (1, 3)
 
 
 def test_nothing_is_drafted_where_nothing_is_accepted_or_every_token_costs_its_own_time():

@@ -43,7 +43,7 @@ class AdaptiveSpec(DraftModelSpec, OutputsSpec):
     def inputs(self) -> list[Input]:
         if not self.heads:
             return super().inputs()
-        return [*self._head().inputs(), *OutputsSpec.inputs(self)[1:]]
+        return [*self._head().inputs(), *OutputsSpec.inputs(self)]
 
     def _head(self) -> EagleSpec:
         return EagleSpec.model_validate({"text": self.text, "heads": self.heads})

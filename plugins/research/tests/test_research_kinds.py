@@ -121,6 +121,12 @@ def test_no_more_tokens_are_drafted_than_there_are_heads(context, heads, monkeyp
         built(context, heads)
 
 
+@pytest.mark.parametrize("drafts", ["draft", "heads"])
+def test_what_calibrates_a_policy_is_an_input(drafts):
+    spec = parse_drafter(f"adaptive:{drafts}=H,outputs=S")
+    assert [each.name for each in spec.inputs()] == ["H", "S"]
+
+
 def test_left_out_layers_are_left_out(context):
     way = built(context, "layer-skip:layers=0+3")
     assert way.model is not None

@@ -12,6 +12,7 @@ from draftlab.engine.drafters.context import DrafterContext
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.ngram import MATCH_KINDS, TextDrafter, copy_from, latest_match
 from draftlab.engine.generate import Draft, Drafter, ModelDrafter, Sampler, speculative_decode
+from draftlab.errors import UserError
 from draftlab.sampling import SamplingParams
 from draftlab_research.policy import Policy, Steps
 
@@ -112,10 +113,10 @@ def recorded(
         samplers.append(Recorder(sampling, vocab))
         return samplers[-1]
 
-    sampling = replace(context.sampling, max_tokens=LENGTH, seed=1)
+    sampling = replace(context.sampling, max_tokens=max(LENGTH, 4 * k), seed=1)
     drafter.sampler = sampler
     rows: list[tuple[int, int, int, np.ndarray, int]] = []
-    seconds, tokens = 0.0, 0
+    seconds: list[float] = []  # of a drafted token, by step
     for prompt in prompts:
         samplers.clear()
         steps = list(
@@ -127,15 +128,20 @@ def recorded(
             before, at = text[:at], at + len(step.tokens)
             if not step.drafted:
                 continue
-            seconds, tokens = seconds + step.draft_seconds, tokens + step.drafted
+            seconds.append(step.draft_seconds / step.drafted)
             confidence = np.concatenate(next(drafts).confidence)
-            if step.drafted == k:  # the last steps of a text have less room
+            # near its end, a text has less room, or fewer tokens to judge by
+            if step.drafted == k and len(before) + k <= len(text):
                 rows.append((*_match(before, text, k, longest), confidence, step.accepted))
+    if not rows:
+        raise UserError(
+            f"--drafter adaptive: no text of the calibration has room for {k} drafted tokens; lower --k"
+        )
     kind, length, copied, confidence, accepted = (
         np.array(column) for column in zip(*rows, strict=True)
     )
     found = Steps(kind=kind, length=length, copied=copied, confidence=confidence, accepted=accepted)
-    return found, 1e3 * seconds / tokens
+    return found, 1e3 * float(np.median(seconds))
 
 
 def _match(before: np.ndarray, text: np.ndarray, k: int, longest: int) -> tuple[int, int, int]:

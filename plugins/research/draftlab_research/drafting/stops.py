@@ -4,7 +4,6 @@ B rows, V vocab.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,9 +45,11 @@ class ConfidenceStopDrafter(ModelDrafter):
     def propose(
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
+        logits = self.last_logits(texts)[:, -1]
         stopping = StoppingSampler(sampling.unlimited(), self.vocab, self.stops)
-        self.sampler = lambda *_: stopping
-        return replace(super().propose(texts, count, sampling, uniform), counts=stopping.counts)
+        # pass by pass, because one CUDA graph of all passes could not stop
+        self.drafted, q = Decoder.draft(self.model, logits, self.cache, uniform, stopping)
+        return Draft(ids=self.drafted, q=q, counts=stopping.counts)
 
 
 class StoppingSampler(Sampler):

@@ -197,10 +197,12 @@ class DFlash:
 
         last: Last token of each text, [B]. Its position is ``cache.used``, which does not change.
         """
-        states = self.block_states(last, count, cache)[:, -count:]
+        return self.spread(self.own_logits(self.block_states(last, count, cache)[:, -count:]))
+
+    def own_logits(self, states: Tensor) -> Tensor:
+        """Return the logits of the head's W ids, [B, T, W], from final states [B, T, D]."""
         # two dimensions, because torch copies the whole output layer for a slice of three
-        logits = F.linear(states.flatten(0, 1), self.head).unflatten(0, (len(last), count))
-        return self.spread(logits)
+        return F.linear(states.flatten(0, 1), self.head).unflatten(0, states.shape[:2])
 
     def text_logits(self, tokens: Tensor, cache: BlockCache) -> Tensor:
         """Return the logits [B, K, V] of the K tokens after the text's last token, which is tokens[:, 0].

@@ -76,9 +76,9 @@ class Block:
 
         last: Last token of each text, [B].
         """
-        self.head, self.states = head, iter(states[:, -count:].unbind(1))
-        base = F.linear(states[:, -count:].flatten(0, 1), head.head)  # see DFlash.block_logits
-        self.base = iter(base.unflatten(0, (len(states), count)).unbind(1))
+        drafting = states[:, -count:]
+        self.head, self.states = head, iter(drafting.unbind(1))
+        self.base = iter(head.own_logits(drafting).unbind(1))
         # recurrent state of the kind rnn, [B, R]
         self.memory = states.new_zeros(len(states), head.config.markov_rank)
         # state [B, D] and embedding [B, R] from which the last logits were computed

@@ -75,10 +75,12 @@ class Policy:
         return self.chance[bins(confidence)]
 
     def goes_on(self, alive: np.ndarray, confidence: np.ndarray, drafted: int) -> np.ndarray:
-        """Return whether one more token pays, [...].
+        """Return whether one more token pays, [...]. After K drafted tokens, none does.
 
         alive: Chance that all drafted tokens are accepted. confidence: Of the last drafted token.
         """
+        if drafted == len(self.verify_ms) - 1:
+            return np.zeros(alive.shape, dtype=bool)
         cost = self.draft_ms + self.verify_ms[drafted + 1] - self.verify_ms[drafted]
         return alive * self.next_chance[bins(confidence)] > self.speed * cost
 

@@ -1,5 +1,6 @@
 """Drafting as long as it pays, and the recorded steps from which that is learnt. B rows, V vocab."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -14,6 +15,7 @@ from draftlab.engine.drafters.ngram import MATCH_KINDS, TextDrafter, copy_from, 
 from draftlab.engine.generate import Draft, Drafter, ModelDrafter, Sampler, speculative_decode
 from draftlab.errors import UserError
 from draftlab.sampling import SamplingParams
+from draftlab_research.drafting.stops import StoppingSampler
 from draftlab_research.policy import Policy, Steps
 
 LENGTH = 64  # tokens that the target adds to each prompt of the calibration
@@ -26,31 +28,23 @@ class Recorder(Sampler):
 
     def __init__(self, sampling: SamplingParams, vocab: int | None) -> None:
         super().__init__(sampling, vocab)
-        self.confidence: list[np.ndarray] = []  # [B] for each token
+        self.confidence: list[float] = []  # of every token that was drafted, for a single row
 
     def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
-        token = super().__call__(logits, uniform)
-        self.confidence.append(torch.softmax(logits.float(), -1).amax(-1).cpu().numpy())
-        return token
+        self.confidence.append(float(torch.softmax(logits.float(), -1).amax()))
+        return super().__call__(logits, uniform)
 
 
-class Stopper(Recorder):
-    """Ends the draft when one more token pays in no row. counts: Number of tokens of each row, [B]."""
+class PolicyStop:
+    """A stop rule: a row stops where one more token does not pay."""
 
-    def __init__(self, sampling: SamplingParams, vocab: int | None, policy: Policy) -> None:
-        super().__init__(sampling, vocab)
-        self.policy, self.alive, self.counts = policy, np.ones(1), np.zeros(1, dtype=int)
-        self.going = np.ones(1, dtype=bool)
+    def __init__(self, policy: Policy) -> None:
+        self.policy, self.alive, self.drafted = policy, np.ones(1), 0
 
-    def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
-        token = super().__call__(logits, uniform)
-        drafted, last = len(self.confidence), self.confidence[-1]
-        self.counts = self.counts + self.going * np.ones(len(last), dtype=int)
-        if drafted + 1 < len(self.policy.verify_ms):
-            self.alive = self.alive * self.policy.chance_of(last)
-            self.going = self.going & self.policy.goes_on(self.alive, last, drafted)
-            self.ended = not self.going.any()
-        return token
+    def __call__(self, p: Tensor) -> Tensor:
+        confidence, self.drafted = p.amax(-1).cpu().numpy(), self.drafted + 1
+        self.alive = self.alive * self.policy.chance_of(confidence)
+        return torch.from_numpy(~self.policy.goes_on(self.alive, confidence, self.drafted))
 
 
 class PolicyLookup(TextDrafter):
@@ -89,15 +83,10 @@ class PolicyDraft(Drafter):
         if self.policy.draft_gain <= 0:
             nothing = torch.zeros(len(texts), 0, dtype=torch.long, device=uniform.device)
             return Draft(ids=nothing, q=None, counts=[0] * len(texts))
-        stoppers: list[Stopper] = []
-
-        def sampler(sampling: SamplingParams, vocab: int | None) -> Stopper:
-            stoppers.append(Stopper(sampling, vocab, self.policy))
-            return stoppers[-1]
-
-        self.inner.sampler = sampler
+        stopping = StoppingSampler(sampling.unlimited(), self.inner.vocab, PolicyStop(self.policy))
+        self.inner.sampler = lambda *_: stopping
         draft = self.inner.propose(texts, count, sampling, uniform)
-        return replace(draft, counts=stoppers[-1].counts.tolist())
+        return replace(draft, counts=stopping.counts)
 
 
 def recorded(
@@ -107,32 +96,27 @@ def recorded(
 
     longest: Longest n-gram that prompt lookup matches.
     """
-    samplers: list[Recorder] = []
-
-    def sampler(sampling: SamplingParams, vocab: int | None) -> Recorder:
-        samplers.append(Recorder(sampling, vocab))
-        return samplers[-1]
-
     sampling = replace(context.sampling, max_tokens=max(LENGTH, 4 * k), seed=1)
-    drafter.sampler = sampler
-    rows: list[tuple[int, int, int, np.ndarray, int]] = []
+    recorder = Recorder(sampling.unlimited(), drafter.vocab)
+    drafter.sampler = lambda *_: recorder
+    rows: list[tuple[int, int, int, list[float], int]] = []
     seconds: list[float] = []  # of a drafted token, by step
     for prompt in prompts:
-        samplers.clear()
+        recorder.confidence.clear()
         steps = list(
             speculative_decode(context.target, drafter, [prompt], k, sampling, context.clock)
         )
         text, at = np.array([*prompt, *(id for step in steps for id in step.tokens)]), len(prompt)
-        drafts = iter(samplers)
+        confidence = iter(recorder.confidence)
         for step in steps:
-            before, at = text[:at], at + len(step.tokens)
+            before, following, at = text[:at], text[at : at + k], at + len(step.tokens)
             if not step.drafted:
                 continue
             seconds.append(step.draft_seconds / step.drafted)
-            confidence = np.concatenate(next(drafts).confidence)
+            drafted = list(itertools.islice(confidence, step.drafted))
             # near its end, a text has less room, or fewer tokens to judge by
-            if step.drafted == k and len(before) + k <= len(text):
-                rows.append((*_match(before, text, k, longest), confidence, step.accepted))
+            if step.drafted == len(following) == k:
+                rows.append((*_match(before, following, longest), drafted, step.accepted))
     if not rows:
         raise UserError(
             f"--drafter adaptive: no text of the calibration has room for {k} drafted tokens; lower --k"
@@ -144,13 +128,14 @@ def recorded(
     return found, 1e3 * float(np.median(seconds))
 
 
-def _match(before: np.ndarray, text: np.ndarray, k: int, longest: int) -> tuple[int, int, int]:
-    """Return the kind and length of the match at the end of `before`, and how many tokens of its copy are right."""
+def _match(before: np.ndarray, following: np.ndarray, longest: int) -> tuple[int, int, int]:
+    """Return the kind and length of the match at the end of `before`, and how many tokens of its copy are right.
+
+    following: The tokens that a copy should have, [K].
+    """
     match = latest_match(before, longest)
     if match is None:
         return 0, 0, 0
-    copy = np.array(copy_from(before.tolist(), match.start, k))
-    following = text[len(before) : len(before) + k]
-    wrong = np.flatnonzero(copy[: len(following)] != following)
-    right = int(wrong[0]) if len(wrong) else len(following)
+    copy = copy_from(before.tolist(), match.start, len(following))
+    right = int(np.cumprod(copy == following).sum())
     return MATCH_KINDS.index(match.kind), match.length, right

@@ -31,6 +31,8 @@ GIGABYTE = 1_000_000_000
 MOST_RUNNING = 0.75
 # peak memory of a sampling step: logits, probabilities and cumulative sums in fp64
 BYTES_PER_LOGIT = 32
+# most tokens of a prefill pass, padding included; on a CPU a pass of more tokens takes longer per token
+PREFILL_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,11 +229,31 @@ def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     if shortest == longest:
         return torch.tensor([list(p) for p in prompts], device=model.device)  # [B, P]
-    # padding is overwritten, never read
-    rows = [[*p[:-1], *[0] * (longest - len(p))] for p in prompts]
-    model.forward(torch.tensor(rows, device=model.device), cache, last=1)
-    cache.used = [len(p) - 1 for p in prompts]
+    read = [p[:-1] for p in prompts]
+    if isinstance(cache, Cache):
+        for rows in _prefill_parts(read):
+            part = model.new_cache(len(rows), max(1, *(len(read[row]) for row in rows)))
+            model.forward(_padded([read[row] for row in rows], model.device), part, last=1)
+            cache.copy_from(part, rows)
+    else:
+        model.forward(_padded(read, model.device), cache, last=1)
+    cache.used = [len(p) for p in read]
     return torch.tensor([p[-1:] for p in prompts], device=model.device)  # [B, 1]
+
+
+def _prefill_parts(texts: list[Sequence[int]]) -> Iterator[range]:
+    """Yield the rows of each prefill pass. texts: Longest first, so that rows of a part are padded little."""
+    first = 0
+    while first < len(texts):
+        rows = max(1, PREFILL_TOKENS // max(1, len(texts[first])))
+        yield range(first, min(first + rows, len(texts)))
+        first += rows
+
+
+def _padded(texts: list[Sequence[int]], device: torch.device) -> Tensor:
+    """Return the texts as rows of equal length. Later tokens overwrite the padding, which is never read."""
+    longest = max(1, *map(len, texts))
+    return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=device)
 
 
 def _sample(logits: Tensor, sampling: SamplingParams, u: Tensor) -> tuple[Tensor, Tensor]:

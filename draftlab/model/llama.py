@@ -99,6 +99,12 @@ class Cache:
                 self.layer_states.keep(row, at, path)
         self.used[row] = end
 
+    def copy_from(self, part: "Cache", rows: range) -> None:
+        """Copy the keys and values of `part`, the cache of some consecutive rows, to the start of these rows."""
+        at = slice(rows.start, rows.stop)
+        self.keys[:, at, :, : part.capacity] = part.keys
+        self.values[:, at, :, : part.capacity] = part.values
+
     def rows(self, mask: Tensor) -> "Cache":
         """Return a copy of the cache with only the rows in a mask, bool [B]."""
         used = [used for used, keep in zip(self.used, mask.tolist(), strict=True) if keep]

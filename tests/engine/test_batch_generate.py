@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from draftlab.acceptance import token_logprobs
+from draftlab.engine import batch_generate
 from draftlab.engine.batch_generate import Batching, generate_batch
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
@@ -50,7 +51,8 @@ def transformers_of(name: str, family_dirs, opt) -> Any:
 
 
 @pytest.mark.parametrize("name", ["eager", "native", "hosted", "opt"])
-def test_greedy_text_is_what_transformers_writes(name, models, family_dirs, opt):
+def test_greedy_text_is_what_transformers_writes(name, models, family_dirs, opt, monkeypatch):
+    monkeypatch.setattr(batch_generate, "PREFILL_TOKENS", 8)  # several passes
     theirs = transformers_of(name, family_dirs, opt)
     ours = generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=20))
     for prompt, text in zip(PROMPTS, ours, strict=True):

@@ -1,9 +1,10 @@
 """Compare EAGLE-3 and DFlash heads in draftlab and in speculators: logits, acceptance, and speed and gain of training.
 
 Run this with a Python that has speculators (make peers). The heads are for the target tiny. Both libraries train on the
-same rows in float32, on one thread, with three steps of training-time test. draftlab trains with the defaults of its
-command. speculators trains with its own class, its loss kl_div, its Muon and schedule, and the norms of its command
-line. Finished parts are read from --folder, so a run that was killed resumes.
+same rows in float32, on one thread, with three steps of training-time test, at learning rates that double until
+acceptance falls. draftlab trains with the defaults of its command. speculators trains with its own class, its loss
+kl_div, its Muon and schedule, and the norms of its command line. Finished parts are read from --folder, so a run that
+was killed resumes.
 
 Acceptance is sum min(p, q) on held-out text at each step of a chain. The gap compares the tokens that the libraries
 draft with the same head, on text that the target writes greedily.
@@ -43,8 +44,9 @@ from draftlab.training.losses import parse_loss
 from draftlab.training.trainer import StepRecord, train
 
 TARGET, DATA, ROWS, STEPS = "tiny", "stdlib", 8, 3  # STEPS: steps of training-time test
-# learning rates to try, including the defaults: 0.002 in draftlab and 0.001 in speculators
+# first learning rates to try, including the defaults: 0.002 in draftlab and 0.001 in speculators
 RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3)
+HIGHEST = 0.1  # higher learning rates are not tried
 NORMS = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
 MUON = {
     "optimizer": "muon", "weight_decay": 0.01, "muon_momentum": 0.95, "muon_weight_decay": 0.1, "muon_ns_steps": 5,
@@ -86,6 +88,9 @@ def main(
     for side, default in (("draftlab", 2e-3), ("speculators", 1e-3)) if seeds else ():
         swept = {lr: arm(side, lr, 0)["acceptance"][0] for lr in RATES}
         best = max(swept, key=swept.__getitem__)
+        while best == max(swept) and 2 * best <= HIGHEST:
+            swept[2 * best] = arm(side, 2 * best, 0)["acceptance"][0]
+            best = max(swept, key=swept.__getitem__)
         rows = {lr: [arm(side, lr, seed) for seed in range(seeds)] for lr in {best, default}}
         trained[side] = {
             "best_rate": best,

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import model_validator
 from typing_extensions import Self
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from draftlab.importing.run import ImportSource
     from draftlab.latency.scaling_law import Design
     from draftlab.model.shape import Shape
-
-    # the workspace that init wrote, and the size of each text source that is a local file or folder
-    NewWorkspace = tuple[Workspace, dict[str, SourceSize]]
 
 
 class InitConfig(Config):
@@ -137,6 +134,17 @@ class Designed(Outcome):
     shapes: "dict[str, Shape]"
 
 
+class NewWorkspace(NamedTuple):
+    """The workspace that init wrote, and the size of each text source that is a local file or folder.
+
+    questions: File of prompts that come with the published draft, if the workspace has this draft.
+    """
+
+    space: Workspace
+    sizes: "dict[str, SourceSize]"
+    questions: Path | None
+
+
 def prepare_import(config: ImportConfig, weights: bool) -> "Job[ImportSource]":
     """Resolve and check the settings of import, and return the job. Raises UserError: the source cannot be read."""
     from draftlab.importing.run import convert, inspect
@@ -163,15 +171,16 @@ def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
     )
 
 
-def prepare_init(config: InitConfig, weights: bool) -> "Job[NewWorkspace]":
+def prepare_init(config: InitConfig, weights: bool) -> Job[NewWorkspace]:
     """Resolve and check the settings of init, and return the job.
 
     Raises:
         UserError: draftlab.yaml exists and overwrite is off, or a checkpoint, file or text is missing.
     """
-    from draftlab.importing.run import smollm2_file
+    from draftlab.importing.run import PUBLISHED, smollm2_file
 
-    space, gguf = workspace.preset(config.preset) if config.preset else None, None
+    space = workspace.preset(config.preset) if config.preset else None
+    imports: dict[str, Path] = {}  # GGUF file of each directory to write
     if workspace.FILE.exists() and not config.overwrite:
         raise UserError(
             f"{workspace.FILE} exists already; edit the file, or add --force to replace it"
@@ -188,26 +197,31 @@ def prepare_init(config: InitConfig, weights: bool) -> "Job[NewWorkspace]":
     elif config.gguf or config.preset == "smollm2":
         gguf = config.gguf or smollm2_file()
         target = space.target if space else f"models/{gguf.stem.lower()}"
-        space = Workspace(target=target, source=target, data="stdlib")
+        imports[target], draft = gguf, None
+        for file in PUBLISHED.glob("*.gguf") if config.preset else ():
+            draft = "models/smollm2-135m-draft"
+            imports[draft] = file
+        space = Workspace(target=target, source=target, data="stdlib", draft=draft)
     assert space is not None  # the settings name a preset, a target or a GGUF file
     space = space.model_copy(update={"data": config.data or space.data})
-    return Job(partial(_write, space, gguf, fetch=config.preset is None, force=config.overwrite))
+    return Job(partial(_write, space, imports, fetch=config.preset is None, force=config.overwrite))
 
 
-def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> "NewWorkspace":
-    """Import the GGUF file of the target if there is one, and write draftlab.yaml.
+def _write(space: Workspace, imports: dict[str, Path], *, fetch: bool, force: bool) -> NewWorkspace:
+    """Import GGUF files, and write draftlab.yaml.
 
     Args:
+        imports: GGUF file of each directory to write.
         fetch: Whether the target may be looked up on the hub.
         force: Whether to replace an earlier import.
-
-    Returns: the workspace, and the size of each local text source.
     """
-    from draftlab.importing.run import CODE_FOR_CHAT, is_chat_model, is_imported
+    from draftlab.importing.run import CODE_FOR_CHAT, PUBLISHED, is_chat_model, is_imported
 
-    warning = None
-    if gguf is not None:
-        out = Path(space.target)
+    warning = questions = None
+    for name, gguf in imports.items():
+        out = Path(name)
+        if gguf.parent == PUBLISHED:
+            questions = PUBLISHED / "questions.jsonl"
         if is_imported(gguf, out):
             note(f"{out} is kept, because it was imported from {gguf} before")
         else:
@@ -218,7 +232,7 @@ def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> 
     with about("--data"):
         sizes = _sizes(space)
     workspace.write(space, comment=warning)
-    return space, sizes
+    return NewWorkspace(space, sizes, questions)
 
 
 def _sizes(space: Workspace) -> "dict[str, SourceSize]":
@@ -251,9 +265,9 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
 
 
 @command(InitConfig, prepare=prepare_init)
-def init(written: "NewWorkspace") -> Outcome:
+def init(written: NewWorkspace) -> Outcome:
     """Write draftlab.yaml, which has the default target, source and data of all commands; also count local text."""
-    space, sizes = written
+    space, sizes, questions = written
     show = [str(workspace.FILE)]
     for source, size in sizes.items():
         show += _size_lines(source, size)
@@ -262,7 +276,9 @@ def init(written: "NewWorkspace") -> Outcome:
         data["text"] = {source: asdict(size) for source, size in sizes.items()}
     plan = "" if hub.local(space.source) else " --dry-run"  # shows what prune would download
     then = f"draftlab prune --layers {_layers(space)}{plan}"
-    if space.draft is not None:
+    if questions is not None:
+        then = f"draftlab score --prompt-file {questions} --dtype bfloat16 --int8 draft"
+    elif space.draft is not None:
         then = f"draftlab auto {space.target} --draft {space.draft} --dry-run"
     return Outcome(path=workspace.FILE, show=show, data=data, next=then)
 

@@ -16,7 +16,7 @@ from draftlab.errors import UserError
 from draftlab.importing import gguf
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.checkpoint import check_finite
-from draftlab.model.hf_files import NOUNS, Layout
+from draftlab.model.hf_files import NOUNS, Layout, read_head_ids, write_head_ids
 from draftlab.output import Output
 from draftlab.reading import read_object, reading
 
@@ -49,6 +49,10 @@ def smollm2_file() -> Path:
             "GGUF file by --gguf"
         )
     return files[0]
+
+
+# folder of the published draft of SmolLM2-135M-Instruct, in a clone of the repository; the package does not have it
+PUBLISHED = Path(__file__).parents[2] / "drafts" / "smollm2-135m-instruct"
 
 
 def is_chat_model(target: str, *, fetch: bool) -> bool:
@@ -135,6 +139,9 @@ def convert(source: ImportSource, output: Output) -> None:
             gguf.load_tokenizer(
                 source.header, model.config.max_position_embeddings
             ).save_pretrained(work)
+            ids = read_head_ids(source.layout.path.parent, model.config.vocab_size)
+            if ids is not None:
+                write_head_ids(work, ids)
         else:
             directory = source.base or source.layout.path
             fields = checkpoint.read_config(directory)

@@ -30,6 +30,7 @@ from draftlab import provenance, workspace
 from draftlab.exporting import gguf, gguf_tokenizer
 from draftlab.importing.gguf import load_config, read_header
 from draftlab.model import checkpoint
+from draftlab.model.hf_files import read_head_ids
 from draftlab.model.sentencepiece import PROBES
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
@@ -341,6 +342,23 @@ def test_init_takes_directories_and_warns_of_chat_models(family_dirs, tmp_path, 
     call("init --target chat --source", family_dirs["llama"])
     assert re.search(r"^# chat\b", Path("draftlab.yaml").read_text(), re.M)
     assert workspace.load().source == str(family_dirs["llama"])
+
+
+def test_init_imports_the_published_draft_with_its_trimmed_head(family_dirs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("draftlab.importing.run.PUBLISHED", tmp_path / "published")
+    Path("published").mkdir()
+    for name in ("published/draft.gguf", "target.gguf"):
+        gguf.write(family_dirs["llama"], tmp_path / name, "f32")
+    Path("published/head_ids.json").write_text("[0, 1, 2, 5]")
+    shown = call("init --preset smollm2 --gguf target.gguf")
+    space = workspace.load()
+    assert space.draft is not None
+    assert str(tmp_path / "published" / "questions.jsonl") in shown.stderr
+    assert read_head_ids(Path(space.draft), 307) == [0, 1, 2, 5]
+    assert read_head_ids(Path(space.target), 307) is None
+    Path("published/head_ids.json").write_text("[307]")
+    refused(tmp_path, tmp_path / "published" / "draft.gguf")
 
 
 @pytest.mark.slow

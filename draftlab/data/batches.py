@@ -27,7 +27,7 @@ from draftlab.data.sources import (
     unit_hash,
     without_heldout_lines,
 )
-from draftlab.data.text import chat_ids, prompts_of, render
+from draftlab.data.text import chat_ids, prompts_of, render, text_ids
 from draftlab.errors import UserError
 
 
@@ -219,7 +219,7 @@ def tokenize(
 def _ids(doc: Document, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> list[int]:
     if doc.messages and tokenizer.chat_template:
         return chat_ids(doc.messages, tokenizer, doc.name, reply=False)
-    return tokenizer(doc.text, verbose=False)["input_ids"] + ends
+    return text_ids(doc.text, tokenizer, doc.name) + ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,7 +559,7 @@ def heldout_prompts(
     """
     source = first_source(spec)
     docs = documents(source, "heldout")
-    ids = functools.cache(lambda i: tokenizer(docs[i].text, verbose=False)["input_ids"])
+    ids = functools.cache(lambda i: text_ids(docs[i].text, tokenizer, docs[i].name))
     places = itertools.product(range(0, 16 * length, 2 * length), range(len(docs)))
     starts = (ids(i)[at : at + length] for at, i in places if len(ids(i)) >= at + 2 * length)
     prompts = list(itertools.islice(starts, count))

@@ -262,6 +262,12 @@ class Conversation:
         return ids, mask
 
 
+def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
+    """Return the ids of a text. Raises UserError: the tokenizer refuses the text, or cannot encode at all."""
+    with reading(f"{where}: the tokenizer refuses the text"):
+        return tokenizer(text, verbose=False)["input_ids"]
+
+
 def chat_ids(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,

@@ -122,11 +122,14 @@ def read_header(file: Path) -> GGUFHeader:
             if name not in LONG
         }
         tokens = reader.fields["tokenizer.ggml.tokens"]
+        rows = next(int(t.shape[-1]) for t in reader.tensors if t.name == "token_embd.weight")
         special = {
             name: str(tokens.contents(settings[key]))
             for name, key in SPECIAL.items()
             if key in settings
         }
+    if rows != len(tokens.data):
+        raise UserError(f"{file} embeds {rows:,} ids, but its tokenizer has {len(tokens.data):,}")
     blocks = {t.name.split(".")[1] for t in reader.tensors if t.name.startswith("blk.")}
     count = settings.get(f"{settings.get('general.architecture')}.block_count")
     if count != len(blocks):

@@ -220,7 +220,13 @@ class CostModel:
             return ys[np.zeros(at.shape, dtype=int)]
         i = np.clip(np.searchsorted(xs, at, "right") - 1, 0, len(xs) - 2)
         part = ((at - xs[i]) / (xs[i + 1] - xs[i])).reshape(at.shape + (1,) * (ys.ndim - 1))
-        return ys[i] * (1 - part) + ys[i + 1] * part
+        result = ys[i] * (1 - part) + ys[i + 1] * part
+        if (result < 0).any():
+            raise UserError(
+                f"{self.profile.name}: a pass would take {result.min():.3g} ms if its times were extrapolated to "
+                f"{axis} {outside.flat[0]}; measure a larger profile, or repeat the measurement"
+            )
+        return result
 
 
 def expected_tokens(alpha: float, k: int) -> float:

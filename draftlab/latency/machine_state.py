@@ -84,7 +84,9 @@ def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) ->
     """Return the environment with waited_share, stolen_share and pressure between two readings of core time."""
 
     def share(first: float | None, last: float | None, of: float) -> float | None:
-        return None if first is None or last is None or not of else round((last - first) / of, 4)
+        if first is None or last is None or not of:
+            return None
+        return round(min(1.0, max(0.0, (last - first) / of)), 4)
 
     seconds = max(after.clock - before.clock, 1e-9)
     ran = (after.ran or 0.0) - (before.ran or 0.0)

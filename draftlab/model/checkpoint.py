@@ -21,6 +21,7 @@ from draftlab.model import hub
 from draftlab.model.hf_files import (
     BUFFERS,
     MODEL_TYPES,
+    Header,
     check_unquantised,
     eos_ids,
     is_quantised,
@@ -167,9 +168,7 @@ def read_shape(directory: Path) -> Shape:
     shape = _fitting_shape(
         directory, config, {name: header.shape for name, header in headers.items()}
     )
-    for name, header in headers.items():
-        if header.stored not in STORED:
-            raise quantised(directory, f"{name} is stored as {header.stored}")
+    _check_floats(directory, headers)
     if shape.tied and "lm_head.weight" in headers:
         weights = Weights(directory)
         # transformers would untie a head that differs
@@ -180,6 +179,13 @@ def read_shape(directory: Path) -> Shape:
             )
     ids = read_head_ids(directory, shape.vocab)
     return shape if ids is None else shape.model_copy(update={"draft_vocab": len(ids)})
+
+
+def _check_floats(directory: Path, headers: Mapping[str, Header]) -> None:
+    """Raise UserError if a tensor is not stored as floating-point numbers of at least 16 bits."""
+    for name, header in headers.items():
+        if header.stored not in STORED:
+            raise quantised(directory, f"{name} is stored as {header.stored}")
 
 
 def _check_code(directory: Path, config: Mapping[str, object]) -> None:
@@ -407,6 +413,7 @@ def load_model(
         places = places or {"": device if device.type == "cuda" else torch.cuda.current_device()}
     else:
         check_unquantised(directory, config)
+        _check_floats(directory, read_headers(directory))
     model: Any = load_any_files(directory, dtype, places, None if places else weights)
     if (ids := read_head_ids(directory, vocab_size(directory))) is not None:
         trim_model(model, ids)
@@ -522,7 +529,7 @@ def meta_model(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMode
     """
     from accelerate import init_empty_weights
 
-    with reading("transformers cannot build this model"), init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False):
         return from_config(config, dtype).eval()
 
 
@@ -544,17 +551,19 @@ def auto_config(directory: Path) -> Any:
 
 
 def from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel":
-    """Return a randomly initialised model. Raises UserError: transformers has no such architecture."""
+    """Return a randomly initialised model. Raises UserError: transformers cannot build a model from the config."""
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    model_type = str(config["model_type"])
+    model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         raise UserError(
             f"transformers has no model_type {one_line(model_type, 80)!r}, and draftlab does not cut models that need "
             "code of their own"
         )
     fields = {k: v for k, v in config.items() if k != "model_type"}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), dtype=dtype)
+    with reading("transformers cannot build this model"):
+        built = AutoConfig.for_model(model_type, **fields)
+        return AutoModelForCausalLM.from_config(built, dtype=dtype)
 
 
 def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:

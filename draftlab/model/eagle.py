@@ -409,6 +409,7 @@ def check_as(shape: type[Shaped], folder: Path, target: Path, weights: bool = Tr
     hub.check_head(folder, shape.kind)
     with reading(folder / "config.json"):
         config = _from_json(shape, content, sizes, folder)
+        config.sizes()  # refuses sizes that no Shape has
     if not weights and not any(folder.glob("*.safetensors")):
         _check_fits(config, sizes, str(folder), own_embedding=True)
         return config

@@ -103,7 +103,7 @@ def refuse_other_layout(path: Path) -> None:
         raise UserError(f"{path} is {layout.advice()}")
 
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
+Positive = Annotated[float, Field(gt=0, le=3.4e38, strict=True)]  # finite in float32
 Dtype = Annotated[str, Field(pattern=r"^(torch\.)?(auto|float(64|32|16)|bfloat16|float8_\w+)$")]
 Length = Annotated[int, Field(ge=1, le=UNLIMITED, strict=True)]
 
@@ -134,7 +134,7 @@ class _Config(_Rotary):
 
     max_position_embeddings: Length | None = None
     sliding_window: Length | None = None
-    rms_norm_eps: Positive | None = None
+    rms_norm_eps: Annotated[Positive, Field(lt=1)] | None = None
     dtype: Dtype | dict[str, Any] | None = None
     torch_dtype: Dtype | None = None
 
@@ -372,7 +372,8 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
         names = files.setdefault(directory / name, set())
         assert names is not None
         names.add(tensor)
-    missing = [file.name for file in files if not file.is_file()]
+    with reading(directory / INDEX):
+        missing = [one_line(file.name, 80) for file in files if not file.is_file()]
     if missing:
         raise UserError(
             f"{directory} has no {missing[0]}, which is listed in its {INDEX}; download the checkpoint again"

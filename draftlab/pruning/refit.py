@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from draftlab.model.devices import exact, exact_products
 from draftlab.model.trimmed_head import only
 from draftlab.pruning.walk import Run, Walk
+from draftlab.reading import reading
 
 Stream = Tensor
 MLP_NORM = "post_attention_layernorm"
@@ -243,7 +244,10 @@ def _fit_matrix(
                 cross.addmm_(x.T, error)
         else:
             heldout.append((x, error))
-    change = ridge_solve(gram, cross, ridge).to(weight.device, torch.float32)
+    with reading(
+        "--refit: the activations of source or draft are too large to fit weights to them"
+    ):
+        change = ridge_solve(gram, cross, ridge).to(weight.device, torch.float32)
     before = sum(float(error.square().sum()) for _, error in heldout)
     after = sum(float((error - x @ change).square().sum()) for x, error in heldout)
     if after < before:

@@ -37,22 +37,25 @@ LONG_WAITS = 0.1
 UNDER_PRESSURE = 0.5
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
 class Environment(FileModel):
     """The state of the machine before the measurement, and its load during the measurement."""
 
     system: str
     processor: str
     cores: int
-    busy_cores: float  # number of cores that other work keeps busy
+    busy_cores: NonNegativeFloat  # number of cores that other work keeps busy
     governor: str | None  # CPU frequency governor
     driver: str | None  # version of the NVIDIA driver
     # The three fractions below were read from Linux during the measurement. None on other systems.
     # fraction of its time in which the decoding thread waited for a core
-    waited_share: float | None = None
+    waited_share: Share | None = None
     # fraction of the cores' time that the hypervisor gave to other machines
-    stolen_share: float | None = None
+    stolen_share: Share | None = None
     # fraction of the time in which any thread of the machine waited for a core
-    pressure: float | None = None
+    pressure: Share | None = None
 
     @property
     def busy(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import Field
 
 from draftlab import provenance, turns
@@ -34,7 +35,8 @@ from draftlab.scoring.comparison import Requests
 from draftlab.scoring.lm_eval import Tasks
 from draftlab.scoring.throughput import interleaved
 from draftlab.servers.client import Server, spec_decode_counters
-from draftlab.target_outputs.targets import check_server_tokenizer
+from draftlab.target_outputs.store import logits_of
+from draftlab.target_outputs.targets import check_ids, check_server_tokenizer
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 PLAIN_FILE = "plain.json"
@@ -82,6 +84,10 @@ class ServedComparison:
     @property
     def name(self) -> str:
         return "score-served" if SPECULATIVE in self.servers else "score-served-plain"
+
+    def check_ids(self, ids: list[int]) -> None:
+        """Check that all token ids in an answer are below the target's vocabulary. Raises UserError if not."""
+        check_ids(np.array(ids, np.int64), logits_of(self.tokenizer))
 
     @property
     def conditions(self) -> dict[str, Any]:
@@ -202,6 +208,8 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
                 f"the answers to earlier turns are missing in the folder {turns.FOLDER}; run score --server URL again"
             )
         completions = server.generate([p.ids for p in prompts], requests.sampling)
+        for completion in completions:
+            comparison.check_ids(completion.ids)
         return [completion.ids for completion in completions]
 
     named = comparison.stored or server
@@ -237,6 +245,7 @@ def measure(
         ids, seconds = answers[role].ask(servers[role], prompt, requests.sampling, clock)
         answers[role].runs.append(ServedGeneration(prompt=index, tokens=len(ids), seconds=seconds))
         if repeat == 0:
+            comparison.check_ids(ids)
             answers[role].tokens.append(ids)
         advance(repeat * len(prompts) + index + 1)
     for role, server in servers.items():

@@ -130,6 +130,12 @@ class Replay(FileModel):
     @model_validator(mode="after")
     def _has_a_chance_for_each_offset(self) -> "Replay":
         self.padded()  # raises ValueError where lists differ in length
+        for text in self.texts:
+            missing = self.sampling.max_tokens - len(text.chances)
+            if missing < 0 or (missing and text.finish_reason == "length"):
+                raise ValueError(
+                    f"text {text.number} is longer than max_tokens, or is shorter although it did not stop"
+                )
         return self
 
     def chances(self) -> list[np.ndarray]:

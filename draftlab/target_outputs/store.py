@@ -422,8 +422,19 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
         at = arrays[name]
         if at[0] != 0 or end not in (None, at[-1]) or (np.diff(at) < least).any():
             raise ValueError(f"the array {name} must ascend from 0 to the number of tokens")
+    if (
+        manifest.prompt_tokens
+        and (np.diff(arrays["prompt_offsets"]) != manifest.prompt_tokens).any()
+    ):
+        raise ValueError(f"a prompt does not have {manifest.prompt_tokens} tokens")
+    if manifest.sampling is not None:
+        missing = manifest.sampling.max_tokens - np.diff(arrays["offsets"])
+        if (missing < 0).any() or (missing[arrays["stopped"] == 0] > 0).any():
+            raise ValueError(
+                "a text is longer than max_tokens, or is shorter although it did not stop"
+            )
     limits = {"prompt_ids": manifest.vocab, "ids": manifest.vocab, "top_ids": manifest.vocab}
-    for name, limit in (limits | {"category": len(manifest.categories)}).items():
+    for name, limit in (limits | {"category": len(manifest.categories), "stopped": 2}).items():
         if name in arrays and arrays[name].max(initial=0) >= limit:
             raise ValueError(
                 f"the array {name} has the value {arrays[name].max()}, but its values must be below {limit:,}"

@@ -34,6 +34,7 @@ from draftlab.model.hf_files import read_head_ids
 from draftlab.model.sentencepiece import PROBES
 
 assert_close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+TOKENS = "tokenizer.ggml.tokens"
 IDS = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -311,6 +312,7 @@ def test_bin_files_that_are_wrong_are_refused(spoil, bins, tmp_path):
         lambda file: file.write_bytes(file.read_bytes()[:-5000]),
         lambda file: _named(file, "general.architecture", "whale"),
         lambda file: _named(file, "llama.rope.scaling.type", "longrope"),
+        lambda file: _named(file, TOKENS, library.GGUFReader(file).fields[TOKENS].contents()[:-1]),
         lambda file: _named(file, "llama.block_count", 6),
         lambda file: _named(file, "llama.block_count", 10**9),
         lambda file: _named(file, "llama.context_length", 0),
@@ -378,12 +380,12 @@ def test_the_model_that_a_package_ships_is_imported(tmp_path, monkeypatch):
     assert reader.decode(best) == " Paris"
 
 
-def _named(file: Path, name: str, value: str | float) -> None:
+def _named(file: Path, name: str, value: str | float | list[str]) -> None:
     _change(file, file.with_suffix(".new"), name, value)
     file.with_suffix(".new").rename(file)
 
 
-def _change(file: Path, out: Path, name: str, value: str | float) -> None:
+def _change(file: Path, out: Path, name: str, value: str | float | list[str]) -> None:
     """A copy of a GGUF file with one setting added or exchanged, by the gguf package."""
     reader = library.GGUFReader(file)
     fields = {f.name: f for f in reader.fields.values()}
@@ -398,8 +400,8 @@ def _change(file: Path, out: Path, name: str, value: str | float) -> None:
         writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub)
     if name != "general.architecture":
         kinds = library.GGUFValueType
-        kind = {str: kinds.STRING, int: kinds.UINT32, float: kinds.FLOAT32}[type(value)]
-        writer.add_key_value(name, value, kind)
+        known = {str: kinds.STRING, int: kinds.UINT32, float: kinds.FLOAT32, list: kinds.ARRAY}
+        writer.add_key_value(name, value, known[type(value)], sub_type=kinds.STRING)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()

@@ -127,6 +127,14 @@ def test_extrapolation_continues_widths_and_contexts_but_no_batch(profile):
         cost.forward_ms(1, 5, np.array([16]))
 
 
+def test_times_are_not_extrapolated_below_0(profile):
+    points = [point.model_copy(update={"width": 80 - point.width}) for point in profile.prefill]
+    cost = CostModel.of(profile.model_copy(update={"prefill": points}), extrapolate=True)
+    assert cost.prefill_ms(np.array([70])).item() > 0
+    with raises_option(profile.name):
+        cost.prefill_ms(np.array([10_000]))
+
+
 def test_a_profile_survives_its_file_and_a_folder_of_two_is_none(profile, tmp_path):
     write_profile(profile, tmp_path / "a.yaml")
     assert read_profile(tmp_path / "a.yaml") == read_profile(tmp_path) == profile

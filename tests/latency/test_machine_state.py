@@ -66,5 +66,9 @@ def test_waiting_is_what_the_kernel_counted_meanwhile():
     seen = with_waiting(IDLE, before, after)
     # 2 of 8 s, 4 of 40 core seconds
     assert (seen.waited_share, seen.stolen_share, seen.pressure) == (0.25, 0.1, 0.5)
+    # the kernel's counters are not read at the same instant
+    late = CoreTime(clock=20.0, ran=7.0, waited=7.0, stolen=1.0, pressed=10.1)
+    seen = with_waiting(IDLE, before, late)
+    assert (seen.stolen_share, seen.pressure) == (0.0, 1.0)
     unknown = CoreTime(clock=10.0, ran=None, waited=None, stolen=None, pressed=None)
     assert with_waiting(IDLE, unknown, unknown) == IDLE

@@ -63,6 +63,11 @@ def doubled(place):
         save_file(load_file(place / file) | {"model.norm.weight": torch.ones(64)}, place / file)
 
 
+def long_name(place):
+    index = {"weight_map": {"model.norm.weight": "model-" * 100 + ".safetensors"}}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -70,6 +75,7 @@ def doubled(place):
         (lambda p: (p / SHARDS[1]).write_bytes((p / SHARDS[1]).read_bytes()[:-100]), SHARDS[1]),
         (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "index.json"),
         (doubled, "model.norm.weight"),
+        (long_name, "index.json"),
         (lambda p: configured(p, intermediate_size=96), "(96, 64)"),
         (lambda p: configured(p, num_hidden_layers=7), "model.layers.5"),
     ],
@@ -93,7 +99,9 @@ def test_a_broken_checkpoint_is_one_line_that_says_what_and_where(
         ({"rope_parameters": {"rope_type": "yarn", "factor": 0.0}}, "factor"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "theta"),
         ({"rope_parameters": {"rope_theta": {"__float__": "Infinity"}}}, "theta"),
+        ({"rope_parameters": {"rope_theta": 1e300}}, "theta"),
         ({"rms_norm_eps": {"__float__": "small"}}, "small"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1.0}}, "beta_fast"),
         ({"rope_scaling": {"low_freq_factor": 4.0, "high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"sliding_window": -1}, "sliding_window"),
@@ -138,6 +146,12 @@ def norm(place):
             (norm, load),
             "norm.weight",
         ),
+        (
+            "llama",
+            lambda t: damaged_norm(t, 1, torch.int32),
+            (checkpoint.read_shape, load),
+            "norm.weight",
+        ),
         ("llama3_tied", other_head, (checkpoint.read_shape,), "tie_word_embeddings"),
     ],
 )
@@ -151,6 +165,16 @@ def test_weights_that_cannot_be_right_are_named(
     for read in reads:
         with raises_option(named):
             read(place)
+
+
+@pytest.mark.parametrize(
+    "change", [{"mlp_bias": None}, {"rope_parameters": {"rope_type": "x"}}, {"model_type": None}]
+)
+def test_a_model_that_transformers_cannot_build_is_one_line(change, family_dirs):
+    config = checkpoint.read_config(family_dirs["llama"]) | change
+    with pytest.raises(UserError) as error:
+        checkpoint.new_model(config, seed=0)
+    assert "\n" not in str(error.value)
 
 
 def test_ids_that_end_a_text_come_from_tokenizer_and_every_config(tokenizer_dir, tmp_path):

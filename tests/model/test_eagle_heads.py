@@ -97,6 +97,7 @@ def test_layers_in_eagle_config_alone_are_counted_as_sglang_does(folder, target)
         ({"target_hidden_size": 48}, "hidden size 48"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "1, 2, 6"),
         ({"intermediate_size": 44}, "(64, 44)"),
+        ({"intermediate_size": 2**63}, "config.json"),
         ({"num_hidden_layers": 2}, "num_hidden_layers 2"),
         ({"fc_norm": True}, "fc_norm.0"),
         ({"model_type": "gemma3"}, "gemma3"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import FAMILIES, build
+from errors import raises_option
 from torch import Tensor, nn
 
 from draftlab.model import checkpoint
@@ -172,6 +173,12 @@ def test_ridge_recovers_a_planted_map_and_a_strong_one_changes_nothing():
     found = ridge_solve(x.T @ x, x.T @ error, 1e-9)
     torch.testing.assert_close(found, change.double(), atol=1e-5, rtol=1e-5)
     assert ridge_solve(x.T @ x, x.T @ error, 1e9).abs().max() < 1e-6
+
+
+def test_activations_that_overflow_are_one_line():
+    x = torch.full((400, 20), 1e30)
+    with raises_option("--refit"):
+        _fit_matrix(nn.Linear(20, 7, bias=False), iter([(x, x[:, :7])]), 1, 1e-9)
 
 
 def test_a_refit_that_hurts_held_out_text_is_not_taken():

@@ -9,7 +9,7 @@ from test_report import score
 
 from draftlab import intervals
 from draftlab.results.decoding import Generation, count_acceptance, decode_timings
-from draftlab.results.score import Score
+from draftlab.results.score import Environment, Score
 
 
 def generation(prompt=0, drafted=[], accepted=[], emitted=None, seconds=1.0) -> Generation:  # noqa: B006
@@ -63,6 +63,14 @@ def test_a_step_cut_by_the_end_counts_and_is_named():
 def test_contradictions_are_refused():
     with pytest.raises(ValueError, match="accepted > drafted"):
         count_acceptance([generation(drafted=[2], accepted=[3])], 4)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_a_share_of_time_lies_between_0_and_1(share):
+    with pytest.raises(ValueError, match="stolen_share"):
+        Environment(
+            system="s", processor="p", cores=2, busy_cores=0.0, governor=None, driver=None, stolen_share=share
+        )  # fmt: skip
 
 
 def test_speed_up_is_a_ratio_of_sums_without_the_prefill():

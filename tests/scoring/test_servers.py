@@ -165,6 +165,21 @@ def test_a_server_of_another_vocabulary_is_refused(space, started):
     assert "tokenizer" in score(started(target), started(other), code=1).stderr
 
 
+@pytest.mark.parametrize("prompt", [{"prompt": "return 1"}, {"turns": ["return 1", "and 2"]}])
+def test_a_server_that_writes_ids_beyond_the_vocabulary_is_refused(space, started, prompt):
+    target = small()
+
+    def other(method: str, path: str, body: Any) -> tuple[int, Any]:
+        status, answer = target(method, path, body)
+        if path == "/v1/completions":
+            answer["choices"][0]["token_ids"][0] = 307
+        return status, answer
+
+    write_rows(space / "prompts.jsonl", [prompt])
+    assert "307" in apart("--server", started(other), code=1).stderr
+    assert not list(space.glob("runs/*"))
+
+
 @pytest.mark.parametrize(
     ("steps", "cuts", "fine"),
     [

@@ -12,10 +12,12 @@ import torch
 from builders import build, generation_of
 from errors import raises_option
 from loopback_servers import SmallVLLM, running
+from safetensors.numpy import load_file, save_file
 from small_files import copy_tokenizer, edit, write_functions, write_rows, write_workspace
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 from typed import call
 
+from draftlab import provenance
 from draftlab.commands import outputs
 from draftlab.config.kinds import parse_drafter
 from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter
@@ -222,6 +224,32 @@ def test_every_damage_to_a_shard_is_found(tmp_path, greedy_store):
             read_store(tmp_path / "t")
 
 
+@pytest.mark.parametrize(
+    ("array", "place", "changes"),
+    [
+        ("offsets", 1, {}),
+        ("stopped", 0, {"sampling": {"max_tokens": 25}}),
+        ("number", 0, {"sampling": {"top_k": -1}}),
+        ("number", 0, {"sampling": {"temperature": -1.0}}),
+        ("number", 0, {"prompt_tokens": 4}),
+    ],
+)
+def test_texts_that_contradict_their_manifest_are_refused(
+    array, place, changes, tmp_path, greedy_store
+):
+    shutil.copytree(greedy_store.directory, tmp_path / "t")
+    file = tmp_path / "t/shard-00000.safetensors"
+    arrays = load_file(file)
+    arrays[array][place] += array == "offsets"
+    save_file(arrays, file)
+    manifest = json.loads((tmp_path / "t/manifest.json").read_text())
+    manifest["shards"][0]["sha256"] = provenance.file_sha256(file)
+    sampling = manifest["sampling"] | changes.get("sampling", {})
+    edit(tmp_path / "t/manifest.json", **manifest | changes | {"sampling": sampling})
+    with pytest.raises(UserError):
+        read_store(tmp_path / "t")
+
+
 def test_prompts_are_cut_only_where_they_are_long_enough(prompt_file, models):
     reader = checkpoint.load_tokenizer(models["target"])
     cut = file_prompts(prompt_file, reader, count=1, tokens=4)
@@ -346,11 +374,14 @@ def test_a_replay_is_read_back_as_it_was_and_nothing_else_is(tmp_path, models, g
     found = replay_draft(greedy_store, drafter_of(models["draft"]), drafting())
     (tmp_path / "replay.json").write_text(found.model_dump_json())
     assert read_replay(tmp_path) == found == read_replay(tmp_path / "replay.json")
-    fields = json.loads(found.model_dump_json())
-    fields["texts"][0]["chances"][0] = 1.5
-    (tmp_path / "replay.json").write_text(json.dumps(fields))
-    with pytest.raises(UserError):
-        read_replay(tmp_path)
+    for wrong in (
+        {"texts": [found.texts[0].model_copy(update={"chances": [1.5] * 24})]},
+        {"sampling": replace(found.sampling, max_tokens=25)},
+        {"sampling": replace(found.sampling, top_k=-1)},
+    ):
+        (tmp_path / "replay.json").write_text(found.model_copy(update=wrong).model_dump_json())
+        with pytest.raises(UserError):
+            read_replay(tmp_path)
 
 
 def test_rows_of_categories_are_their_texts_alone(models, greedy_store):

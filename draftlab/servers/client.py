@@ -145,7 +145,7 @@ class HttpClient:
         )
 
     def _whole(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
-        """Return a complete answer. Raises httpx.ReadTimeout: it took too long as a whole; httpx limits only each read."""
+        """Return a complete answer. Raises httpx.ReadTimeout: the whole answer took too long."""
         end, parts = time.monotonic() + self.seconds, []
         with self.client.stream(method, path, json=body) as answer:
             for part in answer.iter_bytes():

@@ -224,8 +224,8 @@ def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetO
     with reading(file):
         if provenance.file_sha256(file) != shard.sha256:
             raise UserError(
-                f"{file} is corrupt: its checksum differs from the checksum in the manifest; remove the store and build it "
-                "again"
+                f"{file} is corrupt: its checksum differs from the checksum in the manifest; remove the store and "
+                "build it again"
             )
         arrays = load_file(file)
         _check(arrays, manifest, shard)

@@ -1,8 +1,9 @@
-"""Log-probabilities of given tokens in the blocks that a DFlash or DSpark head drafts, many blocks in one pass.
+"""Log-probabilities of a text's tokens in the blocks that a DFlash or DSpark head drafts, many blocks in one pass.
 
-n scored tokens of a text, K drafted tokens, A anchors, S positions, V vocab. A block begins after an anchor, a token of
-the text, and reads the target's states of the tokens before the anchor. Decoding reaches a token of a block only if all
-drafted tokens before it are those of the text. A DSpark head therefore reads the text's tokens in place of its own.
+n scored tokens of a text, K drafted tokens, A anchors, S positions, V vocab. An anchor is a token of the text after
+which a block begins. The block reads the target's states of the tokens before the anchor. In decoding, a drafted token
+matters only if all drafted tokens before it equal the text. A DSpark head therefore reads the text's tokens here, not
+the tokens that it would draft.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,11 +33,11 @@ def score_blocks(
 ) -> list[TokenLogprobs]:
     """Return log-probability and rank of each token in the blocks that a head drafts, as arrays [n, K] for each text.
 
-    Entry [i, a] is for token i as drafted token a + 1 of a block. Blocks that would begin before the prompt's last
-    token have probability 0.
+    Entry [i, a] is for token i of the completion as drafted token a + 1 of a block. If that block would begin before
+    the prompt's last token, the probability is 0.
 
     Args:
-        vocab: Number of logits that count; further logits are padding.
+        vocab: Number of ids; further logits are padding.
         k: Number of drafted tokens of a block that are scored, K. At most the head's block size.
         advance: Function that is called with the number of scored texts.
 

@@ -1,10 +1,10 @@
-"""Log-probabilities of given tokens along the chains that an EAGLE-3 or P-EAGLE head drafts, all chains in one pass.
+"""Log-probabilities of a text's tokens in the chains that an EAGLE-3 or P-EAGLE head drafts at all positions at once.
 
 Each pass of the head drafts the next token of all chains.
 
 n scored tokens of a text, K drafted tokens, T positions of the head, D hidden, V vocab. At position i the head reads
 the target's states of token i and the embedding of token i + 1 (engine/drafters/eagle.py). The chain that begins at
-position i drafts tokens i + 2, i + 3, ..., and attends to the target's states up to i and to its own states.
+position i drafts tokens i + 2, i + 3, ... It attends to the target's states up to i and to its own states.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,11 +33,11 @@ def score_chains(
 ) -> list[TokenLogprobs]:
     """Return log-probability and rank of each token in the chains that a head drafts, as arrays [n, K] for each text.
 
-    Entry [i, a] is for token i as drafted token a + 1 of a chain. Chains that would begin before the prompt's last
-    token have probability 0.
+    Entry [i, a] is for token i of the completion as drafted token a + 1 of a chain. If that chain would begin before
+    the prompt's last token, the probability is 0.
 
     Args:
-        vocab: Number of logits that count; further logits are padding.
+        vocab: Number of ids; further logits are padding.
         k: Number of tokens of a chain, K.
         advance: Function that is called with the number of scored texts.
 
@@ -83,7 +83,7 @@ def _score(
     )  # the cache may be longer than the head's context
     cache = Cache(head.embed.new_zeros(size), head.embed.new_zeros(size))
     for age, metadata in enumerate(_passes(head, places, min(k, places - first))):
-        # only chains that do not count read the tokens that roll wraps around
+        # roll moves the first tokens to the end; only chains that run past the end of the text read them
         following = whole.roll(-1 - age)[:places]
         if age and head.mask is not None:  # a P-EAGLE head does not read what it drafts
             following = torch.full_like(following, head.mask[0])
@@ -98,7 +98,7 @@ def _score(
 
 
 def target_states(target: Llama | HFDecoder, layer_ids: tuple[int, ...], ids: Tensor) -> Tensor:
-    """Return the target's states after the A layers `layer_ids`, each of width E, joined: [1, T, A E]."""
+    """Return the target's states after the A layers `layer_ids`, concatenated, [1, T, A E]. E: the target's hidden."""
     cache: Any = target.new_cache(1, len(ids))
     states = cache.layer_states = target.new_layer_states(cache, layer_ids)
     target.forward(ids[None], cache, last=1)

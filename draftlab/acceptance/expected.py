@@ -1,12 +1,13 @@
 """Expected acceptance at every K, computed from one teacher-forced pass over the target's text.
 
-Given the target's own text, its tokens are accepted independently: token t with probability min(1, q(x_t) / p(x_t)) if
-target and draft sample, and 0 or 1 if both are greedy. After a rejection the target emits the same token t. A recursion
-from the first token therefore gives the probability that a step begins at each token, exactly and without decoding.
-These probabilities give the expectation of every count of live speculation.
+The text was written by the target, so its tokens x_t are accepted independently of each other. If target and draft
+sample, token t is accepted with probability min(1, q(x_t) / p(x_t)). If both are greedy, the probability is 0 or 1.
+After a rejection the target emits the same token x_t. A recursion from the first token therefore gives, exactly and
+without decoding, the probability that a step begins at each token. From these probabilities follow the expected values
+of all counts of speculative decoding.
 
-R texts, padded to n tokens, D largest number of drafted tokens in a row. A step of age a at token i began at token
-i - a, and has accepted all a tokens since then.
+R texts, padded to n tokens; D largest number of tokens that a step drafts. A step has age a at token i if it began at
+token i - a and has accepted all a tokens since then.
 """
 
 from dataclasses import dataclass
@@ -22,9 +23,8 @@ ROWS = 1024  # texts per recursion, so that its arrays stay in the processor's c
 class Counts:
     """Expected counts of speculative decoding for each of R texts.
 
-    The counts are integers if all acceptance probabilities are 0 or 1.
-
-    A step is a target pass with a draft. A pass that emits the last token before the length limit has no draft.
+    A step is a target pass with a draft. The pass that emits the last token before the length limit has no draft. If
+    all acceptance probabilities are 0 or 1, the counts are integers.
     """
 
     starts: np.ndarray  # [R, n] target passes that begin at each token
@@ -58,19 +58,19 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts padded to n tokens, with their lengths and their length limits in decoding, [R] each."""
+    """Acceptance probabilities of texts padded to n tokens, with their lengths and length limits in decoding, [R]."""
 
-    # acceptance probability of each token, [R, n], or [R, n, D] if it depends on the place in the draft
+    # acceptance probability of each token, [R, n], or [R, n, D] if it depends on the token's position in the draft
     chances: np.ndarray
     lengths: np.ndarray
     limits: np.ndarray
-    # most tokens that the drafter has for a step that begins at each token, [R, n]; None: any number
+    # length of the drafter's longest draft after each token, [R, n]; None: there is no limit
     drafted: np.ndarray | None = None
 
     def room(self) -> np.ndarray:
-        """Return, for each token, how many tokens a step that begins there may draft before the length limit, [R, n].
+        """Return the most tokens that a step may draft if it begins at each token, [R, n].
 
-        One token before the limit is left for the target, which adds a token to every draft.
+        Draft and one token of the target must fit before the length limit.
         """
         room = np.clip(self.limits[:, None] - np.arange(self.chances.shape[1]) - 1, 0, None)
         return room if self.drafted is None else np.minimum(room, self.drafted)
@@ -79,8 +79,8 @@ class Texts:
 def chances(log_q: np.ndarray, log_p: np.ndarray) -> np.ndarray:
     """Return the probability that each of the target's tokens is accepted: min(1, q / p) (Leviathan et al.).
 
-    With log_p = 0 the probability is q, which is right for a greedy target, and for the match rule, which accepts a
-    drafted token if it equals the target's own sample. A greedy draft has q = 0 or 1.
+    With log_p = 0 the result is q. This is right for a greedy target, and for the rule "match", which accepts a drafted
+    token if it equals the target's own sample. A greedy draft has q = 0 or 1.
     """
     return np.exp(np.minimum(0.0, np.asarray(log_q, dtype=np.float64) - log_p))
 
@@ -95,9 +95,9 @@ def padded(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def texts_of(chances: list[np.ndarray], limits: np.ndarray | None = None) -> Texts:
-    """Return texts, padded to the same length, with the acceptance probabilities `chances` of their tokens.
+    """Return texts, padded to the same length, from the acceptance probabilities of their tokens.
 
-    limits: Length limit of each text in decoding. None takes the text's length.
+    limits: Length limit of each text in decoding. Default: the text's length.
     """
     lengths = np.array([len(c) for c in chances], dtype=np.int64)
     return Texts(padded(chances), lengths, lengths if limits is None else limits)
@@ -106,11 +106,11 @@ def texts_of(chances: list[np.ndarray], limits: np.ndarray | None = None) -> Tex
 def visits(chances: np.ndarray, k: int | np.ndarray) -> np.ndarray:
     """Return the expected number of steps that begin at each token, [n] or [R, n]. Their sum is the number of passes.
 
-    Later tokens have no influence, so padding may have any value.
+    Tokens do not influence earlier tokens, so padding may have any value.
 
     Args:
-        chances: Probability that each token is accepted, [n] or [R, n]. [R, n, D] has a column for each place in the
-            draft.
+        chances: Probability that each token is accepted, [n] or [R, n], or [R, n, D] with a column for each position in
+            the draft.
         k: Number of drafted tokens per step. An array has a number for each token at which a step may begin.
     """
     rows = np.atleast_2d(np.asarray(chances, dtype=np.float64))
@@ -122,7 +122,7 @@ def visits(chances: np.ndarray, k: int | np.ndarray) -> np.ndarray:
 def chain(texts: Texts, k: int | np.ndarray) -> Counts:
     """Return the expected counts if every step drafts a chain of k tokens.
 
-    k: An array [R, n] has a length for each token at which a chain may begin.
+    k: A number, or an array [R, n] with a number for each token at which a chain may begin.
     """
     depth = np.minimum(k, texts.room())
     return count(texts.lengths, texts.chances, depth, depth, int(np.max(k)))
@@ -143,8 +143,9 @@ def count(
     """Return the expected counts for R texts, by a recursion from the first token of each text.
 
     Args:
-        chances: Probability that each token is accepted, [R, n]. [R, n, D] has a column for each place in the draft.
-        depth: Depth of the draft that begins at each token, [R, n]: the length of its longest path.
+        chances: Probability that each token is accepted, [R, n], or [R, n, D] with a column for each position in the
+            draft.
+        depth: Length of the longest path in the draft that begins at each token, [R, n].
         drafted: Number of tokens of the draft that begins at each token, [R, n]. For a chain, this is its depth.
         deepest: Largest depth, D.
     """

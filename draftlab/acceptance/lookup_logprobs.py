@@ -1,6 +1,6 @@
-"""Log-probabilities of given tokens by drafters without a model: what a lookup copies, and an n-gram model.
+"""Log-probabilities of a text's tokens for drafters without a neural network: lookups that copy, and n-gram models.
 
-n scored tokens of a text, K drafted, V vocab.
+n scored tokens of a text, K drafted tokens, V vocab.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,10 @@ def score_copies(
     k: int,
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[TokenLogprobs]:
-    """Return probability 1 for tokens that a step drafts, else 0, arrays [n, K] as score_offsets, and its lengths.
+    """Return for each text which of its tokens the drafter drafts, as log-probabilities 0 or -inf, and draft lengths.
 
-    A draft of fewer than K tokens must be the beginning of the draft of K tokens.
+    The arrays [n, K] are those of score_offsets. A draft of fewer than K tokens must be the beginning of the draft of K
+    tokens.
     """
     scored = []
     for done, (prompt, completion) in enumerate(texts, 1):

@@ -1,6 +1,6 @@
-"""Log-probabilities of given tokens: one teacher-forced pass over each text, in parts if memory is short.
+"""Log-probabilities of a text's tokens, from one teacher-forced pass over the text, in parts if memory is short.
 
-A parallel draft gives log-probabilities at every offset, from packed passes (model/parallel.py). B texts in a pass, W
+For a parallel draft, packed passes give log-probabilities at every offset, see model/parallel.py. B texts in a pass, W
 fed tokens of a text, n scored tokens of a text, K offsets, V vocab.
 """
 
@@ -18,7 +18,7 @@ from draftlab.model.decoder import Decoder
 from draftlab.model.parallel import pack
 from draftlab.sampling import SamplingParams
 
-MAX_LOGITS = 1 << 25  # most logits in a pass over several texts; larger passes are no faster
+MAX_LOGITS = 1 << 25  # most logits of a pass over several texts; larger passes are not faster
 BYTES_PER_LOGIT = 16  # peak memory of the model's own logits, a copy in fp32, and probabilities
 
 Text = tuple[np.ndarray, np.ndarray]  # prompt and completion ids
@@ -26,14 +26,14 @@ Text = tuple[np.ndarray, np.ndarray]  # prompt and completion ids
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A model's log-probability and rank of each token of a completion, [n].
+    """A model's log-probability and rank of each token of a completion, [n] or [n, K].
 
-    Arrays [n, K] have a column for each place in the draft: entry [i, a] is for token i as drafted token a + 1.
+    Arrays [n, K] have a column for each position in the draft. Entry [i, a] is for token i as drafted token a + 1.
     """
 
     logprobs: np.ndarray  # log-probability in the distribution that the model would sample from
     ranks: np.ndarray  # number of more probable tokens; ties go to the lowest id
-    # number of tokens that a step drafts which begins at each token, [n]; None: always K
+    # length of the draft of a step that begins at each token, [n]; None: always K
     drafted: np.ndarray | None = None
 
     @classmethod
@@ -53,10 +53,10 @@ def score_tokens(
     advance: Callable[[int], None] = lambda done: None,
     memory: float = 2.0,
 ) -> list[TokenLogprobs]:
-    """Return log-probability and rank of each token of the completions, given the prompts. Long texts run first.
+    """Return log-probability and rank of each token of the completions, after their prompts. Long texts run first.
 
     Args:
-        vocab: Number of logits that count; further logits are padding.
+        vocab: Number of ids; further logits are padding.
         advance: Function that is called with the number of scored texts.
         memory: Gigabytes for the logits of a pass.
 
@@ -102,8 +102,8 @@ def logits_in_parts(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the logits of ids [B, W] from position `first` on, in parts of t positions.
 
-    A part is its first position and its logits, [B, t, V]. B t is at most `limit`, unless t is 1. If there are several
-    parts, a KV cache connects them.
+    Each item is the first position of a part and its logits, [B, t, V]. B t is at most `limit`, except for t = 1. If
+    there are several parts, a KV cache connects them.
     """
     rows, width = ids.shape
     step = max(1, limit // rows)
@@ -178,8 +178,8 @@ def score_offsets(
 ) -> list[TokenLogprobs]:
     """Return log-probability and rank of each token at each offset of a parallel draft, as arrays [n, K] for each text.
 
-    Entry [i, a] is for token i, predicted at offset a + 1 from token i - a - 1. Offsets from tokens before the prompt's
-    last token have probability 0.
+    Entry [i, a] is for token i of the completion, predicted at offset a + 1 after token i - a - 1. If that token is
+    before the prompt's last token, the probability is 0.
 
     Args:
         offsets: Number of offsets, K.
@@ -210,7 +210,7 @@ def _score_offsets(
     prompt, completion = text
     whole = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64)).to(model.device)
     first, result = len(prompt) - 1, TokenLogprobs.unlikely(len(completion), offsets, vocab)
-    for at in range(first, len(whole) - 1, step):  # `step` of the positions that draft at a time
+    for at in range(first, len(whole) - 1, step):  # a pass predicts after `step` positions
         end = min(at + step, len(whole) - 1)
         depths = torch.zeros(1, len(whole) - 1, dtype=torch.long, device=model.device)
         depths[0, at:end] = (len(whole) - 1 - torch.arange(at, end)).clamp_max(offsets)

@@ -76,7 +76,7 @@ class HeadSpec(DrafterSpec):
         return context.target
 
     def facts(self) -> dict[str, object]:
-        """Return the fields by which a score describes the head, see DrafterRun.facts."""
+        """Return the fields that describe the head in a score, see DrafterRun.facts."""
         return {"heads_sha256": provenance.fingerprint(Path(self.heads))}
 
 
@@ -130,7 +130,7 @@ class EagleHeadSpec(HeadSpec):
         return self.drafter(target, eagle_llama.with_mode(model, context.mode, context.int8))
 
     def chains(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
-        """Return what acceptance() returns: the head's log-probabilities of the tokens of the texts in a replay."""
+        """Return the head's log-probabilities for the texts of a replay, as acceptance() does."""
         from draftlab.acceptance.chain_logprobs import score_chains
 
         target = replay.load_target()
@@ -144,8 +144,8 @@ class EagleHeadSpec(HeadSpec):
 class EagleSpec(EagleHeadSpec, GateSpec):
     """Drafts with an EAGLE-3 head, alone or after prompt lookup.
 
-    prompt_lookup_max: Longest n-gram of prompt lookup, which drafts first; the head drafts if there is no match. By
-    default, the head drafts alone.
+    prompt_lookup_max: Longest n-gram of prompt lookup. If set, prompt lookup drafts first, and the head drafts only for
+    texts without a match. By default, the head drafts alone.
     """
 
     by_age = True

@@ -1,4 +1,4 @@
-"""The drafter fallback: prompt lookup, and a draft model for texts without a long enough match."""
+"""The drafter fallback: prompt lookup first, and a draft model for texts without a match that is long enough."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,10 +19,10 @@ MATCH_KINDS = 3  # see GateSpec.min_match
 class GateSpec(DrafterSpec):
     """Base class of drafters that first try prompt lookup. If no match is long enough, another drafter drafts.
 
-    min_match: Smallest length of a match, in tokens, for each of three kinds of n-grams: those that occurred once
-    before; those that occurred several times, always followed by the same token; and those that occurred several times,
-    followed by different tokens. It is written as 3x1x5.
-    draft_tokens: Largest number of tokens that the other drafter drafts. By default, it is K.
+    min_match: Smallest length of a match, in tokens, for three kinds of n-grams, such as 3x1x5. The first number is for
+    n-grams that occurred once before. The second is for n-grams that occurred several times, always before the same
+    token. The third is for n-grams that occurred several times, before different tokens.
+    draft_tokens: Largest number of tokens that the other drafter drafts. Default: K.
     """
 
     min_match: Annotated[list[int], split_at("x")] = Field([1, 1, 1])

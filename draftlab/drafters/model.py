@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @drafter("model", served_by=("vllm", "sglang", "llama.cpp", "transformers"))
 class DraftModelSpec(DrafterSpec):
-    """Drafts with a draft model. draft: Checkpoint of the draft model. Default: the run's default draft."""
+    """Drafts with a draft model. draft: Checkpoint of the draft model. Default: the draft that --draft sets."""
 
     draft: str = ""
 

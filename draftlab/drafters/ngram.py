@@ -50,7 +50,7 @@ class NgramSpec(OutputsSpec):
 
     order: Length of the longest n-grams, in tokens.
     tokens: Number of tokens of the corpus.
-    data: Source of the corpus. Default: the stored target outputs or, without them, --data.
+    data: Source of the corpus. Default: the stored target outputs. Without them, the corpus comes from --data.
     """
 
     order: int = Field(4, ge=2)

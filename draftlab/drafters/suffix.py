@@ -1,4 +1,4 @@
-"""The drafter suffix: drafts what followed the same suffix earlier in the text or in earlier answers of the target."""
+"""The drafter suffix: drafts the tokens that followed the same suffix earlier in the text or in earlier answers."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Batched generation of text for evaluation, training and stored outputs.
+"""Batched generation of text without drafts, for evaluation, training and stored outputs.
 
 B prompts of a batch, P tokens of a prompt, n generated tokens, V vocab. Each prompt has its own random numbers, so its
 samples do not depend on the other prompts of the batch.
@@ -43,8 +43,8 @@ class Batching:
         vocab: Number of ids that may be sampled. Larger ids are padding of the logits. None: all ids.
         batch_size: Largest number of prompts per batch.
         memory: Memory for logits and KV cache in GB. If batch_size prompts need more, batches are smaller.
-        unfinished: Function from the number of unfinished texts in this process to the number in all processes.
-            Generation goes on until it returns 0. Default: there is only this process.
+        unfinished: Function that receives the number of unfinished texts in this process and returns the number in all
+            processes. Generation goes on until it returns 0. Default: there is only this process.
     """
 
     vocab: int | None = None
@@ -57,7 +57,7 @@ class Batching:
 class Completion:
     """The tokens generated after one prompt.
 
-    logprobs: Log-probability of each token in the distribution that it was sampled from; 0 if greedy.
+    logprobs: Log-probability with which each token was sampled; 0 for greedy tokens.
     """
 
     ids: np.ndarray  # [n]
@@ -68,7 +68,7 @@ class Completion:
     def truncated(
         cls, ids: np.ndarray, logprobs: np.ndarray, stop_token_ids: tuple[int, ...]
     ) -> "Completion":
-        """Return a completion of these tokens, up to and including the first stop token."""
+        """Return a Completion of `ids` up to and including the first stop token, or of all ids without one."""
         stops = np.flatnonzero(np.isin(ids, stop_token_ids))
         n = int(stops[0]) + 1 if len(stops) else len(ids)
         return cls(
@@ -103,8 +103,8 @@ def generate_batch(
     """Generate one completion per prompt.
 
     Args:
-        numbers: A number for each prompt. With the seed of `sampling` it determines the prompt's samples. Default: the
-            index of the prompt.
+        numbers: A number for each prompt. This number and the seed of `sampling` determine the prompt's samples.
+            Default: the index of the prompt.
         advance: Callback that receives the number of finished prompts after each batch.
 
     Raises:
@@ -223,8 +223,8 @@ def _generate(
 def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor:
     """Return the ids that the first step of generation feeds.
 
-    These are the prompts, [B, P], if all have the same length. Otherwise all tokens of each prompt but the last are
-    read into the cache here, and the ids are the last tokens, [B, 1].
+    If all prompts have the same length, the ids are the prompts, [B, P]. Otherwise this function feeds each prompt
+    without its last token, and the ids are the last tokens, [B, 1].
     """
     shortest, longest = min(map(len, prompts)), max(map(len, prompts))
     if shortest == longest:

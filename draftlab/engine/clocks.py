@@ -14,7 +14,7 @@ class Instant(Protocol):
 
 
 Clock = Callable[[], float]
-# read between the phases of a step; instants are subtracted at the step's end
+# A clock for the phases of a step. The step subtracts its instants only at its end.
 StepClock = Callable[[], Instant]
 
 

@@ -32,14 +32,15 @@ from draftlab.sampling import SamplingParams
 class Step:
     """The result of one target pass, and of the drafting before it, for one text of the batch.
 
-    The seconds are the time of the whole batch divided by the number of unfinished texts, so their sum over all steps
-    is wall time.
+    Seconds are the time of the whole batch divided by the number of unfinished texts. Their sum over all steps is wall
+    time.
 
     Args:
         row: Index of the text in the batch.
         drafted: Number of drafted tokens that the target verified.
         accepted: Number of drafted tokens among `tokens`.
-        tokens: Tokens that the text gains: the accepted tokens and one more. A text's last step may lack the latter.
+        tokens: Tokens that the text gains: the accepted tokens, then a token of the target. The last step of a text may
+            lack this token.
         host_seconds: Time to accept or reject tokens, and to roll back the cache.
     """
 
@@ -60,11 +61,11 @@ class Draft:
         ids: Token ids, [B, K].
         q: Distributions that the ids were drawn from, [B, K, V]. None: the draft is deterministic, and q is one-hot.
         counts: Number of valid tokens of each text, [B]. A text with 0 has no draft.
-        parents: Parent of each drafted token in a token tree. None: the draft is a chain. The parent of drafted token i
-            is drafted token parents[i] - 1, with parents[i] <= i, or the last token of the text if parents[i] is 0. A
-            list of tuples has a tree for each text.
-        rule: Rule that verifies this draft, unless the caller of speculative_decode sets a rule. A sampled token tree
-            needs a rule.
+        parents: Parent of each drafted token in a token tree. None: the draft is a chain. If parents[i] is 0, the
+            parent of drafted token i is the last token of the text. Otherwise it is drafted token parents[i] - 1, which
+            comes before token i. A list of tuples has a tree for each text.
+        rule: Rule that verifies this draft. A rule that the caller of speculative_decode sets has precedence. A sampled
+            token tree needs a rule.
     """
 
     ids: Tensor
@@ -102,7 +103,7 @@ class Drafter(Protocol):
 
         Finished texts stay in the batch, and their drafts are ignored.
 
-        uniform: Draws in [0, 1), [B, count], the only source of randomness to use.
+        uniform: Draws in [0, 1), [B, count]. A drafter must use no other source of randomness.
         """
         ...
 
@@ -144,10 +145,10 @@ def fit_vocab(logits: Tensor, vocab: int | None) -> Tensor:
 
 
 class ModelDrafter(Drafter):
-    """Drafts a chain with a draft model, whose KV cache is rolled back to the emitted tokens."""
+    """Drafts a chain with a draft model. Its KV cache is rolled back to the emitted tokens before each draft."""
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
-        """vocab: The target's number of logits; None if the draft has the same number."""
+        """Make a drafter. vocab: Same as in Sampler."""
         self.model, self.vocab = model, vocab
         self.own_vocab = model.vocab
         self.sampler: Callable[[SamplingParams, int | None], Sampler] = Sampler
@@ -216,17 +217,17 @@ def speculative_decode(
 ) -> Iterator[Step]:
     """Decode losslessly: draft k tokens, verify them in one target pass, and emit the accepted tokens and one more.
 
-    Each target pass yields a Step for every unfinished text. The first pass is the prefill, as in engines with a
-    separate prefill: it emits one token per text without a draft, and its draft_seconds are the time of the drafter's
-    own prefill. A finished text waits until all texts are finished.
+    Each target pass yields a Step for every unfinished text. A finished text waits until all texts are finished. The
+    first pass is the prefill, which emits one token per text without a draft. Its draft_seconds are the time of the
+    drafter's prefill.
 
     Args:
         drafter: None: decode without drafts.
         clock: Clock for the phases of a step, see step_clock_for.
-        numbers: A number for each prompt. With the seed of `sampling` it determines the prompt's random draws, whatever
-            the other prompts are. Default: the index of the prompt.
-        rule: Rule that verifies all drafts. Default: the rule of each draft, or the rejection rule of Leviathan et al.
-            for a draft without a rule. With greedy decoding all rules agree.
+        numbers: A number for each prompt. This number and the seed of `sampling` determine the prompt's random draws.
+            Default: the index of the prompt.
+        rule: Rule that verifies all drafts. Default: the rule of each draft. A draft without a rule is verified by the
+            rejection rule of Leviathan et al. With greedy decoding all rules agree.
         draft_temperature: Temperature of the drafter; 0 is greedy. Default: the target's.
     """
     rows = _Rows(prompts, sampling)
@@ -244,7 +245,7 @@ def speculative_decode(
         room, uniform = rows.room(), rows.current(draws)
         count = min(k, max(room)) if prefilled else 0
         if count and target.replays_passes:
-            count = k  # so that every pass has the same shape; tokens beyond a text's limit are not verified
+            count = k  # then every pass has the same shape; tokens beyond a text's limit are not verified
         start = clock()
         draft = (
             drafter.propose(rows.texts, count, own, uniform[:, :count]).to(target.device)
@@ -305,7 +306,8 @@ def verify_batch(
         logits: Logits of the target after the text's last token and after each drafted token, [B, T, V].
         draft: None: each text gains one token from the target.
         counts: Number of drafted tokens of each text to verify, [B].
-        uniform: Draws in [0, 1): one for each drafted token, then one for the token after them, [B, T].
+        uniform: Draws in [0, 1), [B, T] or wider. The first are for the drafted tokens, the last is for the token after
+            them.
         rule: Same as in speculative_decode.
     """
     parents = [
@@ -350,7 +352,7 @@ def _verify_greedy(
 def _verify_sampled_chains(
     p: Tensor, draft: Draft | None, counts: Sequence[int], uniform: Tensor
 ) -> list[tuple[list[int], list[int]]]:
-    """Verify sampled chains by the rejection rule, as verify_batch. p: Probabilities of the target, [B, T, V].
+    """Verify sampled chains by the rejection rule, see verify_batch. p: Probabilities of the target, [B, T, V].
 
     Raises:
         ValueError: the draft is a token tree.
@@ -418,7 +420,7 @@ class _Rows:
         ]
 
     def current(self, draws: Tensor) -> Tensor:
-        """Return the draws for each text's current length, [B, W], from those for all lengths, [B, max_tokens, W]."""
+        """Return the draws for each text's current length, [B, W]. draws: Draws for all lengths, [B, max_tokens, W]."""
         at = [
             min(len(text) - start, draws.shape[1] - 1)
             for text, start in zip(self.texts, self.starts, strict=True)

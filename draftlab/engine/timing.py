@@ -11,12 +11,14 @@ from draftlab.model.checkpoint import is_fast
 from draftlab.results.score import Latency
 
 WARM_UP_ROUNDS = (3, 12)  # fewest and most warm-up rounds
-STEADY = 0.05  # warm-up ends when the time of a round changes by at most this fraction
-MAX_BUFFER_BYTES = 1 << 30  # size of the largest matrix that measures bandwidth
+STEADY = (
+    0.05  # warm-up ends when the time of a round differs from the last by at most this fraction
+)
+MAX_BUFFER_BYTES = 1 << 30  # largest size of the matrix that measures bandwidth
 SQUARE = {"cpu": 1024, "cuda": 8192}  # side of the square matrices that matmul_tflops multiplies
-SLOW_SQUARE = 256  # side of these matrices in slow dtypes, in which larger products take seconds
+SLOW_SQUARE = 256  # the same for slow dtypes, in which larger products take seconds
 COLUMNS = 4096  # columns of the matrix that measures bandwidth
-LAPS = 16  # runs between two readings of an accelerator's clock, because a reading takes a tenth of a run's time
+LAPS = 16  # runs between two readings of a GPU's clock, because a reading takes a tenth of a run's time
 
 Task = Callable[[], object]
 Key = TypeVar("Key")
@@ -79,9 +81,9 @@ def summarize(width: int, times: Sequence[float]) -> Latency:
 
 
 def bandwidth_gbs(weights: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Measure the memory bandwidth in GB/s of a matrix-vector product over a matrix of `weights` weights.
+    """Measure the memory bandwidth of a device in GB/s, by a matrix-vector product over a matrix of `weights` weights.
 
-    The result is an upper bound for a decoder with this number of weights.
+    The bandwidth of a decoder with this number of weights is at most the result.
     """
     size, run = memory_sweep(weights * dtype.itemsize, dtype, device)
     return size / 1e6 / _fastest_ms(run, device)

@@ -1,11 +1,11 @@
 """Sampling from logits, the rejection rule of speculative sampling, and verify rules for token trees and blocks.
 
-K drafted tokens of a chain, N drafted tokens of a tree, V vocab. Greedy decoding is the same rule with one-hot
-distributions. All functions are pure. A rule receives its source of randomness: ``Uniforms`` in decoding, and in the
-tests that prove a rule lossless an enumeration of all outcomes.
+K drafted tokens of a chain, N drafted tokens of a tree, V vocab. Greedy decoding uses the same rule with one-hot
+distributions. All functions are pure. A rule receives its source of randomness as an argument: ``Uniforms`` in
+decoding. Tests that prove a rule lossless pass an enumeration of all outcomes.
 
-A draft is a tree of nodes: node 0 is the last token of the text, and node i + 1 is drafted token i. ``parents[i]`` is
-the node before drafted token i. A chain has the parents 0, 1, 2, ... Siblings are in the order in which they were
+A draft is a tree of nodes. Node 0 is the last token of the text, and node i + 1 is drafted token i. ``parents[i]`` is
+the node before drafted token i, so a chain has the parents 0, 1, 2, ... Siblings are in the order in which they were
 drawn. p[n] is the target's distribution of the token after node n.
 """
 
@@ -41,9 +41,9 @@ def check_logits(logits: Tensor, model: str) -> None:
 def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     """Return the probabilities of the next token, fp32 [..., V], from logits [..., V].
 
-    The filters apply in the order of transformers and vLLM: first top_k, then top_p, which keeps the fewest remaining
-    tokens whose sum reaches top_p, then min_p, which is relative to the most probable token. At temperature 0 the id
-    with the largest logit has probability 1; of several such ids it is the lowest.
+    The filters apply in the order of transformers and vLLM: top_k, top_p, min_p. top_p keeps the fewest tokens whose
+    probabilities sum to top_p or more. min_p is relative to the most probable token. At temperature 0, the id with the
+    largest logit has probability 1. If several ids have this logit, it is the lowest of them.
     """
     if params.temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(
@@ -72,8 +72,8 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
 def draw(probabilities: Tensor, u: Tensor) -> Tensor:
     """Sample ids [...] from probabilities [..., V] by the inverse CDF: the first id whose cumulative sum exceeds u.
 
-    Samples follow `probabilities` exactly, which the verify rule requires of q. An id of probability 0 is never drawn,
-    even if rounding leaves the cumulative sum below 1.
+    Samples follow `probabilities` exactly, because the verify rule needs drafted tokens that are drawn exactly from q.
+    An id of probability 0 is never drawn, even if rounding leaves the cumulative sum below 1.
 
     u: Draws in [0, 1), [...].
     """
@@ -127,13 +127,13 @@ def verify_rows(
         return accepted, p_next
     residual = (p_next - _picked(q, accepted.clamp_max(width - 1))).clamp_min(0)
     total = residual.sum(-1, keepdim=True)
-    # if the total is 0, p and q agree up to rounding, and a token was rejected only by rounding: then use p itself
+    # A total of 0 means that p and q agree up to rounding, so a token was rejected only by rounding. Then p is used.
     rejected = (accepted < counts).unsqueeze(1) & (total > 0)
     return accepted, torch.where(rejected, residual / total, p_next)
 
 
 def _picked(probabilities: Tensor, place: Tensor) -> Tensor:
-    """Return from probabilities [B, T, V] the distributions [B, V] at one position of each row, `place` [B]."""
+    """Return the distributions [B, V] at the positions `place` [B] of probabilities [B, T, V]."""
     return probabilities[torch.arange(len(place), device=place.device), place]
 
 
@@ -150,7 +150,7 @@ class Chance(Protocol):
 
 
 class Uniforms:
-    """A Chance that uses given uniform draws in [0, 1), [n], in order. A rule needs at most N + 1 draws."""
+    """A Chance that uses uniform draws in [0, 1), [n], in their order. A rule needs at most N + 1 draws."""
 
     def __init__(self, uniform: Tensor) -> None:
         self.draws = iter(uniform)
@@ -169,8 +169,8 @@ class Tokens:
     Args:
         ids: Token ids, [N].
         parents: The node before each token, [N].
-        q: Distribution that each token was drawn from, given the siblings drawn before it, [N, V]. None: the draft is
-            deterministic, and q is one-hot.
+        q: Distribution that each token was drawn from, [N, V]. It may depend on the siblings that were drawn before.
+            None: the draft is deterministic, and q is one-hot.
     """
 
     ids: Sequence[int]
@@ -178,7 +178,7 @@ class Tokens:
     q: Tensor | None = None
 
     def children(self, node: int) -> list[int]:
-        """Return the indices of the tokens after a node, or after another node with the same tokens up to the root."""
+        """Return the indices of the tokens after a node, or after other nodes with the same tokens up to the root."""
         same = [node]
         if node:
             same = [
@@ -195,7 +195,7 @@ class Tokens:
     def drawn_from(self, token: int, p: Tensor) -> Tensor:
         """Return the distribution, [V], that a drafted token was drawn from.
 
-        token: Index of the drafted token. p: Probabilities of the target. If q is None, their dtype is the result's.
+        token: Index of the drafted token. p: Probabilities of the target. If q is None, the result has their dtype.
         """
         return (
             torch.zeros_like(p[0]).index_fill_(0, _at(self.ids[token], p), 1)
@@ -204,9 +204,9 @@ class Tokens:
         )
 
 
-# indices of the accepted drafted tokens, root first, and the distribution [V] of the next token
+# result of a Rule: the indices of the accepted drafted tokens, root first, and the distribution [V] of the next token
 Verdict = tuple[list[int], Tensor]
-# from p [N + 1, V], the drafted tokens and a source of randomness
+# a function of p [N + 1, V], the drafted tokens, and a source of randomness
 Rule = Callable[[Tensor, Tokens, Chance], Verdict]
 
 
@@ -227,7 +227,7 @@ def match(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 @RULES.register("block")
 def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """Verify a chain as a whole (Sun et al. 2403.10444, alg. 2). It accepts on average at least as many as verify().
+    """Verify a chain as a whole (Sun et al. 2403.10444, alg. 2). On average it accepts no fewer tokens than verify().
 
     Arguments and result are those of a Rule.
 

@@ -1,7 +1,8 @@
-"""The latency of forward passes, measured or computed from a device's constants, and speed-up in closed form. No torch.
+"""The latency of forward passes, measured or computed from a device's constants, and speed-up in closed form.
 
-T(w, B, L): milliseconds of a pass over w new tokens in each of B rows after L cached tokens. K drafted tokens per step,
-alpha acceptance probability of each drafted token, c = T_draft(1) / T_target(1), beta = T_target(K + 1) / T_target(1).
+T(w, B, L) is the milliseconds of a pass over w new tokens in each of B rows (texts of a batch) after L cached tokens. K
+drafted tokens per step; alpha acceptance probability of each drafted token; c = T_draft(1) / T_target(1); beta =
+T_target(K + 1) / T_target(1). Torch is not imported.
 """
 
 import itertools
@@ -55,11 +56,11 @@ class Profile(FileModel):
     Args:
         sha256: Hash of the checkpoint. None for random weights, whose passes take the same time.
         shape: None for a head, a model on a server, and an architecture that draftlab's engine does not run.
-        drafter: Kind of drafter with these passes, as --drafter names it; "model" also for a target. For a head,
-            forward has passes that read the target's hidden states, and steady has passes that read the head's own.
+        drafter: Kind of drafter with these passes, as --drafter names it; "model" also for a target. The passes of a
+            head in `forward` read the target's hidden states; its passes in `steady` read its own states.
         forward: Passes right after another model's pass, as in speculative decoding, at all points of a grid.
         steady: One-token passes after 1, 2, ... passes of the same model, and after many passes, as in plain decoding.
-        prefill: Passes of one row over its prompt, by prompt length.
+        prefill: Passes over the prompt of one text, by prompt length.
         host: Time of a step outside the passes, by the number of tokens that the step verifies.
         bandwidth_gbs: Highest memory bandwidth, measured in the same run or assumed; None for a server.
         matmul_tflops: Highest speed of matrix products by dtype, measured or assumed; empty for a server.
@@ -125,8 +126,8 @@ class CostModel:
     Args:
         grid: Milliseconds of Profile.forward by width, batch and context, [W, B, L].
         steady: Milliseconds of Profile.steady by number of passes before, batch and context, [N, B, L].
-        prefill: Prompt lengths, and the milliseconds of each.
-        host: Widths, and the milliseconds of each.
+        prefill: Prompt lengths, and the milliseconds for each length.
+        host: Widths, and the milliseconds for each width.
         extrapolate: Whether to extrapolate widths, contexts and prompt lengths linearly. Batches are never
             extrapolated.
     """
@@ -177,9 +178,9 @@ class CostModel:
         return self._over(self.steady[-1], batch, contexts)
 
     def warmup_ms(self, batch: int, contexts: np.ndarray) -> np.ndarray:
-        """Return by how many milliseconds the first N one-token passes after another model's pass exceed steady_ms.
+        """Return the additional milliseconds of the first N one-token passes after another model's pass, [N, L].
 
-        The shape is [N, L] for L contexts.
+        Additional means: compared with steady_ms. L: Number of contexts.
         """
         each = [
             self.forward_ms(1, batch, contexts),
@@ -188,14 +189,14 @@ class CostModel:
         return np.stack(each) - self.steady_ms(batch, contexts)
 
     def prefill_ms(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the milliseconds of a pass over the prompt of one row, for every prompt length."""
+        """Return the milliseconds of a pass over the prompt of one text, for every prompt length."""
         return self._along("prompt length", *self.prefill, lengths)
 
     def host_ms(self, width: int) -> float:
         return float(self._along("host width", *self.host, np.array(width)))
 
     def beyond(self, axis: Literal["width", "context", "prompt"], low: int, high: int) -> list[str]:
-        """Return a list with a note if a part of the range from low to high is extrapolated, else an empty list."""
+        """Return a list with a note if a part of the range from low to high is extrapolated. Otherwise return []."""
         xs = {"width": self.widths, "context": self.contexts, "prompt": self.prefill[0]}[axis]
         if xs[0] <= low and high <= xs[-1]:
             return []
@@ -278,13 +279,13 @@ def closed_form_speedup(
 
 
 def active_params(shape: Shape) -> int:
-    """Return the number of parameters that a pass reads. The embedding counts only if it is tied to the LM head."""
+    """Return the number of parameters that a pass reads. An embedding is counted only if it is tied to the LM head."""
     looked_up = 0 if shape.tied else shape.vocab * shape.hidden
     return shape.params() - looked_up - shape.idle_head_params()
 
 
 def pass_bytes(shape: Shape, dtype: str) -> float:
-    """Return the bytes of weights that a pass reads. In an int4 model, the LM head has 16 bits per weight."""
+    """Return the bytes of weights that a pass reads. The LM head of an int4 model has 16 bits per weight."""
     head = shape.vocab * shape.hidden - shape.idle_head_params() if dtype == "int4" else 0
     return (active_params(shape) - head) * BYTES[dtype] + 2 * head
 

@@ -1,8 +1,8 @@
-"""K by batch size: vLLM's num_speculative_tokens_per_batch_size, a list of [first size, last size, K]. No torch.
+"""K by batch size: vLLM's num_speculative_tokens_per_batch_size, a list of [first size, last size, K].
 
-In vLLM 0.32 (pull request 32374, v1/spec_decode/dynamic/utils.py) the ranges begin at batch size 1 and do not overlap.
-Batch sizes above the last range use its K. K does not depend on the context (issue 48627). At K = 0 the draft still
-reads every token (steps.py).
+In vLLM 0.32 (pull request 32374, v1/spec_decode/dynamic/utils.py), the ranges begin at batch size 1 and do not overlap.
+Batch sizes above the last range use the last K. K does not depend on the context (issue 48627). Even at K = 0 the draft
+reads every token, see steps.py. Torch is not imported.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ class Schedule(FileModel):
     """K by batch size.
 
     pays_from, pays_up_to: Smallest and largest batch size at which decoding with the draft is faster than the target
-    alone. pays_up_to is 0 if there is none. A mixture of experts may gain from a few streams on.
+    alone. If there is no such size, pays_up_to is 0. With a mixture of experts, pays_from may be above 1.
     """
 
     ranges: list[tuple[PositiveInt, PositiveInt, NonNegativeInt]] = Field(min_length=1)
@@ -35,7 +35,7 @@ class Schedule(FileModel):
     def of(cls, ks: Sequence[int], pays: Sequence[int]) -> "Schedule":
         """Return a schedule. ks: K at the batch sizes 1, 2, ... pays: Batch sizes at which the draft is faster.
 
-        Of several ranges that pay, the schedule names the first.
+        If `pays` has gaps, pays_from and pays_up_to are the ends of its first part without a gap.
         """
         first = pays[0] if pays else 1
         last = next((batch for batch in pays if batch + 1 not in pays), 0)
@@ -46,7 +46,9 @@ class Schedule(FileModel):
         due = 1
         for first, last, _ in self.ranges:
             if not due == first <= last:
-                raise ValueError(f"the range {first} to {last} must begin at {due}, and end later")
+                raise ValueError(
+                    f"the range {first} to {last} must begin at {due}, and must not end before it begins"
+                )
             due = last + 1
         if self.pays_up_to >= due:
             raise ValueError(f"pays_up_to is {self.pays_up_to}, beyond the last range")
@@ -86,7 +88,7 @@ def schedule(
     """Return the fastest K at every batch size from 1 to `most`.
 
     Args:
-        works: The same texts after prompts of different lengths. The times of all are added.
+        works: The same texts after prompts of different lengths. Their times are added up.
         ks: Values of K to choose from, in addition to 0.
 
     Raises:
@@ -143,7 +145,7 @@ def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
 
 
 def schedule_of(ks: Mapping[int, int]) -> Schedule:
-    """Return a schedule in which each K holds from its number of streams up to the next number in `ks`.
+    """Return a schedule from the best K at some numbers of streams. Each K is used up to the next of these numbers.
 
     ks: Best K by number of streams; 0 for no draft.
     """

@@ -17,9 +17,9 @@ from draftlab.engine.clocks import Clock, StepClock, clock_for, step_clock_for
 from draftlab.results.score import Environment
 
 WARM_UPS = (3, 10)  # fewest and most runs of a warm-up
-SIMILAR = 0.1  # largest relative difference between two consecutive times at which a warm-up ends
+SIMILAR = 0.1  # a warm-up ends when two consecutive times differ by at most this fraction
 WATCH_SECONDS = 0.5
-# the fastest instructions first
+# processor flags and their names in messages, the fastest instructions first
 INSTRUCTIONS = {
     "amx_bf16": "AMX",
     "avx512_bf16": "AVX512_BF16",
@@ -81,7 +81,7 @@ def read_core_time() -> CoreTime:
 
 
 def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) -> Environment:
-    """Return the environment with waited_share, stolen_share and pressure between two readings of core time."""
+    """Return the environment with the waited_share, stolen_share and pressure of the time between two readings."""
 
     def share(first: float | None, last: float | None, of: float) -> float | None:
         if first is None or last is None or not of:
@@ -100,7 +100,7 @@ def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) ->
 
 
 def warm_up(run: Callable[[], float]) -> bool:
-    """Call `run` 3 to 10 times, until two consecutive calls take similar times. Return whether they did.
+    """Call `run` 3 to 10 times, until two consecutive calls take similar times. Return whether two calls did.
 
     run: Function to warm up, which returns the seconds it took.
     """
@@ -132,7 +132,7 @@ def steady_step_clock(device: torch.device) -> StepClock:
 def device_name(device: torch.device) -> str:
     """Return the name of a GPU, or the name of the processor with its fastest instructions.
 
-    The instructions are given because virtual machines may hide the processor's model.
+    The name includes the instructions, because virtual machines may hide the processor's model.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

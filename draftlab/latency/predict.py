@@ -39,7 +39,7 @@ class KPrediction:
         closed_form_speedup: Speed-up by closed_form_speedup() at the mean context of the texts, as a check.
         free_draft: Speed-up if drafting took no time.
         perfect_draft: Speed-up if every drafted token were accepted.
-        shares: Fractions of the time that are spent on "draft", "verify" and "host".
+        shares: Fractions of the time for "draft", "verify" and "host".
     """
 
     k: int
@@ -54,7 +54,7 @@ class KPrediction:
 
     @property
     def break_even_length(self) -> float:
-        """Return the tokens per target pass at which this K neither gains nor loses."""
+        """Return the tokens per target pass at which this K neither gains nor loses time."""
         return self.tokens_per_pass.value / self.speedup.value
 
 
@@ -63,7 +63,7 @@ class Prediction:
     """The prediction for a draft and a target at one batch size.
 
     Args:
-        c: Time of a one-token draft pass divided by that of a one-token target pass.
+        c: Time of a one-token draft pass divided by the time of a one-token target pass.
         rows: The prediction for each K.
         halved: Best speed-up over all K if one cost were halved, by the name of the cost (see LOSSES).
     """
@@ -88,7 +88,7 @@ class BestK:
     """The best K at one batch size and prompt length.
 
     Args:
-        prompt_tokens: Length of all prompts. None for the lengths in the data.
+        prompt_tokens: Length of all prompts. None: each prompt has its length in the data.
         k: Best K; 0 if the target alone is fastest.
         speedup: Speed-up with the best K.
         speedups: Speed-up by K, without K = 0.
@@ -104,7 +104,7 @@ class BestK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftAcceptance:
-    """Texts, with the acceptance of a draft on them.
+    """The acceptance of a draft on texts.
 
     Args:
         model: Name and hash of the draft; None if acceptance is assumed.
@@ -123,7 +123,8 @@ class DraftPrediction:
     Args:
         prediction: Prediction for every K, at the first batch size and the first prompt length.
         best_ks: Best K at every batch size and prompt length.
-        schedule: K by batch size for a server. None without a server, and for batch size 1 alone.
+        schedule: K by batch size for a server. None without a server, for a parallel draft, and if batch size 1 is the
+            only one.
         model: Name and hash of the draft.
     """
 
@@ -284,9 +285,9 @@ def best_k(
 
 
 def required_length(prediction: Prediction, speedup: float) -> tuple[int, float] | None:
-    """Return the K at which a speed-up needs the lowest acceptance probability, and the tokens per pass needed there.
+    """Return the K that needs the lowest acceptance probability for a speed-up, and the tokens per pass at this K.
 
-    Return None if even a draft whose tokens are all accepted does not reach the speed-up at its latency.
+    Return None if the draft does not reach the speed-up even if all of its tokens are accepted.
     """
     needed = {row.k: speedup * row.break_even_length for row in prediction.rows}
     possible = {k: length for k, length in needed.items() if length <= k + 1}
@@ -380,7 +381,7 @@ def _halved(
 ) -> dict[str, float]:
     """Return the best speed-up over all K if one cost were halved, by the name of the cost.
 
-    plain: Milliseconds of decoding without a draft, which stay the same.
+    plain: Milliseconds of decoding without a draft, which do not change.
     """
     likelier = work.with_chances((1 + work.texts.chances) / 2)
     cases = {

@@ -31,7 +31,7 @@ class Subject:
     """A model to time.
 
     Args:
-        place: A checkpoint, or a shape that gets random weights.
+        place: A checkpoint, or a shape for a model with random weights.
         target: Name of the target whose hidden states a head reads; None if the model is not a head.
         kind: Kind of the drafter, as --drafter names it.
     """
@@ -49,7 +49,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """How the passes are run. device_map: If set, transformers runs the models, spread over devices by accelerate."""
+    """Settings of the passes. device_map: If set, transformers runs the models, spread over devices by accelerate."""
 
     device: torch.device
     dtype: torch.dtype
@@ -88,7 +88,7 @@ def _subject(name: str, place: Path | Shape, whole: Mapping[str, Path]) -> Subje
         except UserError as error:
             reason = str(error)
     raise UserError(
-        f"{place} is a head, which is profiled with its target; name that target as well ({reason})"
+        f"{place} is a head, which is profiled together with its target; also name its target ({reason})"
     )
 
 
@@ -101,7 +101,7 @@ def resolve_running(
     threads: int | None = None,
     device_map: str | None = None,
 ) -> Running:
-    """Return settings with which the passes of all models run; the mode "auto" is resolved.
+    """Return settings with which the passes of all models run. "auto" is replaced by a mode.
 
     Raises:
         UserError: The mode does not run on this device or with this dtype, or the engine does not run a model in the
@@ -127,7 +127,7 @@ def grid_of(
 ) -> Grid:
     """Return the grid of passes to time.
 
-    A parallel draft reads up to 2 K tokens in a pass, any other model up to K + 1 tokens.
+    A parallel draft reads up to 2 K tokens in a pass. Any other model reads up to K + 1 tokens.
     """
     wide = any(
         model.path is not None and parallel.pard_token(model.path) is not None for model in models

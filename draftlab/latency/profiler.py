@@ -1,7 +1,7 @@
 """Measure the latency of forward passes by width (tokens fed per row), batch size and context. Models take turns.
 
-B rows, T new tokens, V vocab. Weights may be random, because latency does not depend on their values. The passes of a
-head are timed like the passes of a decoder.
+B rows (texts of a batch), T new tokens, V vocab. Weights may be random, because latency does not depend on their
+values. The passes of a head are timed like the passes of a decoder.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from draftlab.sampling import SamplingParams
 
 
 class RandomWeights(Mapping[str, Tensor]):
-    """Random weights of a shape, by name. Each access draws the tensor anew, so that none is kept in memory here."""
+    """Random weights of a shape, by name. Each access draws a new tensor, so that no tensor stays in memory here."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.axes, self.dtype, self.device = shape, shape.axes(), dtype, device
@@ -58,7 +58,7 @@ def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context
 
 # numbers of passes of the same model before a timed pass; after the largest number, processor caches are steady
 AFTER = (1, 2, 3, 8)
-At = tuple[int, int, int]  # width, batch, context
+At = tuple[int, int, int]  # a point of the grid: width, batch, context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +171,9 @@ def measure_latency(
 
 
 def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[float]:
-    """Return, for each of several greedy steps, the milliseconds that it spends outside forward passes.
+    """Return the milliseconds that several greedy steps spend outside forward passes, one number per step.
 
-    Each step verifies `width` tokens of one row.
+    Each step verifies `width` tokens of one text.
     """
     k, longest = width - 1, (grid.repeats + 2) * width  # enough if all drafted tokens are accepted
     sampling = SamplingParams(max_tokens=min(longest, model.context - width))
@@ -214,7 +214,7 @@ def _point(
 
 
 def _passes(model: Decoder, grid: Grid) -> Iterator[tuple[At, Task]]:
-    """Yield each pass of the grid with its (width, batch, context). A prefill is a pass of one row with context 0."""
+    """Yield each pass of the grid with its (width, batch, context). A prefill is a pass of one text with context 0."""
     for batch in grid.batches:
         caches = _caches(model, batch, grid)
         for width, context in itertools.product(grid.widths, grid.contexts):
@@ -225,7 +225,7 @@ def _passes(model: Decoder, grid: Grid) -> Iterator[tuple[At, Task]]:
 
 
 def _caches(model: Decoder, batch: int, grid: Grid) -> dict[int, KVCache]:
-    """Return a KV cache for each context. Caches of transformers are filled with tokens; the engine's need none."""
+    """Return a KV cache for each context. Caches of transformers are filled with tokens. The engine's stay empty."""
     if isinstance(model, Llama):
         return dict.fromkeys(grid.contexts, model.new_cache(batch, grid.capacity))
     caches = {context: model.new_cache(batch, grid.capacity) for context in grid.contexts}
@@ -262,7 +262,7 @@ def _other_work(
 
 
 def _lead_in(other: Task, run: Task, after: int) -> Task:
-    """Return the untimed work before a timed pass: first `other`, then `after` passes of the timed model (`run`)."""
+    """Return the untimed work before a timed pass: `other`, and then `after` passes of the timed model, by `run`."""
 
     def several() -> None:
         other()

@@ -1,6 +1,7 @@
-"""Latency profiles computed from a device's constants by the roofline model. No torch.
+"""Latency profiles computed from a device's constants by the roofline model. Torch is not imported.
 
-A pass takes the time of reading (weights, KV cache) or of computing, whichever is longer, plus a constant per layer.
+A pass takes the time of reading weights and KV cache, or the time of computing if that is longer. A constant time per
+layer is added.
 """
 
 import itertools
@@ -34,7 +35,7 @@ EXAMPLE = "llama-65b@4xa100-80gb,graphs"
 
 
 class HostTimes(FileModel):
-    """The host's time to launch a pass, and to finish a step. A pass takes as long as the slower of host and device."""
+    """The host's times to launch a pass and to finish a step. The slower of host and device limits a pass."""
 
     pass_ms: NonNegativeFloat
     layer_ms: NonNegativeFloat
@@ -42,7 +43,7 @@ class HostTimes(FileModel):
 
 
 class Device(FileModel):
-    """The constants of a device. The files in configs/profiles give such constants, with their sources."""
+    """The constants of a device. Examples, with their sources, are in configs/profiles."""
 
     kind: Literal["analytic"]
     name: str
@@ -51,7 +52,7 @@ class Device(FileModel):
     bandwidth_gbs: PositiveFloat  # per device, as a decoder reaches it
     tflops: dict[str, PositiveFloat]  # per device, by the dtype of the matrix products
     dtype: str
-    layer_ms: NonNegativeFloat  # per layer on the device, in addition to reading and computing
+    layer_ms: NonNegativeFloat  # time per layer on the device, in addition to reading and computing
     modes: dict[Mode, HostTimes]
     allreduce_us: NonNegativeFloat = 0  # per all-reduce; a layer has two
     link_gbs: PositiveFloat = 1  # bandwidth from a device to each other device
@@ -68,12 +69,11 @@ class MLPs(FileModel):
 
     Args:
         matrices: Number of matrices in an MLP: up, down and, if there are three, a gate.
-        experts, active: Number of experts in a layer, and how many of them a token uses.
-        shared_ffn: Width of the shared expert, which every token uses as well. 0 if there is none.
-        dense_layers, dense_ffn: Number of layers, from the first on, with one wide MLP instead of experts, and the
-            width of that MLP.
-        curve: Measured pairs: number of tokens in a pass, and number of distinct experts in a layer that they use.
-            Without a curve, each token is assumed to choose its experts at random.
+        experts, active: Number of experts in a layer, and number of experts that a token uses.
+        shared_ffn: Width of the shared expert, which every token also uses. 0: there is no shared expert.
+        dense_layers, dense_ffn: The first dense_layers layers have one MLP of width dense_ffn instead of experts.
+        curve: Measured pairs of a number of tokens in a pass, and the number of distinct experts in a layer that these
+            tokens use. Without a curve, tokens are assumed to choose experts at random.
     """
 
     matrices: Literal[2, 3] = 3
@@ -104,9 +104,9 @@ class MLPs(FileModel):
         return self
 
     def expected_active(self, tokens: int) -> float:
-        """Return the expected number of distinct experts in a layer that w tokens use together.
+        """Return the expected number of distinct experts that the tokens of a pass use in a layer.
 
-        It is read from the curve or, without a curve, E (1 - (1 - k / E)^w) if each token uses k of E experts.
+        The curve gives the number. Without a curve it is E (1 - (1 - k / E)^w) if each of w tokens uses k of E experts.
         """
         if self.curve:
             widths, used = zip(*self.curve, strict=True)
@@ -114,7 +114,7 @@ class MLPs(FileModel):
         return self.experts * (1 - (1 - self.active / self.experts) ** tokens)
 
     def weights(self, shape: Shape, experts: float) -> float:
-        """Return the number of weights in all MLPs of a model, if each layer has this number of experts."""
+        """Return the number of weights in all MLPs of a model. experts: Number of experts to count per layer."""
         sparse = (shape.layers - self.dense_layers) * (experts * shape.ffn + self.shared_ffn)
         return self.matrices * shape.hidden * (sparse + self.dense_layers * self.dense_ffn)
 
@@ -152,8 +152,8 @@ def roofline_profile(
     """Compute a profile by the roofline model. A pass reads weights and cache once, and has a constant time per layer.
 
     Args:
-        head: Whether the model is an EAGLE-3 head. The shape in `sizes` is then the head's single layer, and its
-            draft_vocab is the number of ids that the head can draft.
+        head: Whether the model is an EAGLE-3 head. Then `sizes` has the shape of the head's single layer, with the
+            number of ids that the head can draft as draft_vocab.
 
     Raises:
         UserError: The weights do not fit the device, or the device has no constants for the mode or dtype.
@@ -176,7 +176,7 @@ def roofline_profile(
     room = device.count * device.memory_gb
     if stored / 1e9 > room:
         raise UserError(
-            f"{name} in {dtype} with {max(batches)} rows of {max(contexts)} tokens needs {stored / 1e9:.0f} GB "
+            f"{name} in {dtype} with {max(batches)} texts of {max(contexts)} tokens needs {stored / 1e9:.0f} GB "
             f"({cached / 1e9:.0f} GB of it for the KV cache), but {device.name} has {room:.0f} GB"
         )
 
@@ -223,8 +223,8 @@ def parse_profile(
     """Read a profile from the path `spec`, or compute one from ``SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS]``.
 
     SHAPE and DEVICE are paths, or names of files that come with draftlab. With ``eagle=32000``, the profile is for an
-    EAGLE-3 head that drafts 32,000 ids, on a target of the given shape. A computed profile has the given widths and
-    batches, and contexts up to `longest`.
+    EAGLE-3 head that drafts 32,000 ids, and SHAPE is the target's. A computed profile has these widths and batches, and
+    contexts up to `longest`.
 
     Raises:
         UserError: spec is neither the path of a profile nor such a text.
@@ -234,8 +234,8 @@ def parse_profile(
     name, at, rest = spec.partition("@")
     if not at:
         raise UserError(
-            f"there is no profile at {spec}; measure one with draftlab profile, or have one computed by writing a "
-            f"shape and a device, as in {EXAMPLE}"
+            f"there is no profile at {spec}; measure a profile with draftlab profile, or name a shape and a device to "
+            f"compute a profile, as in {EXAMPLE}"
         )
     place, *words = rest.split(",")
     sizes = _named(name, known_sizes(), read_sizes)
@@ -274,7 +274,7 @@ def parse_profile(
 
 
 def known_sizes() -> dict[str, ModelSizes]:
-    """Return the sizes of the models that draftlab knows by name: LLaMA-like shapes, and those in configs/targets."""
+    """Return the sizes of the models that draftlab knows by name: LLaMA-like presets, and models in configs/targets."""
     llamas = {name: ModelSizes(shape=shape) for name, shape in presets(shipped("widths")).items()}
     others = {path.stem: read_sizes(path) for path in sorted(shipped("targets").glob("*.yaml"))}
     return llamas | others
@@ -301,7 +301,7 @@ def read_device(path: Path) -> Device:
     """Read the constants of a device from a file.
 
     Raises:
-        UserError: There is no such file, or its content is something else.
+        UserError: There is no such file, or it does not describe a device.
     """
     return read_model(Device, path)
 
@@ -322,9 +322,9 @@ def _device_ms(
 ) -> float:
     """Return a pass's milliseconds on the device: the longer of reading and computing, plus a constant per layer.
 
-    The longer time is taken for weights and for attention separately. With several devices, all-reduces are added.
+    Weights and attention are compared separately. With several devices, the time of all-reduces is added.
 
-    more: Number of weights that the pass reads in addition to those of the shape.
+    more: Number of weights that the pass reads in addition to the weights of the shape.
     """
     shape, tokens, count = sizes.shape, width * batch, device.count
     bytes_per_ms, flops_per_ms = (

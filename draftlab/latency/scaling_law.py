@@ -1,9 +1,10 @@
-"""A latency law: the latency of any shape on one device, fitted to profiles of a few shapes. No torch.
+"""A latency law: the latency of any shape on one device, fitted to profiles of a few shapes.
 
-A pass of a shape takes (issue^p + work^p)^(1/p) milliseconds. The host needs issue = a + b layers to launch the pass.
-The device needs work = c bytes + d layers x width: c bytes to read the weights, and the other term for all else. With
-p = 1, issue and work run one after the other. With a large p they overlap, and only the slower of the two counts. The
-constants a to d are positive. `draftlab design` uses the law to find shapes with equal latency.
+A pass of a shape takes (issue^p + work^p)^(1/p) milliseconds. The host needs the time issue = a + b layers to launch
+the pass. The device needs the time work = c bytes + d layers x width. Its first term is the time to read the weights,
+its second term is for everything else. With p = 1, issue and work run one after the other. With a large p they overlap,
+so that the slower of the two determines the time. The constants a to d are positive. `draftlab design` uses the law to
+find shapes with equal latency. Torch is not imported.
 """
 
 import itertools
@@ -62,7 +63,7 @@ class ScalingLaw:
 
     @property
     def context(self) -> int:
-        """Return the number of cached tokens of the pass that ms() predicts: the middle of the measured contexts."""
+        """Return the number of cached tokens of the pass that ms() predicts: the median of the measured contexts."""
         contexts = sorted({p.context for p in self.profiles[0].forward})
         return contexts[len(contexts) // 2]
 
@@ -91,7 +92,7 @@ class ScalingLaw:
 
     @cached_property
     def held_out_errors(self) -> np.ndarray:
-        """Return the relative error of ms() for each profile's shape, with the law fitted to all other profiles."""
+        """Return the relative error of ms() for each profile, if the law is fitted to all other profiles."""
         errors = []
         for i, (shape, measured) in enumerate(zip(self.shapes, self.measured_ms, strict=True)):
             others = self.shapes[:i] + self.shapes[i + 1 :]
@@ -114,7 +115,7 @@ class ScalingLaw:
         return Profile.model_validate(self.profiles[0].model_dump() | fields)
 
     def verdict(self) -> str:
-        """Return text that gives the fitted terms of a pass and the accuracy of the law."""
+        """Return text with the fitted terms of a pass and the accuracy of the law."""
         a, b, c, _ = self.curve.terms
         error = np.abs(self.held_out_errors)
         overlap = (
@@ -131,7 +132,7 @@ class ScalingLaw:
 
     @cached_property
     def _curves(self) -> dict[str, list[tuple[Latency, FittedCurve]]]:
-        """Return a fitted curve for every measured pass, with the measurement of the pass in the first profile."""
+        """Return a fitted curve for every measured pass, together with the pass's latency in the first profile."""
         curves: dict[str, list[tuple[Latency, FittedCurve]]] = {}
         for part in PARTS:
             curves[part] = []
@@ -197,8 +198,8 @@ def read_law(directory: Path) -> ScalingLaw:
 def fit(shapes: Sequence[Shape], times: np.ndarray, bytes_per_weight: int) -> FittedCurve:
     """Fit a curve to the measured times [N] of N shapes with the least relative error. p is chosen from OVERLAPS.
 
-    The logarithms of the terms are fitted, so that the terms stay positive. At the start each term is a quarter of the
-    median time.
+    The logarithms of the terms are fitted, so that the terms stay positive. The fit starts with four equal terms that
+    sum to the median time.
 
     Raises:
         UserError: a time is 0, or too large for its logarithm.
@@ -220,7 +221,7 @@ def fit(shapes: Sequence[Shape], times: np.ndarray, bytes_per_weight: int) -> Fi
 
 
 def law_shapes(named: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes to time for a latency law: those given or, if only one is given, a grid of smaller shapes.
+    """Return the shapes to time for a latency law. If `named` has only one shape, return a grid of smaller shapes.
 
     Raises:
         UserError: There are fewer shapes than a law needs.
@@ -238,7 +239,7 @@ def law_shapes(named: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def grid_shapes(source: Shape, depths: Sequence[int], widths: Sequence[int]) -> dict[str, Shape]:
-    """Return, by name, a shape with the proportions of the source for every depth and width."""
+    """Return a shape for every depth and width, with the proportions of the source, by name."""
     shapes = [
         resolve(source, layers=n, hidden=hidden) for n, hidden in itertools.product(depths, widths)
     ]

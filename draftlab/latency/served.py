@@ -1,15 +1,16 @@
 """Latency profiles of vLLM servers: the passes of a target and of its draft, timed by a client under load.
 
-Every stream gets the same prompt, so that all streams take the same steps and end together. Each time is the difference
-between answers of two lengths, which leaves out prefill and transport.
+B streams (concurrent requests), K drafted tokens per step, w tokens of a stream in a pass. Every stream gets the same
+prompt, so that all streams take the same steps and end together. Each time is the difference between answers of two
+lengths, which leaves out prefill and transport.
 
-* vLLM computes the tokens of all streams in one pass. So a pass over w tokens of each of B streams is assumed to cost
-  as much as a pass over one token of each of w B streams, except that keys and values are read for B streams only. A
-  server of the target alone is timed with N streams for N up to (K + 2) B, and with several prompt lengths for the
-  cost of keys and values.
-* A step with the draft is one target pass over K + 1 tokens, one draft pass over K + 2 tokens and K - 1 draft passes
-  over one token (steps.py). A draft pass is assumed to cost a fixed fraction of a target pass of the same size. The
-  fraction is computed from the time of the server's steps at every B, so it includes the server's other time for
+* Target passes: vLLM computes the tokens of all streams in one pass. A pass over w tokens of each of B streams is
+  therefore assumed to cost as much as a pass over one token of each of w B streams. Only the cost of keys and values
+  differs, because they are read for B streams. The server of the target alone is timed with up to (K + 2) B streams.
+  Prompts of several lengths give the cost of keys and values.
+* Draft passes: A step with the draft has one target pass over K + 1 tokens, one draft pass over K + 2 tokens and K - 1
+  draft passes over one token (steps.py). A draft pass is assumed to cost a fixed fraction of a target pass of the same
+  size. The time of the server's steps gives this fraction for every B. It includes the server's other time for
   drafting.
 """
 
@@ -47,7 +48,7 @@ class ServedPasses:
     Args:
         streams: Number of tokens in each timed pass, ascending, [N]. Each stream has one token in a pass.
         tokens_ms: Milliseconds of each pass without cached tokens, [N].
-        cached_ms: Additional milliseconds per cached token of a row.
+        cached_ms: Additional milliseconds per cached token of a stream.
     """
 
     streams: Sequence[int]
@@ -81,7 +82,7 @@ class ServedPasses:
         return ServedPasses(streams=sorted(by_streams), tokens_ms=np.array(bare), cached_ms=cached)
 
     def ms(self, width: int, batch: int, context: float) -> float:
-        """Return the milliseconds of a pass over `width` tokens of each row after `context` cached tokens."""
+        """Return the milliseconds of a pass over `width` tokens of each stream after `context` cached tokens."""
         return (
             float(np.interp(width * batch, self.streams, self.tokens_ms))
             + self.cached_ms * batch * context
@@ -108,7 +109,7 @@ class Meter:
         drafts: Whether the server is expected to draft.
 
         Raises:
-            UserError: The server drafts but should not, or should draft but does not; or longer answers took less time.
+            UserError: The server drafts although `drafts` is False, or the reverse; or longer answers took less time.
         """
         self.answer(streams, context, 2)  # warms up
         times = [self._step_seconds(streams, context, drafts) for _ in range(self.repeats)]
@@ -142,7 +143,7 @@ class Meter:
         return 1e3 * statistics.median(self.answer(1, context, 1) for _ in range(self.repeats))
 
     def answer(self, streams: int, context: int, tokens: int) -> float:
-        """Send the prompt in all streams at once. Return the seconds until each has its answer of `tokens` tokens."""
+        """Send the prompt in all streams at once. Return the seconds until all answers of `tokens` tokens are here."""
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         start = time.perf_counter()
         with ThreadPoolExecutor(streams) as pool:

@@ -1,13 +1,13 @@
 """The expected number of steps to decode each text, and the time of the steps, by K, in draftlab's engine or in vLLM.
 
-R texts of at most n tokens, C contexts. Each kind of drafter computes its time per step (step_cost) from the passes of
-its model. Time is counted as in the engine: both prefills are left out, and a step that starts at token i has
+R texts of at most n tokens, C contexts. Each kind of drafter computes its time per step (step_cost) from the latency of
+its model's passes. As in the engine's measurements, both prefills are left out. A step that starts at token i has
 prompt + i cached tokens. The first draft pass after the draft's prefill is assumed to take as long as a draft pass
 after a target pass, which is slightly too slow.
 
-vLLM's steps (0.32, v1/spec_decode/llm_base_proposer.py): the first draft pass of a step reads all tokens that the
-target has just read, including rejected tokens, and one more token unless the drafter reads the target's hidden states.
-This pass runs even at K = 0, so that the draft's cache stays complete.
+In vLLM (0.32, v1/spec_decode/llm_base_proposer.py), the first draft pass of a step reads all tokens that the target has
+just read, including rejected tokens. A drafter that does not read the target's hidden states reads one more token. This
+pass runs even at K = 0, so that the draft's cache stays complete.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ class Steps:
     Args:
         starts: Expected number of steps that start at each token, [R, n].
         drafted: Number of tokens that a step drafts if it starts at this token, [R, n].
-        after: `starts`, split by the number of drafted tokens that the previous step accepted, [R, n, K + 1].
+        after: The values of `starts`, split by the number of tokens that the previous step accepted, [R, n, K + 1].
     """
 
     starts: np.ndarray
@@ -67,10 +67,10 @@ class Passes:
         """Return the time of drafting k tokens in a step, by the number of tokens in the target's cache, [C].
 
         Args:
-            unread: Number of tokens that the drafter has not read yet, which its first pass reads. On a server the
-                first pass always reads self.k + 2 - self.lag tokens instead.
-            at_once: Whether the first pass also reads k - 1 mask tokens, and so drafts all k tokens. Otherwise every
-                further token has its own pass.
+            unread: Number of tokens that the drafter's first pass reads, because it has not read them yet. On a server
+                the first pass always reads k + 2 - lag tokens instead.
+            at_once: Whether the first pass drafts all k tokens, because it also reads k - 1 mask tokens. Otherwise
+                every further token has its own pass.
         """
         if self.server is not None:
             unread = k + 2 - self.lag
@@ -93,8 +93,8 @@ class Passes:
     def block(self, k: int) -> np.ndarray:
         """Return the time of a pass that drafts a block of k tokens, by number of tokens in the target's cache, [C].
 
-        In the profile of a head that drafts blocks, the width is the number of drafted tokens. The timed passes also
-        read that number of the target's hidden states.
+        In the profile of a head that drafts blocks, the width of a pass is the number of its drafted tokens. The pass
+        also reads the same number of the target's hidden states.
         """
         return self._forward(k) + self.draft.host_ms(1) if k else np.zeros(len(self.contexts))
 
@@ -112,8 +112,8 @@ class StepCosts:
     """Milliseconds of the parts of a step at one batch size: drafting, the target's pass, and the host's work.
 
     Args:
-        step_cost: Function that returns the time of drafting, [C], from the drafter's passes, the number of tokens to
-            draft, and the number of tokens accepted in the step before.
+        step_cost: Function that returns the time of drafting, [C]. Its arguments are the drafter's passes, the number
+            of tokens to draft, and the number of tokens that the step before accepted.
         verify: Time of the target's pass by number of drafted tokens, [K + 1, C].
         host: Time of sampling and verification on the host by number of drafted tokens, [K + 1].
         share: Factor by which the time of drafting is multiplied. 0 makes drafting free.
@@ -133,7 +133,7 @@ class StepCosts:
         return int(self.passes.contexts[0])
 
     def without_turns(self, at: int) -> "StepCosts":
-        """Return simpler costs: the context stays that of column `at`, and switching between models takes no time."""
+        """Return simpler costs: all steps have the context of column `at`, and changing the model takes no time."""
         passes, steady = self.passes, self.passes.steady[at : at + 1]
         contexts = passes.contexts[at : at + 1]
         flat = replace(
@@ -144,7 +144,7 @@ class StepCosts:
     def drafting(self, k: int) -> np.ndarray:
         """Return the time of drafting, [K + 1, K + 1, C].
 
-        The axes are: number of tokens accepted in the step before, number of tokens to draft, context.
+        The axes are the number of tokens that the step before accepted, the number of tokens to draft, and the context.
         """
         if k not in self.tables:
             passes, counts = replace(self.passes, k=k), range(k + 1)
@@ -158,7 +158,7 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeSplit:
-    """Expected milliseconds to decode each text, [R], by what the time is spent on."""
+    """Expected milliseconds to decode each text, [R]: for drafting, for the target's passes, and on the host."""
 
     draft: np.ndarray
     verify: np.ndarray

@@ -31,7 +31,7 @@ class Workload:
 
     @property
     def tokens(self) -> float:
-        """Return the number of tokens in all texts. The first token of a text is not counted: the prefill emits it."""
+        """Return the number of tokens in all texts, without each text's first token, which the prefill emits."""
         return float(self.texts.lengths.sum())
 
     @property
@@ -74,7 +74,7 @@ def workload_of(
     Args:
         chances: Acceptance probability of each token of a text after the first.
         prompts: Length of each prompt.
-        limits: Length limit of each text, without the first token. None takes the length of the text.
+        limits: Length limit of each text, without the first token. Default: the length of the text.
     """
     texts = texts_of(chances, None if limits is None else np.array(limits))
     return Workload(texts=texts, prompt_tokens=np.array(prompts), kind=kind)
@@ -89,9 +89,9 @@ def workload_of_replay(replay: "Replay") -> Workload:
 def workload_of_score(score: Score) -> Workload:
     """Return the texts of a score. Accepted tokens have probability 1, and rejected tokens 0.
 
-    If all K drafted tokens of a step were accepted, the token that the target added was not drafted. In greedy decoding
-    every K gives the same text, so the outcome for this token may be known from another K. Otherwise its probability is
-    the conditional acceptance rate at the last position of the largest K.
+    Some tokens were never drafted: if a step accepted all K drafted tokens, the target added one more token. In greedy
+    decoding every K gives the same text, so another K may tell whether this token would be accepted. Otherwise its
+    probability is the conditional acceptance rate at the last position of the largest K.
 
     Raises:
         UserError: The score was measured on servers, which do not report single tokens; or the draft is parallel or an
@@ -100,7 +100,7 @@ def workload_of_score(score: Score) -> Workload:
     if score.draft.eagle or score.draft.parallel:
         kind = "an EAGLE-3 head" if score.draft.eagle else "a parallel draft"
         raise UserError(
-            f"{score.name} is {kind}, and a score does not have its acceptance by position in the draft; use the "
+            f"{score.name} is {kind}, which needs acceptance by position in the draft, but a score has none; use the "
             "output of draftlab replay"
         )
     if score.served:

@@ -1,6 +1,6 @@
 """Checkpoints in Hugging Face directories: shapes, tensors and models; devices and dtypes.
 
-Every function reads its files anew, except compute_dtype, whose results are cached. Headers of tensor files are cached.
+Functions read their files on every call. Only the headers of tensor files and the results of compute_dtype are cached.
 """
 
 import functools
@@ -123,8 +123,8 @@ def check(directory: Path) -> None:
     """Check that a checkpoint can be loaded. Only config.json and the headers of downloaded weights are read.
 
     Raises:
-        UserError: files are broken, transformers or this machine cannot run the model, the model cannot take back
-            drafted tokens, or tensors disagree with config.json.
+        UserError: files are broken, transformers or this machine cannot run the model, the model's cache cannot be
+            rolled back, or tensors disagree with config.json.
     """
     config = read_config(directory)
     _check_code(directory, config)
@@ -145,7 +145,7 @@ def check(directory: Path) -> None:
         for name in expected.keys() & set(weights):
             _check_size(directory, name, weights.shape(name), expected[name])
         missing = sorted(expected.keys() - set(weights) - {"lm_head.weight"})
-        # if files have other names, transformers renames tensors
+        # if the files use other names, transformers renames the tensors on loading
         if missing and set(weights) <= expected.keys():
             raise UserError(
                 f"{directory} has no tensor {missing[0]}, which its config.json requires; download or export the "
@@ -156,8 +156,8 @@ def check(directory: Path) -> None:
 def read_shape(directory: Path) -> Shape:
     """Return the shape of a checkpoint from its config and the names and sizes of its tensors.
 
-    Biases and q/k norms are detected by the names and sizes of tensors. Values are read only if config.json ties the
-    head to the embedding although the head is stored, too. Head and embedding must then be equal.
+    Biases and q/k norms are detected by the names and sizes of tensors. Values are not read, with one exception:
+    config.json ties the LM head to the embedding, but both are stored. Then the two must be equal.
 
     Raises:
         UserError: the checkpoint is quantised or not LLaMA-like, or its config and tensors disagree.
@@ -202,7 +202,7 @@ def _check_code(directory: Path, config: Mapping[str, object]) -> None:
 
 
 def _check_cache(directory: Path, model: "PreTrainedModel") -> None:
-    """Check that drafted tokens can be taken back.
+    """Check that a model's cache can drop rejected draft tokens.
 
     Raises:
         UserError: the model has no KV cache, and no recurrent states that draftlab can save and restore.
@@ -214,13 +214,13 @@ def _check_cache(directory: Path, model: "PreTrainedModel") -> None:
     arguments = inspect.signature(model.forward).parameters
     if "past_key_values" not in arguments and not (copied and "cache_params" in arguments):
         raise UserError(
-            f"{directory}: {type(model).__name__} has no KV cache, and no other states that draftlab can save and "
-            "restore, so drafted tokens cannot be taken back"
+            f"{directory}: {type(model).__name__} has neither a KV cache nor recurrent states that draftlab can save "
+            "and restore, so rejected draft tokens cannot be dropped; use another model"
         )
 
 
 def planned_shape(directory: Path) -> Shape:
-    """Return the shape of a checkpoint. If its weights have not been downloaded, config.json is enough.
+    """Return the shape of a checkpoint. Before its weights are downloaded, the shape comes from config.json alone.
 
     Raises:
         UserError: the errors of read_shape.
@@ -345,7 +345,7 @@ def llama_config(
         or shape.qkv_bias != shape.o_bias
     ):
         raise UserError(
-            "a new model must be a LLaMA: it has no q/k norms, and q, k, v and o either all have biases or none has"
+            "a new model must be a LLaMA; use a shape without q/k norms, and with biases for all of q, k, v, o or none"
         )
     base: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
@@ -399,9 +399,9 @@ def load_model(
 ) -> "PreTrainedModel":
     """Load a checkpoint with transformers, and check that no weight is missing or unused.
 
-    device_map: "auto" or another device_map of accelerate, or the .json file of a device_map. It spreads the model over
-    devices, memory and disk, and `device` is ignored. Without a device_map, a quantised model is loaded on `device` or,
-    if `device` is not a GPU, on the current GPU.
+    device_map: A device_map of accelerate, such as "auto", or the name of a .json file with a device_map. It spreads
+    the model over devices, memory and disk, and `device` is ignored. Without a device_map, a quantised model is loaded
+    on `device`, or on the current GPU if `device` is a CPU.
 
     Raises:
         UserError: transformers cannot build the model, a weight is missing or unused, or a value is not finite.
@@ -484,9 +484,9 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 @functools.cache
 def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
-    """Return the dtype in which a checkpoint is computed by default: the stored dtype, or float32 if that is faster.
+    """Return the default dtype for a checkpoint's computations: the stored dtype if it is fast here, else float32.
 
-    Print a note if it is not the stored dtype.
+    A note says so if the result is not the stored dtype.
     """
     stored = stored_dtype(directory)
     computed = computed_dtype(stored, device)
@@ -557,8 +557,8 @@ def from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMod
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         raise UserError(
-            f"transformers has no model_type {one_line(model_type, 80)!r}, and draftlab does not cut models that need "
-            "code of their own"
+            f"transformers has no model_type {one_line(model_type, 80)!r}, and draftlab cannot cut models that run "
+            "code from their checkpoint; use another model"
         )
     fields = {k: v for k, v in config.items() if k != "model_type"}
     with reading("transformers cannot build this model"):
@@ -589,8 +589,7 @@ def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
 class Weights(Mapping[str, Tensor]):
     """The tensors of a checkpoint by name. A tensor is read, and converted to a dtype and device, when it is accessed.
 
-    Files are not mapped, and large tensors are read in pieces. The pages of a mapping and a copy in the stored dtype
-    would use memory in addition to the tensor.
+    To save memory, files are not memory-mapped, and large tensors are read and converted in pieces.
 
     Raises:
         UserError: a file is missing, truncated or not safetensors; a tensor is missing or stored twice; on access, a

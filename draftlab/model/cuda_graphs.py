@@ -1,8 +1,8 @@
-"""CUDA graphs of llama.py's narrow passes: one launch replays a pass, or K drafting passes, for rows of any lengths.
+"""CUDA graphs for llama.py: one launch replays a pass with few tokens, or all passes that draft K tokens.
 
-B rows, T new tokens, K drafted tokens, S cached + new, D hidden, V vocab. Each graph is captured for one shape of the
-inputs, one cache and one bucket of S, and reads the rows' lengths from a tensor. On a CPU, as in tests, the same code
-runs on the same static tensors without a capture.
+B rows (texts of a batch), T new tokens, K drafted tokens, S cached + new tokens, D hidden, V vocab. Each graph is
+captured for one shape of the inputs, one cache, and one value of S, which is rounded up to a multiple of BUCKET. The
+graph reads the length of each row from a tensor. On a CPU, as in tests, the same code runs without a capture.
 """
 
 import functools
@@ -26,22 +26,22 @@ from draftlab.model.devices import staged
 from draftlab.model.llama import Cache, LayerStates, Llama
 
 BUCKET = 256  # S is rounded up to a multiple of BUCKET; positions after a row's end are masked
-WIDE = 512  # wider passes are limited by arithmetic, not by launches
+WIDE = 512  # most tokens of a captured pass; passes with more tokens are limited by arithmetic, not by launches
 
 Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
 class _Store:
-    """Memory of a KV cache. When the cache is freed, a later cache that is not longer reuses the memory and its graphs.
+    """Memory for a KV cache, which outlives the cache. A later cache that fits reuses the memory and its graphs.
 
-    user: Weak reference to the keys of the cache that uses the memory now.
+    user: Weak reference to the keys of the cache that uses the memory. It is dead when the memory is free.
     """
 
     keys: Tensor
     values: Tensor
     user: weakref.ref[Tensor]
-    # by the ids of the layers
+    # key: the ids of the layers
     layer_states: dict[tuple[int, ...], LayerStates] = field(default_factory=dict)
 
 
@@ -63,7 +63,7 @@ class _Graph(Generic[Result]):
         device: torch.device,
         pool: Any = None,
     ) -> "_Graph[Result]":
-        """Capture `run` on copies of the inputs; on a CPU keep it as it is. pool: Same as in capture."""
+        """Capture `run` on copies of the inputs. On a CPU, store `run` without a capture. pool: Same as in capture."""
         copies = tuple(None if given is None else given.clone() for given in inputs)
         run = functools.partial(run, *copies)
         return cls(copies, capture(run, device, pool) if device.type == "cuda" else run)
@@ -76,7 +76,7 @@ class _Graph(Generic[Result]):
 
 
 class CudaGraphLlama(Llama):
-    """A Llama whose narrow passes replay CUDA graphs. It shares the weights of the Llama that it is made from.
+    """A Llama whose passes of at most WIDE tokens replay CUDA graphs. It shares the weights of the original Llama.
 
     The outputs of a pass, or of draft(), are overwritten by the next call with the same shapes.
     """
@@ -86,7 +86,8 @@ class CudaGraphLlama(Llama):
         self._stores: list[_Store] = []
         self._graphs: dict[tuple[object, ...], _Graph[tuple[Tensor, Tensor | None]]] = {}
         self._chains: dict[tuple[object, ...], _Graph[Drafted]] = {}
-        # Graphs of passes share one pool, because their logits are not in it. Each graph of draft() has its own pool.
+        # Graphs of passes can share one memory pool, because their logits are outside it. Each graph of draft() has
+        # its own pool.
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     @property
@@ -241,7 +242,9 @@ class CudaGraphLlama(Llama):
 
 
 def _end(cache: Cache, width: int) -> int:
-    """Return the S that the graph for a pass of `width` tokens is captured with: a multiple of BUCKET, or the capacity.
+    """Return S for the graph of a pass: the longest row's length after `width` more tokens, rounded up to BUCKET.
+
+    The result is at most the capacity of the cache.
 
     Raises:
         ValueError: the tokens do not fit the cache.
@@ -280,5 +283,5 @@ def capture(
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for captures on a device. torch's own default belongs to the device of the first capture."""
+    """Return the stream for captures on a device. torch's default stream belongs to the first capture's device."""
     return torch.cuda.Stream(device)

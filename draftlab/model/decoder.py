@@ -1,8 +1,8 @@
 """Decoders: the interface of models that decode, implemented by llama.py and, for other families, with transformers.
 
-B rows, T new tokens, S cached + new, K drafted tokens, V vocab; in attention H query heads in K groups of G, with a KV
-head per group, and C head_dim. Attention of llama.py reads a static cache, has a mask only if needed, and uses the
-kernels in BACKENDS.
+B rows (texts of a batch), T new tokens, S cached + new tokens, K drafted tokens, V vocab. In attention, K is the number
+of KV heads, G the number of query heads per KV head, H = K G, and C head_dim. Attention of llama.py reads a static
+cache, has a mask only if it needs one, and uses the kernels in BACKENDS.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ from draftlab.errors import UserError
 from draftlab.model.devices import staged
 from draftlab.model.shape import Shape
 
-NARROW = 64  # most tokens of a pass with folded heads; their mask is repeated for every head and takes memory
+# Most tokens of a pass with folded heads, see AttentionMetadata. Their mask is stored G times, so it must be small.
+NARROW = 64
 # cuDNN is left out: it plans anew for every S, and on some devices is wrong for fewer than 8 KV heads (pytorch #193893)
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -29,10 +30,10 @@ class AttentionMetadata:
     """Rotary tables, attention mask and cache slots of one pass, whose rows may have different lengths.
 
     Args:
-        mask: If folded, numbers to add to the attention scores, or None if every token attends to every position.
-            Otherwise a bool mask or a causal bias, or None for causal attention from position 0.
+        mask: If folded, the numbers that are added to the attention scores, or None if every token attends to every
+            position. If not folded, a bool mask or a causal bias, or None for causal attention from position 0.
         slots: Index into the cache [B, K, capacity, C] at which the new keys and values are written.
-        folded: Whether the G query heads of a KV head are computed as G T queries of a single head.
+        folded: Whether the G query heads of a KV head are computed as one head with G T queries.
     """
 
     cos: Tensor  # [T, C] or [B, 1, T, C]
@@ -46,7 +47,7 @@ class AttentionMetadata:
 def attend(q: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> Tensor:
     """Return the attention output [B, H, T, C] of queries q [B, H, T, C] over keys and values [B, K, S, C].
 
-    Kernels that take a mask copy each KV head for all its query heads. Folded heads avoid these copies.
+    Kernels with a mask copy each KV head once per query head. Folded heads avoid these copies.
     """
     group = q.shape[1] // keys.shape[1]
     if metadata.folded:
@@ -109,7 +110,11 @@ class Tree:
 
 
 class Sampler(Protocol):
-    """Chooses drafted tokens [B] from logits [B, V] and draws [B], with their distributions q [B, V], if any."""
+    """Chooses the next drafted token of each row from logits [B, V] and uniform draws [B] in [0, 1).
+
+    It returns the tokens [B], and the draft distributions q [B, V] that they were drawn from, or None for greedy
+    tokens.
+    """
 
     def __call__(self, logits: Tensor, draws: Tensor, /) -> Drafted: ...
 
@@ -165,7 +170,7 @@ class Decoder(Protocol):
 
     @property
     def replays_passes(self) -> bool:
-        """Return whether passes are recorded: the first pass of a shape is slow, so callers should use few shapes."""
+        """Return whether passes replay CUDA graphs. The first pass of a new shape is slow, so use few shapes."""
         return False
 
     def check_fits(self, capacity: int) -> None:
@@ -254,10 +259,10 @@ def feed(
     """Append the uncached tokens of each text to the cache, and return the logits of the last tokens, [B, last, V].
 
     The last `last` tokens of a text are fed even if they are cached. Cached tokens after the end of a text are dropped.
-    Every text feeds the same number of tokens: a text with fewer uncached tokens feeds some cached tokens again, or
-    padding if the whole text is shorter.
+    All texts feed the same number of tokens. A text with fewer uncached tokens feeds cached tokens again. A text that
+    is too short for that is padded at its end.
 
-    known: Number of ids that the model has. Larger ids are fed as known - 1.
+    known: Number of ids in the model's vocabulary. Larger ids are fed as known - 1.
     """
     width = max(
         len(text) - min(used, len(text) - last)

@@ -27,7 +27,7 @@ def exact(values: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Return a context in which float32 matrix products do not use TF32, because normal equations square its error."""
+    """Return a context in which float32 matrix products do not use TF32. Normal equations would square its error."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -36,7 +36,7 @@ def exact_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-CGROUPS = (  # for cgroup v2 and v1: files of limit, usage and statistics, and the statistic of reclaimable bytes
+CGROUPS = (  # cgroup v2, then v1: files with limit, usage and statistics, and the name of the reclaimable bytes
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     (
         "memory/memory.limit_in_bytes",
@@ -48,7 +48,7 @@ CGROUPS = (  # for cgroup v2 and v1: files of limit, usage and statistics, and t
 
 
 def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many bytes can be allocated on a device. For a CPU the memory limit of a container counts.
+    """Return how many bytes can be allocated on a device. On a CPU, the memory limit of a container is respected.
 
     cgroup: Root of the cgroup file system, which has the container's limit.
     """

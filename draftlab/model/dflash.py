@@ -1,12 +1,12 @@
 """DFlash heads (2602.06036): a block diffusion model reads the target's states and drafts all tokens in one pass.
 
-B rows, T tokens, S positions, L layers, H query heads in K groups, C head_dim, D hidden, V vocab, W draft vocab, A
-target layers whose states the head reads.
+B rows (texts of a batch), T tokens, S positions, L layers, H query heads, K KV heads, C head_dim, D hidden, V vocab, W
+draft vocab, A target layers whose states the head reads.
 
-Each layer of the head attends to the text by keys and values that are projections of hidden_norm(fc(states)), one per
-state of the target. The block is the last token of the text and the mask tokens after that token. Tokens of the block
-attend to the text and to each other. A mask token predicts the token at its own position or, with sample_from_anchor,
-the next token.
+For each position of the text, each layer of the head computes a key and a value from hidden_norm(fc(states)), where
+states are the target's. The block is the last token of the text and the mask tokens after it. Tokens of the block
+attend to the text and to each other. A mask token predicts the token at its own position. With sample_from_anchor, each
+token of the block predicts the next token.
 """
 
 import json
@@ -57,7 +57,7 @@ NOT_COMPUTED = {
     "use_aux_hidden_state": (True, None),
     "conv_kernel_size": (None,),
     "selector_rank": (None,),
-}  # fields of config.json, and the values of each field that draftlab supports; None: the field is missing
+}  # fields of config.json, with the values that draftlab supports; None: the field is missing
 
 
 class DFlashShape(HeadSizes):
@@ -66,8 +66,8 @@ class DFlashShape(HeadSizes):
     Attributes:
         windows: Sliding window of each layer in tokens, or None for attention to all positions.
         causal: For each layer, whether a token of the block attends to no later tokens of the block.
-        sample_from_anchor: Whether the first drafted token is predicted at the text's last token. Otherwise only mask
-            tokens predict.
+        sample_from_anchor: Whether the text's last token predicts the first drafted token. Otherwise only mask tokens
+            predict.
     """
 
     layers: int = Field(ge=1)
@@ -181,7 +181,7 @@ class DFlash:
 
     @torch.inference_mode()
     def read(self, states: Tensor, positions: Tensor, cache: BlockCache) -> None:
-        """Write keys and values, computed from the target's states [B, T, A D], to a cache at positions [B, T].
+        """Compute keys and values of the target's states [B, T, A D], and cache them at positions [B, T].
 
         ``cache.used`` does not change.
         """
@@ -219,8 +219,7 @@ class DFlash:
     def block_states(self, last: Tensor, count: int, cache: BlockCache) -> Tensor:
         """Run the pass of a block, and return the final normed states of its T tokens, [B, T, D].
 
-        last: Last token of each text, [B]. count: Number of drafted tokens. The states of the block's last `count`
-        tokens predict them.
+        last: Last token of each text, [B]. count: Number of drafted tokens, which the last `count` states predict.
         """
         c, first = self.config, int(not self.config.sample_from_anchor)
         masks = last.new_full((len(last), count - 1 + first), c.mask_token_id)
@@ -299,7 +298,10 @@ def check(folder: Path, target: Path) -> DFlashShape:
 
 
 def load(folder: Path, target_path: Path, embed: Tensor, head: Tensor) -> DFlash:
-    """Load a DFlash head. embed, head: Those of the target, [V, D] each. Raises UserError: see check and read_parts."""
+    """Load a DFlash head. Raises UserError: the errors of check and read_parts.
+
+    embed, head: The target's embedding and output layer, [V, D] each.
+    """
     config, layer, _ = read_shape(folder, target_path, "dflash")
     return DFlash(config, *read_parts(folder, config, layer, embed, head))
 

@@ -1,9 +1,9 @@
 """DSpark heads: a DFlash block whose tokens are drawn in order, each with a bias from the token before it.
 
-B rows, K drafted tokens, D hidden, R rank, W draft ids, V vocab. One pass over the block gives logits, as with a DFlash
-head. Then a Markov head adds a bias of low rank, markov_w2(markov_w1[token before]). Kinds of Markov heads: "vanilla"
-has this bias, "gated" gates it by the block's state, and "rnn" has a recurrent state. A confidence head estimates the
-probability that a token is accepted.
+B rows (texts of a batch), T tokens of the block, K drafted tokens, D hidden, R rank, W draft ids, V vocab. One pass
+over the block gives logits, as with a DFlash head. Then a Markov head adds a bias of low rank,
+markov_w2(markov_w1[token before]). Kinds of Markov heads: "vanilla" has this bias, "gated" gates it by the block's
+state, and "rnn" has a recurrent state. A confidence head estimates the probability that a token is accepted.
 """
 
 from pathlib import Path
@@ -25,8 +25,8 @@ class DSparkShape(DFlashShape):
 
     Attributes:
         markov_rank: Rank of the Markov head's bias.
-        markov_kind: Kind of the Markov head. The bias of "vanilla" does not depend on the block's states, "gated" has a
-            gate that reads them, and "rnn" a recurrent state that reads them.
+        markov_kind: Kind of the Markov head. "vanilla" ignores the block's states, "gated" has a gate that reads them,
+            and "rnn" has a recurrent state that reads them.
         confidence: Number of inputs of the confidence head, or 0 for a head without a confidence head.
     """
 

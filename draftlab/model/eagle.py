@@ -74,7 +74,8 @@ class TargetSizes:
     def default_layer_ids(self) -> tuple[int, ...]:
         """Return the ids of the layers whose outputs a head reads if its config.json does not list them.
 
-        Of n layers these are 2, n // 2 and n - 3, as in servers, or 1, n // 2 and n - 1 if n is below 7.
+        For a target of n layers they are 2, n // 2 and n - 3, as in servers. If n is below 7, they are 1, n // 2 and n
+        - 1.
 
         Raises:
             UserError: the target has fewer than four layers.
@@ -190,10 +191,10 @@ class HeadShape(HeadSizes):
         many_layers: Whether a head of this kind may have several layers.
         rope: rope_parameters of a transformers config.
         target_hidden: Hidden size of the target.
-        norm_before_residual: Whether the residual is the state after its norm.
+        norm_before_residual: Whether the residual connection starts after the state's norm instead of before it.
         norm_before_fc: Whether one RMSNorm normalises the concatenated states before fc.
         fc_norm: Whether the states of each target layer have an RMSNorm of their own before fc.
-        norm_output: Whether the next state is the normed output, which lm_head reads, instead of the output.
+        norm_output: Whether the head's next state is its output after the final norm instead of before it.
         sliding_window: Number of latest tokens that attention reads; None for all.
         qk_norm: Whether queries and keys have RMSNorms, as in Qwen3.
     """
@@ -542,7 +543,7 @@ def _target_embedding(target: Path, config: HeadShape) -> Tensor:
 
 
 def _native_json(config: HeadShape) -> dict[str, object]:
-    """Return the fields of config.json that only SpecForge's layout has, including all that a server reads."""
+    """Return the fields of config.json that are specific to SpecForge's layout, with all fields that servers read."""
     variant = {name: True for name in VARIANTS if getattr(config, name)}
     return (
         variant
@@ -668,7 +669,7 @@ _ONLY: dict[str, tuple[object, ...]] = {
 
 
 def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedding: bool) -> None:
-    """Raise UserError if a head is for another target, or needs the embedding of a target of another hidden size."""
+    """Raise UserError if a head is for another target, or has no embedding and another hidden size than its target."""
     config.check_target(name, target, config.target_hidden)
     if not own_embedding and config.hidden != target.hidden:
         raise UserError(

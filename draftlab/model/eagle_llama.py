@@ -29,12 +29,12 @@ from draftlab.model.native_cpu import WIDE, NativeLlama
 
 
 class EagleLlama(Llama):
-    """A head as a Llama. q, k and v of its first layer read the embedding and a state, [2 D], so step() runs a pass.
+    """A head as a Llama that reads a state with each token. step() runs a pass; forward() raises TypeError.
 
-    forward() raises TypeError, because it has no states.
+    q, k and v of the first layer read the token's embedding and the state, [2 D].
     """
 
-    # of a P-EAGLE head: the mask token, and the state [D] that is read together with it
+    # the mask token of a P-EAGLE head, and the state [D] that is read with it; None for other heads
     mask: tuple[int, Tensor] | None = None
 
     def __init__(self, head: Head, embedding: Tensor, directory: Path) -> None:
@@ -89,7 +89,7 @@ class EagleLlama(Llama):
         """Run a pass over tokens, each with a state, and append them to the cache.
 
         Args:
-            ids: For each state, the token at the position after the state's, [B, T].
+            ids: The token after each state: its position is the state's position plus 1, [B, T].
             states: States from combine or from earlier steps, [B, T, D].
             last: Number of last tokens whose logits are returned.
             tree: Token tree of the T tokens. Default: each token follows the token before it.
@@ -110,7 +110,7 @@ class EagleLlama(Llama):
         choose: Sampler,
         state: Tensor | None = None,
     ) -> Drafted:
-        """Draft K tokens, one per pass. The arguments without `state`, and the result, are those of Decoder.draft.
+        """Draft K tokens, one per pass, see Decoder.draft.
 
         state: The head's state at the last position of each text, [B, 1, D].
         """
@@ -196,7 +196,7 @@ class CudaGraphEagle(CudaGraphLlama, EagleLlama):
 
 
 def with_mode(head: EagleLlama, mode: Mode, int8: bool = False) -> EagleLlama:
-    """Return a head whose passes run in a mode. int8: Whether to round weights to int8; ignored unless native."""
+    """Return a head whose passes run in a mode. int8: Whether mode native rounds weights to int8."""
     if mode == "native":
         return NativeEagle(head, int8)
     return CudaGraphEagle(head) if mode == "graphs" else head

@@ -1,6 +1,6 @@
 """Families of shapes that cost the same, from deep and narrow to shallow and wide; shape files and presets.
 
-No torch.
+Torch is not imported.
 """
 
 import math
@@ -40,10 +40,10 @@ class Budget:
     Args:
         amount: The cost. By `kind`: number of parameters ("total"), bytes of bf16 KV cache per token ("kv"), or
             milliseconds of a one-token pass ("latency").
-        multiple_of: The ffn is a multiple of this number, or of a number in FALLBACKS if the budget needs that.
+        multiple_of: The ffn is a multiple of this number. If no such ffn meets the budget, FALLBACKS are tried.
         tensor_parallel: Number of devices. It must divide heads, KV heads and ffn.
-        latency_ms: For the kind "latency": function that predicts the milliseconds of a one-token pass of a shape. The
-            result must grow with the ffn.
+        latency_ms: Function that predicts the milliseconds of a one-token pass of a shape. The kind "latency" needs it.
+            The result must grow with the ffn.
     """
 
     amount: float
@@ -77,12 +77,13 @@ class Budget:
 def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
     """Return one shape per depth (number of layers), no larger than the source and within TOLERANCE of the budget.
 
-    For the kinds "total" and "latency", every multiple of the source's head_dim is a candidate width, with width /
-    head_dim heads. Each width gets the ffn that comes nearest to the budget: a multiple of multiple_of, or the source's
-    ffn. Of the widths that meet the budget, the width whose ratio ffn / width is nearest to the source's ratio is
-    taken. If none meets the budget, multiples of 16 are tried for the ffn, then multiples of 8. For the kind "kv", the
-    budget determines the number of heads, and the heads determine the width. The ffn then keeps the source's ratio.
-    Depths that cannot meet the budget are left out, with a note.
+    For the kinds "total" and "latency", the candidate widths are the multiples of the source's head_dim. Each width
+    gets the ffn that comes nearest to the budget: a multiple of multiple_of, or the source's ffn. If no width meets the
+    budget, multiples of 16 are tried for the ffn, then multiples of 8. If several widths meet it, the width whose ratio
+    ffn / width is nearest to the source's is taken.
+
+    For the kind "kv", the budget determines the number of heads, and the heads determine the width. The ffn keeps the
+    source's ratio. Depths that cannot meet the budget are left out, with a note.
 
     Raises:
         UserError: no depth meets the budget. The message has the costs that are possible at each depth.
@@ -105,7 +106,7 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
 
 
 def shape_name(shape: Shape) -> str:
-    """Return the name that a shape file of this shape has: LAYERSxHIDDEN, such as 3x256."""
+    """Return the name of a shape for its file: LAYERSxHIDDEN, such as 3x256."""
     return f"{shape.layers}x{shape.hidden}"
 
 
@@ -148,9 +149,10 @@ def presets(folder: Path) -> dict[str, Shape]:
 
 
 def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
-    """Find a preset, a shape file or a checkpoint. Return its name without folders, and its Shape or directory.
+    """Find a preset, a shape file or a checkpoint, and return its name without folders.
 
-    The directory is that of a checkpoint. weights: Whether a checkpoint needs its weight files.
+    Also return the Shape of a preset or file, or the directory of a checkpoint. weights: Whether a checkpoint needs its
+    weight files.
 
     Raises:
         UserError: there is nothing with this name, or weight files are needed and missing.
@@ -200,13 +202,13 @@ def requested_shape(
     multiple_of: int,
     file: Path | None,
 ) -> tuple[Shape, str | None]:
-    """Return the shape that the user requests, and the name of its shape file or preset, or None if it has none.
+    """Return the shape that the user requests, and the name of its shape file or preset, or None for the name.
 
-    If only layers and hidden are set, and a preset has these sizes and an ffn that is a multiple of multiple_of, the
-    result is the preset. Otherwise resolve() chooses the sizes that are not set.
+    If only layers and hidden are set, the result is the preset with these sizes, if there is one and its ffn is a
+    multiple of multiple_of. Otherwise resolve() chooses the sizes that are not set.
 
     Args:
-        file: Shape file with all sizes. The other sizes are then ignored.
+        file: Shape file with all sizes. The arguments for single sizes are then ignored.
 
     Raises:
         UserError: no size is requested, or the shape cannot be cut from the source.
@@ -272,7 +274,10 @@ def _widths(source: Shape, layers: int, budget: Budget) -> list[Shape]:
 
 
 def _nearest(shape: Shape, budget: Budget, *, most: int, step: int) -> Shape:
-    """Return the shape with the ffn whose cost is nearest to the budget: `most`, or a smaller multiple of `step`."""
+    """Return the shape with the ffn that brings its cost nearest to the budget.
+
+    The ffn is `most` or a smaller multiple of `step`.
+    """
 
     def over(ffn: int) -> float:
         return budget.cost(shape.model_copy(update={"ffn": ffn})) - budget.amount

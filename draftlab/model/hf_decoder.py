@@ -1,11 +1,11 @@
 """Causal language models of transformers as decoders that roll back, with rows of any lengths, trees and layer states.
 
-B rows, T new tokens, S slots of the cache, V vocab, A layers whose states are kept, E hidden.
+B rows (texts of a batch), T new tokens, S slots of the cache, V vocab, A layers whose states are stored, E hidden.
 
-transformers appends T slots to every row in a pass. While slot i of every row holds position i, a pass needs no mask,
-and rolling back drops slots. Otherwise a table has the position of each slot in its row's text, or -1 for a slot that
-the attention mask hides. Rolling back then changes only the table. Slots at the end that no row reads are dropped, and
-the cache is packed when it has many slots that no row reads.
+In a pass, transformers appends T slots to every row. Usually slot i of every row has the token at position i. Then a
+pass needs no mask, and rolling back drops slots. Otherwise a table stores the position of the token in each slot, or -1
+for a slot that the attention mask hides. Rolling back then changes only the table. Slots at the end that no row reads
+are dropped. A cache with many other unread slots is packed.
 """
 
 import inspect
@@ -28,7 +28,7 @@ from draftlab.model.llama import LayerStates
 
 # base class of cache layers that have a recurrent state instead of keys and values
 RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
-SPARSE = 2  # the cache is packed if it has more than SPARSE times as many slots as the longest row has positions
+SPARSE = 2  # the cache is packed when it has more than SPARSE slots per position of the longest row
 FULL, SLIDING = "full_attention", "sliding_attention"
 TRIAL = ((5, 9, 14, 3, 7), (11, 4, 8))  # token ids of two texts, see HFDecoder.masked
 TRIAL_ERROR = {
@@ -157,8 +157,7 @@ class HFDecoder(Decoder):
         """Wrap a model of transformers.
 
         Args:
-            one_length: Whether callers promise that all rows of a batch have the same length. `masked` is then False,
-                without a trial.
+            one_length: Whether all rows of a batch will have the same length. `masked` is then False, without a trial.
             trained: Whether the model is trained between passes. Passes then avoid inference mode, because FSDP2
                 gathers weights in a pass into tensors with which it later trains.
         """
@@ -245,8 +244,8 @@ class HFDecoder(Decoder):
         """Run one pass, see Decoder.forward.
 
         Raises:
-            UserError: transformers cannot roll back the cache; or the model's attention accepts no custom mask, and
-                rows have different lengths or there is a token tree.
+            UserError: transformers cannot roll back the cache; or rows of different lengths or a token tree need a
+                custom mask, which the model does not accept.
             ValueError: the tokens do not fit the cache.
         """
         end_of_pass(cache, ids.shape[1])
@@ -264,8 +263,8 @@ class HFDecoder(Decoder):
                 "one batch"
             )
             raise UserError(
-                f"{text}, because its attention accepts no custom mask; use --batch 1, and no drafter "
-                "with token trees"
+                f"{text}, because its attention accepts no custom mask; use --batch 1 and a drafter "
+                "without token trees"
             )
         return self._run(ids, cache, last, tree, masked=True)
 
@@ -329,10 +328,10 @@ class HFDecoder(Decoder):
     @torch.inference_mode(False)
     @torch.no_grad()
     def masked(self) -> bool:
-        """Return whether the model accepts a custom attention mask, and so rows of different lengths and token trees.
+        """Return whether the model accepts custom attention masks. Token trees and rows of different lengths need them.
 
-        A trial with two rows decides. Without a trial, the result is False for models with ALiBi, without the argument
-        position_ids, or with other attention than full and sliding, and for decoders with one_length.
+        A trial with two rows decides. Without a trial, the result is False for decoders with one_length, and for
+        models with ALiBi, without the argument position_ids, or with other attention than full and sliding-window.
         """
         kinds = set(getattr(self.config, "layer_types", None) or [])
         counted = "position_ids" not in self.arguments
@@ -407,7 +406,8 @@ def keep_states(
 def new_past(model: PreTrainedModel) -> DynamicCache:
     """Return an empty cache of transformers that can be rolled back."""
     past = DynamicCache(config=model.config)
-    # caches of all tokens, because a sliding-window cache drops old tokens and cannot roll back; the mask hides them
+    # A sliding-window cache drops old tokens, so it cannot roll back. These caches keep all tokens, and the attention
+    # mask hides the old tokens.
     past.layers = [
         DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer
         for layer in past.layers

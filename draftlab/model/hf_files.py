@@ -78,9 +78,10 @@ class Layout:
 
 
 def other_layout(path: Path) -> Layout | None:
-    """Return the Layout of a path if draftlab import can convert it, else None.
+    """Return the Layout of a path that draftlab import can convert, or None for any other path.
 
-    A directory with one GGUF file and no other weights counts as the GGUF file. A .bin file counts as its directory.
+    For a directory with one GGUF file and no other weights, return the Layout of this file. For a .bin file, return the
+    Layout of its directory.
     """
     if path.suffix == ".gguf":
         return Layout(kind="gguf", path=path)
@@ -130,7 +131,7 @@ class _Rotary(BaseModel):
 
 
 class _Config(_Rotary):
-    """Settings of config.json that are checked here, because a wrong value would contradict no tensor's size."""
+    """Settings of config.json whose values are checked here, because tensor sizes do not show that they are wrong."""
 
     max_position_embeddings: Length | None = None
     sliding_window: Length | None = None
@@ -167,7 +168,7 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _number(value: Any) -> Any:
-    """Return a JSON value with floats in place of transformers' {"__float__": "Infinity"}."""
+    """Replace transformers' notation for floats in a JSON value, {"__float__": "Infinity"}, by floats."""
     if isinstance(value, list):
         return [_number(item) for item in value]
     if not isinstance(value, dict):
@@ -202,7 +203,7 @@ def check_causal(directory: Path) -> None:
 
 
 def is_quantised(config: dict[str, object]) -> bool:
-    """Return whether the weights are quantised in a format of transformers. MLX's format is not one of these."""
+    """Return whether the weights are quantised in a format of transformers. The result is False for MLX's format."""
     return config.get("quantization_config") is not None
 
 
@@ -240,7 +241,7 @@ def vocab_size(directory: Path) -> int:
 
 
 def max_model_len(directory: Path, default: int = UNLIMITED) -> int:
-    """Return the length in tokens of the longest text that the model reads. default: Result if config.json has none."""
+    """Return the context length in tokens. default: Result if config.json does not have it."""
     config = text_config(directory)
     lengths = [config[name] for name in CONTEXT_NAMES if isinstance(config.get(name), int)]
     return int(str(lengths[0])) if lengths else default
@@ -294,7 +295,7 @@ def check_head_size(size: int, vocab: int, special: int = 0) -> None:
     """Raise UserError unless special < size < vocab. size: Number of ids to keep. special: Number of special ids."""
     if not special < size < vocab:
         raise UserError(
-            f"--vocab {size}: the number of ids must be above {special} (the special ids) and below {vocab:,} (all ids)"
+            f"--vocab {size}: use a number above {special} (the special ids) and below {vocab:,} (all ids)"
         )
 
 
@@ -355,9 +356,10 @@ def read_headers(directory: Path) -> dict[str, Header]:
 
 
 def weight_files(directory: Path) -> dict[Path, set[str] | None]:
-    """Return the weight files of a checkpoint, each with the names of the tensors to read from it, or None for all.
+    """Return the weight files of a checkpoint, each with the names of the tensors to read from it.
 
-    As in transformers, these are model.safetensors or, if it is missing, the files in the index.
+    As in transformers, a checkpoint has either model.safetensors or an index of several files. For model.safetensors,
+    None stands for all tensors.
 
     Raises:
         UserError: there are no weights, the index cannot be read, or a file in the index is missing.

@@ -1,4 +1,7 @@
-"""Find checkpoints by name: embedded models, directories, the Hugging Face hub. Check names of data. No torch."""
+"""Find checkpoints by name: embedded models, directories, and models on the Hugging Face hub. Check names of data.
+
+Torch is not imported.
+"""
 
 import functools
 import re
@@ -39,7 +42,7 @@ MASK_FIELDS = {
     "pard_token",
     "ptd_token_id",
 }  # fields of config.json that may have the mask token's id; vLLM reads any of them
-IMPORTED = "draftlab import NAME converts .bin files and adapters of this name, or a GGUF file that you download"
+IMPORTED = "for .bin files or an adapter, run draftlab import NAME; for a GGUF file, download it and import it"
 BUILT_IN_TEXT = ("stdlib", "stdlib-tests", "packages")
 ROW_FILES = (".json", ".jsonl", ".parquet")
 TEXT_SUFFIXES = (*ROW_FILES, ".md", ".py", ".txt")
@@ -89,10 +92,10 @@ def locate(name: str | Path, weights: bool = True) -> Path:
 
 
 def local(name: str | Path, weights: bool = False) -> Path | None:
-    """Return the directory of a checkpoint on this disk, or None for a hub name, without a request to the hub.
+    """Return the directory of a checkpoint on this disk, or None for a hub name. The hub is not asked.
 
     Args:
-        name: Name as in locate. It may end in @TYPE, a GGUF type such as q8_0, which is ignored.
+        name: Same as in locate. A suffix @TYPE, such as @q8_0, is ignored.
         weights: Whether the weight files of a checkpoint on this disk are needed.
 
     Raises:
@@ -134,9 +137,9 @@ def checkpoint_name(directory: Path) -> str:
 
 
 def head_kind(name: str | Path) -> str | None:
-    """Return the kind of the head that a directory's config.json describes, or None if it describes no head.
+    """Return the kind of head that a directory's config.json describes, or None if it describes no head.
 
-    The result may be a kind that draftlab does not support (not in HEADS). Nothing but config.json is checked.
+    The kind may be unsupported, and then is not in HEADS. Only config.json is read.
     """
     try:
         content = read_object(Path(name) / "config.json")
@@ -158,7 +161,7 @@ def head_kind(name: str | Path) -> str | None:
 
 
 def known_head(name: str | Path) -> str | None:
-    """Return the kind of head in a directory, one of HEADS, or None if the directory has no head.
+    """Return the kind of head in a directory, from HEADS, or None if the directory has no head.
 
     Raises:
         UserError: draftlab does not support this kind of head.
@@ -180,8 +183,10 @@ def check_head(name: str | Path, kind: str) -> None:
     """Raise UserError if config.json in a directory does not describe a head of this kind."""
     found = known_head(name)
     if found != kind:
-        instead = f"{found} head; use --drafter {found}:heads={name}" if found else "no head"
-        raise UserError(f"{name} is not a head of kind {kind}; its config.json says: {instead}")
+        instead = (
+            f"a head of kind {found}; use --drafter {found}:heads={name}" if found else "no head"
+        )
+        raise UserError(f"{name} is not a head of kind {kind}; its config.json describes {instead}")
 
 
 def check_data(mixture: str) -> str:
@@ -221,9 +226,9 @@ def source_names(mixture: str) -> list[str]:
 
 
 def split_column(source: str) -> tuple[str, str | None, str]:
-    """Split a source SET#COLUMN or SET#COLUMN:DOMAIN into data set, column, and domain.
+    """Split a source SET#COLUMN:DOMAIN into data set, column, and domain.
 
-    Without :DOMAIN the domain is "". The column of a source in another form is None.
+    Without :DOMAIN, the domain is "". Without #COLUMN, the column is None.
     """
     name, _, rest = source.partition("#")
     if not rest or not (name.startswith("hf:") or Path(name).suffix in ROW_FILES):
@@ -376,7 +381,7 @@ def locate_tokenizer(name: str) -> Path:
 
 
 def check_whole(name: str, weights: bool) -> None:
-    """Check that a complete model with this name is on this disk. A hub name always passes; the hub is not asked.
+    """Check that a name stands for a complete model on this disk. Names on the hub are not checked.
 
     weights: Whether the weight files of a checkpoint on this disk are needed.
 
@@ -396,7 +401,7 @@ def _refuse_head(name: str) -> None:
 
 
 def check_rounded(*drafts: str) -> None:
-    """Raise UserError if a draft is DIRECTORY@TYPE, and TYPE is not in ROUNDED, the GGUF types of rounded weights."""
+    """Raise UserError if a draft has the form DIRECTORY@TYPE, and TYPE is not a GGUF type in ROUNDED."""
     for name in drafts:
         kind = name.rpartition("@")[2]
         if kind not in (name, *ROUNDED) and not Path(name).exists() and local(name) is not None:

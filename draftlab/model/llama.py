@@ -1,8 +1,8 @@
 """LLaMA-like decoders with a static cache, for inference, built from Hugging Face tensors.
 
-B rows, T new tokens, S cached + new, H query heads in K groups of G (one KV head per group), C head_dim, D hidden, V
-vocab. Each row of a batch has its own length. A cache is rolled back by lowering ``Cache.used``: later positions are
-overwritten, never read.
+B rows (texts of a batch), T new tokens, S cached + new tokens, K KV heads, G query heads per KV head, H = K G query
+heads, C head_dim, D hidden, V vocab. Each row of a batch has its own length. Lowering ``Cache.used`` rolls a row back:
+the positions from there on are not read, and the next tokens overwrite them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -116,8 +116,8 @@ class Cache:
 class Block:
     """Weights of one layer. q, k and v are stacked to one matrix, and so are gate and up.
 
-    input_norm and post_norm normalise the inputs of attention and MLP; attention_norm and mlp_norm normalise their
-    outputs. OLMo 2 has only norms of outputs, other models only norms of inputs.
+    input_norm and post_norm normalise the inputs of attention and MLP. attention_norm and mlp_norm normalise the
+    outputs. OLMo 2 has only norms of outputs. Other models have only norms of inputs.
     """
 
     input_norm: Tensor | None  # [D]
@@ -138,9 +138,9 @@ class Block:
 class Llama(Decoder):
     """A LLaMA-like model that runs in draftlab's own engine, with a static cache."""
 
-    hidden_norm: Tensor | None = None  # belongs to an EAGLE-3 head (eagle_llama.py)
-    norm_before_residual = False  # belongs to an EAGLE-3 head
-    # sliding window: number of latest tokens that attention reads, with the token itself; None: all
+    hidden_norm: Tensor | None = None  # only EAGLE-3 heads have it, see eagle_llama.py
+    norm_before_residual = False  # only EAGLE-3 heads set it
+    # sliding window: number of latest tokens that attention reads, including the current token; None: all tokens
     window: int | None = None
 
     def __init__(
@@ -244,9 +244,9 @@ class Llama(Decoder):
         last: int,
         layer_states: LayerStates | None = None,
     ) -> Tensor:
-        """Run a pass over ids [B, T], and return the logits of the last tokens, [B, last, V], or of all if last is 0.
+        """Run a pass over ids [B, T], and return the logits of the last tokens, [B, last, V].
 
-        keys, values, layer_states: Those of a Cache, to which the pass writes.
+        The pass writes to the keys, values and layer_states of a Cache. last: 0 stands for all tokens.
         """
         x = F.embedding(ids, self.embed)  # [B, T, D]
         with pinned_backends(self.device):
@@ -372,7 +372,7 @@ MULTIPLIERS: dict[str, tuple[str, ...]] = {
 
 
 class Multiplied(Mapping[str, Tensor]):
-    """Weights by name, of which some are multiplied on access by a factor from config.json (Granite)."""
+    """Granite's weights by name. On access, some are multiplied by a factor from config.json, see MULTIPLIERS."""
 
     def __init__(
         self, weights: Mapping[str, Tensor], shape: Shape, config: Mapping[str, object]

@@ -107,7 +107,7 @@ def resolve_mode(
 
 
 def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama:
-    """Return the model, with passes that run in a mode. int8: Whether to round weights to int8; needs mode native.
+    """Return the model with passes that run in a mode. int8: Whether to round weights to int8, in mode native only.
 
     Raises:
         UserError: the mode does not run on this device or with this dtype, or int8 is set in another mode.
@@ -121,9 +121,10 @@ def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama
 
 
 def in_native_mode(model: Decoder, dtype: torch.dtype, purpose: str) -> Decoder:
-    """Return the model with passes in mode native, if it is a Llama on the CPU and not in float16.
+    """Return a Llama on the CPU with passes in mode native. Return any other model unchanged.
 
-    Otherwise return the model unchanged. If mode native fails on this machine, print a note, and do the same.
+    A Llama in float16 is returned unchanged, too. So is one for which mode native fails on this machine; a note then
+    says why.
 
     purpose: What the caller does, for the note, such as "evaluating".
     """

@@ -1,7 +1,8 @@
-"""Narrow passes of llama.py in compiled C++, for CPUs, where Python and dispatch take longer than small products.
+"""Compiled C++ for passes of llama.py with few tokens on CPUs, where Python takes longer than small products.
 
-B rows, T new tokens, V vocab. native_cpu.cpp is compiled on first use. Weights are the model's, or int8 with a scale
-per output. The logits of a text have the same bits at every width of a pass and with any other texts in the batch.
+B rows (texts of a batch), T new tokens, V vocab. native_cpu.cpp is compiled on first use. Weights are the model's, or
+int8 with a scale per output. The logits of a text are bit for bit the same for every T and with any other texts in the
+batch.
 """
 
 import ctypes
@@ -43,7 +44,7 @@ FLAGS = (
 )
 # Clang on Arm has only -mcpu
 TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-# most tokens of a compiled pass; for more tokens torch is as fast, or faster if the CPU has matrix tiles (AMX)
+# Most tokens of a compiled pass. For more tokens, torch is as fast, and faster on CPUs with matrix tiles (AMX).
 WIDE = 128
 
 
@@ -86,7 +87,7 @@ class _Pass(Structure):
 
 
 class NativeLlama(Llama):
-    """A Llama on the CPU whose narrow passes run in compiled C++. It shares the weights of the original Llama."""
+    """A Llama on the CPU whose passes of at most WIDE tokens run in compiled C++. It shares the original's weights."""
 
     def __init__(self, model: Llama, int8: bool = False) -> None:
         """Make a native model of a Llama. int8: Whether to round weights to int8.
@@ -97,7 +98,7 @@ class NativeLlama(Llama):
         dtype = check(model.device, model.embed.dtype)
         vars(self).update(vars(model))
         self.int8 = int8
-        # run passes of any width in C++, because torch lacks int8 weights or is slow in this dtype
+        # whether passes of any width run in C++, because torch lacks int8 weights or is slow in this dtype
         self.any_width = int8 or not checkpoint.is_fast(model.embed.dtype, model.device)
         self._run: Callable[..., None] = getattr(
             library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}"
@@ -215,7 +216,7 @@ class NativeLlama(Llama):
 
 
 def round_int8(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix [out, in] to int8. Return it, and the scale of each output, float32 [out]."""
+    """Round a matrix [out, in] to int8. Return the rounded matrix, and the scale of each output, float32 [out]."""
     scale = weights.float().abs().amax(1).clamp_min(1e-12) / 127
     return (weights.float() / scale.unsqueeze(1)).round().to(torch.int8), scale
 
@@ -238,10 +239,10 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
 def library(tuned: str = TUNED) -> ctypes.CDLL:
     """Return the library of native_cpu.cpp, compiled for this processor on first use.
 
-    The library is stored in the user's cache folder. If that is impossible, or if other users can write to the folder,
-    each process compiles it again.
+    The library is stored in the user's cache folder. If that fails, or if other users can write to the folder, each
+    process compiles the library again.
 
-    tuned: The compiler's flag to optimise for this processor.
+    tuned: Compiler flag for this processor, such as -march=native.
 
     Raises:
         UserError: there is no compiler, or it fails.
@@ -317,7 +318,7 @@ def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
 
 
 def _features() -> str:
-    """Return text that names the processor's features. Machines with a shared home directory may differ in them."""
+    """Return text with the processor's features. Machines that share a home directory may have different processors."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next(

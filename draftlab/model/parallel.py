@@ -1,9 +1,11 @@
 """Parallel drafts (PARD, An et al. 2025, 2504.18583): one pass predicts K tokens, all but the first from mask tokens.
 
-B rows, T tokens of text, L tokens of a packed pass, N predictions, K drafted tokens. After position t of a text, offset
-j predicts token t + j, for j from 1 to K. This prediction reads the text up to t, and j - 1 mask tokens at positions
-t + 1, ..., t + j - 1. A packed pass predicts after all positions of a text at once. Its tokens are the text, then the
-mask tokens of every position. A 2-D attention mask lets a token read only what its prediction depends on.
+B rows (texts of a batch), T tokens of text, L tokens of a packed pass, N predictions, K drafted tokens. From the text
+up to position t, a draft predicts the tokens at t + 1, ..., t + K. The prediction at offset j, of token t + j, reads
+the text up to t, and j - 1 mask tokens at positions t + 1, ..., t + j - 1.
+
+A packed pass computes these predictions for all positions t at once. Its tokens are the text, then the mask tokens of
+every position. A 2-D attention mask lets each token read only the tokens that its prediction depends on.
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ PARD_TOKEN, SPD_TYPE, OFFSETS = (
     "spd_type",
     "pard_offsets",
 )  # keys of config.json; only draftlab writes pard_offsets
-RESERVED = ("reserved", "unused", "<|extra")  # names of reserved tokens have one of these parts
+RESERVED = ("reserved", "unused", "<|extra")  # names of reserved tokens contain one of these words
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +123,10 @@ def trained_offsets(directory: Path) -> int | None:
 
 
 def unused_id(directory: Path, vocab: int) -> int:
-    """Return an id below `vocab` that texts do not contain, to be the mask token.
+    """Return an id below `vocab` that texts do not contain, for use as the mask token.
 
-    This is an id without a token; else a special token that has no role and is not in the chat template; else the pad
-    token.
+    The first choice is an id without a token. The second is a special token without a role that is not in the chat
+    template. The last is the pad token.
 
     Raises:
         UserError: there is no such id. A new id would not help, because servers refuse drafts with ids that the target

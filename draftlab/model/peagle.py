@@ -1,4 +1,4 @@
-"""P-EAGLE heads (2602.01469): an EAGLE-3 head, perhaps of several layers, that drafts all tokens in one pass.
+"""P-EAGLE heads (2602.01469): EAGLE-3 heads, of one or several layers, that draft all tokens in one pass.
 
 The pass reads the text's tokens with the target's states, and then mask tokens. All mask tokens have the same learnt
 state in place of a state of the target. A mask token attends to the text and to the mask tokens before it.

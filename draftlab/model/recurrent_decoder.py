@@ -22,9 +22,9 @@ from draftlab.model.decoder import Decoder, Tree, end_of_pass
 from draftlab.model.hf_decoder import RECURRENT, HFDecoder, has_layers, new_past, without_gradients
 from draftlab.model.llama import LayerStates
 
-# copies a tensor, or the tensors in nested dicts
+# clones a tensor, or all tensors in nested dicts
 copied = partial(tree_map_only, Tensor, Tensor.clone)
-# what a recurrent layer keeps between tokens
+# attributes that a recurrent layer of transformers changes from token to token
 STATES = ("conv_states", "recurrent_states", "has_previous_state")
 
 
@@ -115,7 +115,7 @@ class RecurrentDecoder(HFDecoder):
         return torch.cat(logits)
 
     def without_rollback(self) -> Decoder:
-        """Return a decoder that computes all rows in one pass. A model without attention layers returns itself."""
+        """Return a decoder that computes all rows in one pass. Without attention layers, return this decoder."""
         return (
             HFDecoder(self.model, one_length=True) if has_layers(self.model, DynamicLayer) else self
         )
@@ -173,7 +173,7 @@ class RecurrentDecoder(HFDecoder):
     @torch.inference_mode(False)
     @torch.no_grad()
     def continues(self) -> bool:
-        """Return whether a trial shows that one pass over several tokens after cached tokens gives correct logits."""
+        """Return whether one pass can read several tokens after cached tokens. A trial checks its logits."""
         ids, row = self.trial[0], self._new_row()
         self.__dict__["continues"] = True  # set before the trial, which reads this property
         self._read(row, ids[:2], 1)

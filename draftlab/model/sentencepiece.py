@@ -45,9 +45,9 @@ LONGEST_LINE = 4096
 def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer, corrected if it encodes text to other ids than SentencePiece does. file: tokenizer.model.
 
-    transformers 5 orders BPE merges by id. LLaMA orders them by score, and its runs of spaces have the first ids but
-    the lowest scores. Without a tokenizer_config.json, transformers also omits the leading space and bos. A tokenizer
-    of a tiktoken file is returned unchanged.
+    SentencePiece orders BPE merges by score, but transformers 5 orders them by id. In LLaMA's tokenizer, runs of spaces
+    have the first ids but the lowest scores. Without a tokenizer_config.json, transformers also omits the leading space
+    and bos. The tokenizer of a tiktoken file is returned unchanged.
 
     Raises:
         UserError: `file` is no SentencePiece model, or the corrected tokenizer still gives other ids.

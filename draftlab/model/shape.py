@@ -1,6 +1,7 @@
-"""Shapes of LLaMA-like models and their costs, from a table of the weights and their axes. No torch.
+"""Shapes of LLaMA-like models: their sizes, the names of their weights, and what they cost. Torch is not imported.
 
-Axes: vocab; hidden (the residual stream); q = heads x head_dim; kv = kv_heads x head_dim; head_dim; ffn.
+TABLE lists every weight and names its axes: vocab; hidden (the residual stream); q = heads x head_dim; kv = kv_heads x
+head_dim; head_dim; ffn.
 """
 
 import math
@@ -33,8 +34,8 @@ class Row(NamedTuple):
         role: Name in draftlab, such as "q".
         name: Name of the tensor, with {} in place of the layer's index.
         axes: Axis of each dimension.
-        when: Option that a model must have to have the weight.
-        unless: Option that a model with the weight does not have.
+        when: If set, only models with this option have the weight.
+        unless: If set, only models without this option have the weight.
     """
 
     role: str
@@ -88,7 +89,7 @@ Size = Annotated[int, Field(ge=1, le=1 << 24)]
 class Shape(BaseModel):
     """The sizes of a LLaMA-like model, and options that decide which weights of TABLE the model has."""
 
-    # strict, because YAML's yes would be 1 layer
+    # strict, because otherwise "layers: yes" in a YAML file would mean 1 layer
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     layers: int = Field(ge=1, le=10_000)
@@ -138,7 +139,7 @@ class Shape(BaseModel):
         return axes
 
     def names(self, layer: int = 0) -> dict[str, str]:
-        """Return the name of each weight's tensor, by the weight's role. layer: Index of the layer in the names."""
+        """Return the tensor names of one layer's weights and of the weights outside layers, by role."""
         return {row.role: row.name.format(layer) for row in self._rows()}
 
     def dims(self, axes: tuple[Axis, ...]) -> tuple[int, ...]:
@@ -179,7 +180,7 @@ class Shape(BaseModel):
         return self.model_copy(update={"draft_vocab": None})
 
     def idle_head_params(self) -> int:
-        """Return the number of parameters of the LM head that a trimmed head does not use."""
+        """Return the number of LM head parameters that stay unused, because the head is trimmed to fewer ids."""
         return 0 if self.draft_vocab is None else (self.vocab - self.draft_vocab) * self.hidden
 
     def weight_bytes(self, bytes_per_weight: float = 2) -> int:
@@ -190,7 +191,7 @@ class Shape(BaseModel):
         return int(2 * self.layers * self.sizes["kv"] * bytes_per_value)
 
     def tensor_parallel(self) -> list[int]:
-        """Return the powers of two up to 64 that divide heads, KV heads, ffn and vocab: tensor-parallel sizes."""
+        """Return the tensor-parallel sizes: powers of two up to 64 that divide heads, KV heads, ffn and vocab."""
         common = math.gcd(self.heads, self.kv_heads, self.ffn, self.vocab)
         return [2**i for i in range(7) if common % 2**i == 0]
 
@@ -209,8 +210,8 @@ def block_options(
 ) -> frozenset[Option]:
     """Detect the options of a model from the names and sizes of its first layer's tensors.
 
-    The model has an option if all weights of the option are there, in the expected sizes. If the option replaces other
-    weights, some of those must also be missing.
+    An option is detected if all of its weights are there, in the expected sizes. The option norm_after replaces other
+    weights. It is detected only if at least one of these is missing.
 
     Args:
         tensors: Size of each tensor, by name.
@@ -267,7 +268,9 @@ def check(shape: Shape, *, llama: bool = True) -> None:
         UserError: kv_heads does not divide heads, or llama is True and heads does not divide hidden.
     """
     if shape.heads % shape.kv_heads:
-        raise UserError(f"heads ({shape.heads}) is not a multiple of kv_heads ({shape.kv_heads})")
+        raise UserError(
+            f"heads ({shape.heads}) is not a multiple of kv_heads ({shape.kv_heads}); change one of them"
+        )
     if llama and shape.hidden % shape.heads:
         widths = " or ".join(map(str, multiples_near(shape.hidden, shape.heads)))
         raise UserError(
@@ -298,13 +301,13 @@ def check_within(shape: Shape, source: Shape) -> None:
         value, expected = getattr(shape, field), getattr(source, field)
         if value != expected:
             raise UserError(
-                f"{field} {value} differs from the source's {expected}, which pruning cannot change"
+                f"{field} {value} differs from the source's {expected}, but pruning cannot change it; use the source's"
             )
     group, most = shape.heads // shape.kv_heads, source.heads // source.kv_heads
     if shape.heads > source.heads or shape.kv_heads > source.kv_heads or group > most:
         raise UserError(
             f"{shape.heads} heads with {shape.kv_heads} kv_heads cannot be cut from the source, which has "
-            f"{source.heads} heads, {source.kv_heads} kv_heads and {most} heads per kv_head; use no more of each"
+            f"{source.heads} heads, {source.kv_heads} kv_heads and {most} heads per kv_head; use at most these numbers"
         )
 
 
@@ -319,14 +322,14 @@ def resolve(
 ) -> Shape:
     """Return the shape to cut from a source. Sizes that are not set follow from the source.
 
-    The number of heads is default_heads. The number of KV heads is the smallest that needs no more heads per KV head
-    than the source has.
+    default_heads() gives the number of heads. The number of KV heads is the smallest with which a KV head serves no
+    more heads than in the source.
 
     Args:
         layers, hidden: Default: the source's.
         ffn: Default: hidden times the source's ratio ffn / hidden, rounded up to a multiple of multiple_of.
         params: Number of parameters that the shape must have. It determines the ffn.
-        multiple_of: Factor of an ffn that is chosen here.
+        multiple_of: A computed ffn is a multiple of this number.
 
     Raises:
         UserError: the shape exceeds the source, no ffn gives `params` parameters, or both params and ffn are set.
@@ -354,9 +357,9 @@ def resolve(
 def default_heads(source: Shape, hidden: int) -> int:
     """Return the number of heads for a draft of width `hidden`: hidden / head_dim, or the nearest legal number.
 
-    A number is legal if it divides `hidden` and if the draft then needs no more heads, KV heads or heads per KV head
-    than the source has. If `hidden` is the source's own, return the source's number. If no number is legal, return
-    hidden / head_dim, rounded down, from 1 to the source's number.
+    A number is legal if it divides `hidden`, and if the draft then has no more heads, KV heads and heads per KV head
+    than the source. At the source's width, return the source's number of heads. If no number is legal, return hidden /
+    head_dim, rounded down, but at least 1 and at most the source's number of heads.
     """
     if hidden == source.hidden:
         return source.heads
@@ -371,7 +374,7 @@ def default_heads(source: Shape, hidden: int) -> int:
 
 
 def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) -> Shape:
-    """Return the shape with the ffn that brings its number of parameters nearest to `params`.
+    """Return the shape with another ffn, so that its number of parameters is as near as possible to `params`.
 
     The ffn is a multiple of multiple_of, or `most`.
 

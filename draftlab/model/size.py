@@ -99,7 +99,7 @@ def training_cost(
     tokens: int,
     seq_len: int,
 ) -> dict[str, object]:
-    """Return what a training run takes (tokens, floating-point operations, memory and disk), to print in a plan.
+    """Return the tokens, floating-point operations, memory and disk space of a training run, to print in a plan.
 
     For each token, training takes 3 times the operations of the student's forward pass, plus the teacher's forward
     pass. The student has fp32 weights, gradients and two Adam moments; the teacher has bf16 weights. Memory includes a

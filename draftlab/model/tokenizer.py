@@ -1,4 +1,4 @@
-"""Load tokenizers, and check that draft and target have the same vocabulary. No torch."""
+"""Load tokenizers, and check that draft and target have the same vocabulary. Torch is not imported."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +41,7 @@ def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
 
 
 def known_ids(*models: Path) -> int:
-    """Return the number of ids that are tokens in every model. Larger ids are padding of the logits in some model."""
+    """Return the number of ids that are tokens in every model. Larger ids only pad the logits of some model."""
     return min(min(vocab_size(m), max(load_tokenizer(m).get_vocab().values()) + 1) for m in models)
 
 

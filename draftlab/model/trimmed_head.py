@@ -1,8 +1,8 @@
 """Trimmed LM heads: a draft proposes only frequent ids, so its LM head takes less time.
 
-FR-Spec (Zhao et al. 2025, arXiv 2502.14856) and VocabTrim (Goel et al. 2025, arXiv 2506.22694). The checkpoint has the
-complete LM head and the complete embedding. head_ids.json lists the ids whose logits are computed. The target still
-emits all ids, so trimming changes the acceptance but not the output. V vocab, S ids of the trimmed head, D hidden.
+The method is that of FR-Spec (Zhao et al. 2025, arXiv 2502.14856) and VocabTrim (Goel et al. 2025, arXiv 2506.22694).
+The checkpoint keeps the complete LM head and embedding. head_ids.json lists the ids whose logits are computed. The
+target still emits all ids, so trimming changes the acceptance but not the output. V vocab, S ids of the trimmed head.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,9 +46,9 @@ def frequent_ids(
 ) -> tuple[list[int], float]:
     """Return the most frequent ids of the texts in ascending order, and an estimate of their coverage of new text.
 
-    The estimate is the fraction of the tokens in the second half of the texts that are among the `size` most frequent
-    ids of the first half. Of equally frequent ids the lowest are taken, because BPE training adds frequent tokens
-    first.
+    For the estimate, the `size` most frequent ids of the first half of the texts are found. The estimate is the
+    fraction of the second half's tokens with these ids. Of equally frequent ids the lowest are taken, because BPE
+    training adds frequent tokens first.
 
     Args:
         size: Number of ids to return.
@@ -113,9 +113,9 @@ def as_whole(
 ) -> tuple[dict[str, object], Any]:
     """Return config and weights of the same draft with a complete LM head, for servers without trimmed heads.
 
-    The new head is not tied to the embedding. For an id that is not in `ids`, its row is the mean of the rows of `ids`,
-    so the logit is the mean of their logits and never the largest logit. In practice all these ids together have less
-    than a thousandth of the probability.
+    The new head is not tied to the embedding. Every id that is not in `ids` gets the same row: the mean of the rows of
+    `ids`. Its logit is the mean of their logits, so it is never the largest. In practice, all added ids together have
+    less than a thousandth of the probability.
 
     weights: Mapping from names to tensors, such as checkpoint.Weights. ids: Ids of the trimmed head.
 

@@ -1,4 +1,4 @@
-"""What a score compares: the drafts, the target and the requests. All checks that need no loaded model are here."""
+"""The drafts, the target and the requests of a score, and all checks that need no loaded model."""
 
 import contextlib
 import tempfile
@@ -29,7 +29,11 @@ from draftlab.sampling import SamplingParams
 from draftlab.scoring.lm_eval import Tasks, check_chat_template
 from draftlab.target_outputs.store import MANIFEST, distinct_4grams, read_texts
 
-DEVICES = (2, 4, 8)  # numbers of devices for which a dry run shows the memory of a spread target
+DEVICES = (
+    2,
+    4,
+    8,
+)  # numbers of devices for which a dry run shows the memory of a target with a device map
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ class Engine:
         mode: Mode of passes in models that draftlab's engine runs.
         device_map: Device map with which accelerate spreads the target, as --device-map.
         target_int8, draft_int8: Whether to round the weights to 8 bits.
-        threads: Number of CPU threads. None leaves the number as it is.
+        threads: Number of CPU threads. None: the number is not changed.
     """
 
     device: torch.device
@@ -100,7 +104,8 @@ class Comparison:
     """Drafts and drafters to measure with a target, in one process.
 
     Args:
-        drafts: Directories of draft models, by name. If a name ends in @TYPE, weights are rounded to this GGUF type.
+        drafts: Directories of draft models, by name. If a name ends in @TYPE, the weights are rounded to this GGUF
+            type.
         drafters: Other drafters.
         default_draft: Draft model for drafters without draft=.
         ks: Numbers of drafted tokens per step.
@@ -150,9 +155,9 @@ class Comparison:
 
     @property
     def context(self) -> int:
-        """Return the number of cached tokens halfway through the answer to a prompt of median length.
+        """Return the number of cached tokens at which the latency of single passes is measured.
 
-        The latency of single passes is measured at this number.
+        It is the number halfway through the answer to a prompt of median length.
         """
         requests = self.requests
         return (
@@ -171,9 +176,9 @@ class Comparison:
         return self.engine.int8 and not self.hosted
 
     def made(self, name: str) -> list[Stage] | None:
-        """Return the commands that made a draft, or the draft models and heads of a drafter.
+        """Return the commands that made a draft, or that made the draft models and heads of a drafter.
 
-        The result is [] for a drafter without such inputs, and None if an input has no record.
+        If an input has no record of its commands, return None. A drafter without inputs gives [].
         """
         known = [lineage(path, self.target) for path in self._paths(name)]
         stages: dict[Path, Stage] = {}
@@ -221,9 +226,9 @@ class Comparison:
         }
 
     def _cost(self, texts: int) -> dict[str, object]:
-        """Return the FLOPs of all prefills and the bytes that decoding reads, from which a dry run estimates the time.
+        """Return the FLOPs of all prefills and the bytes that decoding reads. A dry run estimates the time from them.
 
-        Every token counts as one pass of the target. texts: Number of generations.
+        Every token is counted as one pass of the target. texts: Number of generations.
         """
         target, requests = read_size(self.target), self.requests
         prompt = int(median(len(p.ids) for p in requests.prompts.rows))
@@ -234,7 +239,7 @@ class Comparison:
         }
 
     def _memory(self) -> str:
-        """Return text about the GB that models, caches and logits take; with a device map, also on the first device."""
+        """Return text about the memory of models, caches and logits, and of the first device of a device map."""
         needs = self.needs(spread=True)
         total, own = sum(needs.values()), sum(self.needs().values())
         text = f"{total / 1e9:.3g} GB: {devices.listed(needs)}"
@@ -299,7 +304,7 @@ class Comparison:
                 )
 
     def check_memory(self) -> None:
-        """Check that weights, caches and logits fit into the free memory. A target with a device map does not count.
+        """Check that weights, caches and logits fit into the free memory. A target with a device map is not counted.
 
         Raises:
             UserError: The memory is too small.
@@ -313,7 +318,7 @@ class Comparison:
     def needs(self, *, spread: bool = False) -> Mapping[str, float]:
         """Return the bytes that drafts and target need, by purpose.
 
-        spread: Whether to count the weights of a target with a device map as well.
+        spread: Whether to also count the weights of a target with a device map.
         """
         spread = spread or self.engine.device_map is None
         models = dict.fromkeys([self.target, *self.draft_paths])
@@ -363,9 +368,9 @@ class Comparison:
 
 @contextlib.contextmanager
 def with_rounded_drafts(comparison: Comparison) -> Iterator[Comparison]:
-    """Yield a copy of the comparison that has rounded copies of all drafts whose names end in @TYPE, as NAME@q8_0.
+    """Yield a copy of the comparison with rounded weights in all drafts whose names end in @TYPE, such as NAME@q8_0.
 
-    The rounded drafts are removed after the block.
+    The rounded copies of the drafts are removed after the block.
     """
     drafts = dict(comparison.drafts)
     with contextlib.ExitStack() as stack:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # takes seconds to import
     from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
-# number of bootstrap samples for metrics whose error has no closed form; lm-eval's default of 100,000 takes minutes
+# number of bootstrap samples for metrics whose standard error has no formula; lm-eval's 100,000 take minutes
 BOOTSTRAP_SAMPLES = 1000
 SERVED_CONTEXT = 2048  # lm-eval's default context, for servers that do not report a context
 LOCAL_DATA = "; missing data is downloaded from the hub, but a YAML task can name a local file (docs/measuring.md)"
@@ -274,7 +274,7 @@ def _task_results(
 
 
 def _items(samples: list[dict[str, Any]], metric: str, filtered: str) -> list[float]:
-    """Return the value of a metric for each item, in the order of the task, or [] if items have no value."""
+    """Return the value of a metric for each item, in the order of the task, or [] if an item has no value."""
     ordered = sorted((s for s in samples if s["filter"] == filtered), key=lambda s: s["doc_id"])
     values = [_number(s.get(metric)) for s in ordered]
     return [v for v in values if v is not None] if None not in values else []

@@ -117,7 +117,7 @@ class Models:
         return self._loaded[directory]
 
     def running(self, directory: Path, int8: bool) -> Decoder:
-        """Return the model of a checkpoint in the mode of the run. int8: Whether to round its weights to 8 bits."""
+        """Return the model of a checkpoint in the engine's mode. int8: Whether to round its weights to 8 bits."""
         if (directory, int8) not in self._running:
             model = self.eager(directory)
             running = (
@@ -135,9 +135,9 @@ class Models:
 
     @property
     def other_target(self) -> Decoder | None:
-        """Return the target at its second precision (int8 or full), at which only plain decoding is timed.
+        """Return the target with full instead of int8 weights, or the reverse. Only plain decoding is timed with it.
 
-        Without int8 there is one precision, and the result is None.
+        If no weights are rounded to int8, return None.
         """
         return (
             self.running(self.comparison.target, not self.engine.target_int8)
@@ -184,7 +184,7 @@ class Measurement:
     def _rounding(self, measured: TimedArms) -> Rounding | None:
         """Compare the target with and without int8 weights, on the prompts and the answers of plain decoding.
 
-        Without int8, return None.
+        If no weights are rounded to int8, return None.
         """
         target, other = self.models.target, self.models.other_target
         if other is None:
@@ -329,12 +329,12 @@ class Measurement:
         return rounded or (None if run.model is None else self._weights(run.model))
 
     def _weights(self, model: Decoder) -> str:
-        """Return the precision of a model's weights: int8, the checkpoint's quantisation, or the dtype of the run."""
+        """Return the precision of a model's weights: int8, the checkpoint's quantisation, or the engine's dtype."""
         return model.weights_dtype or checkpoint.dtype_name(self.comparison.engine.dtype)
 
 
 def _accuracies(comparison: Comparison) -> dict[Path, list[TaskResult]]:
-    """Evaluate the target and the drafts with lm-eval, and return the results by directory. {} without --tasks."""
+    """Evaluate target and drafts with lm-eval, and return the results by directory. Without --tasks, return {}."""
     tasks, engine = comparison.tasks, comparison.engine
     if tasks is None:
         return {}
@@ -369,9 +369,9 @@ def compare(whole: Decoder, rounded: Decoder, texts: Sequence[Sequence[int]]) ->
 
 
 def _with_turns(comparison: Comparison, models: Models) -> Comparison:
-    """Return a copy of the comparison in which every turn of a conversation is a prompt of its own.
+    """Return a copy of the comparison with a prompt for every turn of a conversation.
 
-    A turn follows the target's answers to the earlier turns.
+    The prompt of a turn contains the earlier turns and the target's answers to them.
     """
     requests, target = comparison.requests, comparison.target
     if requests.prompts.requests == len(requests.prompts.rows):

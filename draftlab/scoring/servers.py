@@ -1,7 +1,7 @@
 """Score a draft with two running servers: a plain server with the target, and a server with target and draft.
 
-Requests are sent one at a time, to both servers in turn, or to one server in each of two runs. The time of a request
-has prefill, decoding and transport, which a client cannot separate.
+Requests are sent one at a time. They go to both servers in turn, or to one server after the other, in two commands. The
+time of a request includes prefill, decoding and transport, which a client cannot separate.
 """
 
 import json
@@ -48,7 +48,7 @@ class PlainAnswers(FileModel):
     """Answers of the server without a draft, which are stored until the server with the draft runs.
 
     Args:
-        kind, model, version: Kind and version of the server, and name of its model.
+        kind, model, version: Kind of the server, name of its model, and version of the server.
         asked: Conditions of the requests. Both servers must get the same requests.
         runs: Generations, in the order of the requests.
         tokens: Token ids of each answer in the first repeat.
@@ -71,7 +71,7 @@ class ServedComparison:
         servers: The running servers, under the keys PLAIN and SPECULATIVE.
         stored: Answers of the plain server in an earlier run, or None.
         draft: Name or directory of the draft.
-        tokenizer: Directory of the target, which needs only a tokenizer.
+        tokenizer: Directory of the target. Only its tokenizer is needed.
     """
 
     servers: dict[str, Server]
@@ -91,7 +91,7 @@ class ServedComparison:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Return the conditions of the requests, which are equal for both servers, as JSON values."""
+        """Return the conditions of the requests as JSON values. They are equal for both servers."""
         return json.loads(json.dumps(self.requests.conditions()))
 
     def facts(self) -> Mapping[str, object]:
@@ -159,7 +159,7 @@ def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
 
     Raises:
         UserError: The vocabulary of a server differs from the tokenizer's; both servers draft, or neither does; a
-            server answered other clients at the same time; or the stored answers are to other requests.
+            server answered other clients at the same time; or the stored answers belong to other requests.
     """
     for server in comparison.servers.values():
         check_server_tokenizer(server, comparison.tokenizer)
@@ -193,9 +193,9 @@ def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
 
 
 def with_turns(comparison: ServedComparison) -> ServedComparison:
-    """Return a copy of the comparison in which every turn of a conversation is a prompt of its own.
+    """Return a copy of the comparison with a prompt for every turn of a conversation.
 
-    A turn follows the plain server's answers to the earlier turns.
+    The prompt of a turn contains the earlier turns and the plain server's answers to them.
 
     Raises:
         UserError: The answers are missing and the plain server does not run, or the server fails.
@@ -237,7 +237,7 @@ def measure(
     """
     servers, requests = comparison.servers, comparison.requests
     prompts = [prompt.ids for prompt in requests.prompts.rows]
-    # the warm-up reverses the prompt, so that its length is right but the prefix cache has no part of the prompt
+    # the warm-up uses the reversed prompt, which has the same length but leaves nothing useful in the prefix cache
     _warm_up(comparison, prompts[0][::-1], clock)
     answers = {role: ServerAnswers(before=read_metrics(server)) for role, server in servers.items()}
     for role, repeat, index in interleaved(list(servers), len(prompts), requests.repeats):
@@ -261,10 +261,10 @@ def measure(
 def check_alone(
     runs: list[ServedGeneration], counters: Counters, url: str, *, cuts_last_step: bool
 ) -> None:
-    """Check that a server's counters agree with the number of tokens that we received.
+    """Check that a server's counters agree with the number of tokens that this client received.
 
     Each answer has one token from the prefill, one token per step, and the accepted tokens. A server with
-    cuts_last_step drafts nothing for the last token of an answer, and does not count that step.
+    cuts_last_step drafts nothing in the step of an answer's last token, and does not count this step.
 
     Raises:
         UserError: The counters do not agree, so the server answered other clients as well.
@@ -272,7 +272,7 @@ def check_alone(
     tokens = sum(r.tokens for r in runs)
     most = len(runs) + counters.num_drafts + sum(counters.num_accepted_tokens_per_pos)
     uncounted = len(runs) * cuts_last_step
-    # allow one cut step per text, its last
+    # the last step of each text may be cut
     if not tokens - uncounted <= most <= tokens + len(runs) * (counters.k + 1):
         raise UserError(
             f"{url} counted {counters.num_drafts:.0f} steps, for {most:.0f} tokens, but {tokens} tokens arrived here, "
@@ -309,7 +309,7 @@ def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> N
 
 
 def read_metrics(server: Server) -> dict[str, float]:
-    """Return the counters on the metrics page of a server. For SGLang return {}, because its answers have counters."""
+    """Return the counters on a server's metrics page. For SGLang return {}, because its answers contain counters."""
     return {} if server.kind == "sglang" else server.metrics()
 
 
@@ -327,7 +327,7 @@ def _plain_answers(comparison: ServedComparison, answers: ServerAnswers) -> Plai
 
 
 def _check_same(comparison: ServedComparison) -> None:
-    """Check that stored answers are from the same kind of server as the speculative server, and to the same requests.
+    """Check that stored answers come from the speculative server's kind of server, and belong to the same requests.
 
     Raises:
         UserError: The kind of server or the requests differ, or answers are missing.
@@ -399,7 +399,7 @@ def _score(
 
 
 def _draft_tasks(comparison: ServedComparison, draft: Model) -> list[TaskResult]:
-    """Evaluate the draft on this machine with lm-eval, and return the results. [] without a local checkpoint."""
+    """Evaluate the draft on this machine with lm-eval, and return the results, or [] without a local checkpoint."""
     if comparison.tasks is None:
         return []
     if draft.sha256 is None:

@@ -1,6 +1,7 @@
 """Compare a draft in a running server with the same draft here, and find the part of serving that differs.
 
-The server writes texts. Target and draft score the same texts here. R texts, n tokens in a text, K drafted tokens.
+"There" is the server, and "here" is this process. The server writes texts, and target and draft score them here. R
+texts, n tokens in a text, K drafted tokens.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ SAME_TOKENS = 0.97
 
 
 class Asked(NamedTuple):
-    """The server's answers to all prompts, and how much its counters of speculative decoding grew meanwhile."""
+    """The server's answers to all prompts, and the growth of its counters of speculative decoding during them."""
 
     texts: TargetTexts
     counters: Counters
@@ -76,7 +77,7 @@ class ServedDraft:
 
     @property
     def fitting(self) -> list[list[int]]:
-        """Return the prompts that leave room for an answer in all contexts. Raises UserError: no prompt does."""
+        """Return the prompts that leave room for an answer in every context. Raises UserError: no prompt does."""
         limits = (
             self.artifact.context,
             checkpoint.max_model_len(self.target),
@@ -110,7 +111,7 @@ class ServedDraft:
         yield from self._layers()
 
     def _layers(self) -> Iterator[Finding]:
-        """Yield the findings after the tokenizer's. Prompts are token ids, so texts compare without a tokenizer."""
+        """Yield all findings except the tokenizer's. They need no tokenizer, because prompts are token ids."""
         yield self._chat_template()
         yield from self._context()
         asked = self._ask(self.fitting)
@@ -186,7 +187,7 @@ class ServedDraft:
         return Asked(asked, counters)
 
     def _target(self, texts: TargetTexts, model: Decoder) -> Iterator[Finding]:
-        """Compare the target in the server with the target here, by their log-probabilities of the served tokens."""
+        """Compare the target there and here, by their log-probabilities of the tokens that the server wrote."""
         vocab = self.artifact.target_vocab
         own = score_tokens(model, texts.pairs, vocab, SamplingParams(temperature=1.0))
         same = float(np.concatenate([scored.ranks == 0 for scored in own]).mean())
@@ -255,9 +256,11 @@ class ServedDraft:
 def nearest(
     lengths: Mapping[SampleMethod, Interval], measured: float
 ) -> tuple[SampleMethod, Interval]:
-    """Return the sampling method of the draft whose acceptance length is nearest to the measured length.
+    """Return the draft's sampling method whose expected acceptance length is nearest to the measured length.
 
-    lengths: Expected acceptance length by sampling method. The result has the nearest length as well.
+    Also return this expected length.
+
+    lengths: Expected acceptance length by sampling method.
     """
     ordered = sorted(lengths.items(), key=lambda each: abs(each[1].value - measured))
     return ordered[0]
@@ -298,7 +301,7 @@ def accepted_by_position(chances: Sequence[np.ndarray], k: int) -> list[float]:
 
 
 def hint(there: Sequence[float], here: Sequence[float]) -> str:
-    """Return advice about a difference in acceptance, which depends on whether the first position differs already.
+    """Return advice about a difference in acceptance. It depends on whether the first position differs already.
 
     there, here: Fraction of steps that accept at least i tokens, i = 1..K, in the server and here.
     """

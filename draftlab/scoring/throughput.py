@@ -1,14 +1,14 @@
 """Time plain and speculative decoding in turns, in the same engine and on the same prompts.
 
-An arm is one way to decode: plain decoding (at the precision of verification, or at another precision), or a draft at
-one K. Every repeat runs all arms on each batch of prompts, in alternating order, so that drift of the machine affects
-all arms equally.
+An arm is one way to decode: with a draft at one K, or without a draft (plain decoding). With int8 weights, there is a
+second arm of plain decoding, at the other precision. Every repeat runs all arms on each batch of prompts, in
+alternating order, so that drift of the machine affects all arms equally.
 
-A step is one target pass, with the drafting before it. Steps of one kind have equal numbers of drafted tokens and of
-rows, and do nearly the same work. A step that takes several times as long as its kind has stalled: other work
-interrupted it. The time of a stalled step is replaced by the median of its kind. A mean would keep the time of the
-interruption, and so would a median over prompts if most prompts were interrupted. A prefill is compared with prefills
-of the same prompt. Runs with many stalled steps are repeated.
+A step is one target pass, with the drafting before it. Two steps are of the same kind if they draft the same number of
+tokens for the same number of texts; they do nearly the same work. A step that takes several times as long as usual for
+its kind was interrupted by other work. It is called stalled, and its time is replaced by the median of its kind. The
+interruptions would change a mean, and even a median over prompts if most prompts were interrupted. A prefill is
+compared with prefills of the same prompt. Runs with many stalled steps are repeated.
 """
 
 from collections import defaultdict, deque
@@ -32,17 +32,17 @@ from draftlab.model.decoder import Decoder
 from draftlab.results.decoding import Generation
 from draftlab.sampling import SamplingParams
 
-# a step has stalled if it takes more than this multiple of the quantile USUAL of its kind
+# a step has stalled if it takes more than FACTOR times the quantile USUAL of its kind
 FACTOR = 3.0
 USUAL = 0.8  # fraction of the steps that are assumed free of stalls
-# least number of steps of a kind whose times are compared; steps of rarer kinds are compared with all steps of the arm
+# A kind with fewer steps than this is too rare for a median of its own. Its steps are compared with all of the arm's.
 ENOUGH = 10
 PHASES = ("draft_seconds", "verify_seconds", "host_seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step, and how many rows of the batch were still decoding. stall: Seconds that were subtracted from the step."""
+    """A step, and the number of unfinished texts in the batch (rows). stall: Seconds subtracted from the step."""
 
     step: Step
     rows: int
@@ -50,7 +50,7 @@ class TimedStep:
 
 
 def timed_steps(rows: Sequence[Sequence[Step]]) -> list[list[TimedStep]]:
-    """Return the steps of each row of a batch, without the prefill. Each step has the number of decoding rows."""
+    """Return the steps of each text of a batch as TimedSteps, without the prefill. rows: Steps of each text."""
     lengths = np.array([len(row) for row in rows])
     timed: list[list[TimedStep]] = []
     for row in rows:
@@ -59,7 +59,7 @@ def timed_steps(rows: Sequence[Sequence[Step]]) -> list[list[TimedStep]]:
 
 
 def without_stalls(runs: Sequence[Sequence[TimedStep]]) -> list[list[TimedStep]]:
-    """Return the steps of all generations of one arm, with usual times in place of the times of stalled steps."""
+    """Return the steps of all generations of one arm. The times of stalled steps are replaced by usual times."""
     kinds: dict[Hashable, list[Step]] = defaultdict(list)
     every = list(chain.from_iterable(runs))
     for timed in every:
@@ -102,7 +102,7 @@ def _mended(timed: TimedStep, usual: _Usual | None) -> TimedStep:
 
 MANY_STALLED = 0.2  # fraction of stalled steps above which a run is repeated, 1 - USUAL
 WARM_UP_TOKENS = 48  # number of new tokens of each warm-up text
-TRIES = 2  # how many times a run with too many stalled steps is repeated at most
+TRIES = 2  # most repetitions of a run with too many stalled steps
 
 AnyArm = TypeVar("AnyArm")
 Arm = tuple[str, int]  # name of a draft, and K; K = 0 is plain decoding
@@ -112,7 +112,7 @@ OTHER_PLAIN: Arm = ("plain decoding with other weights", 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedArms:
-    """Timed generations, by arm (way to decode). tokens: Token ids of each text in the first repeat, by arm."""
+    """Timed generations by arm. tokens: Token ids of each text in the first repeat, by arm."""
 
     generations: dict[Arm, list[Generation]]
     tokens: dict[Arm, list[list[int]]]
@@ -132,13 +132,13 @@ def measure_throughput(
     rule: Rule | None = None,
     draft_temperature: float | None = None,
 ) -> TimedArms:
-    """Decode every prompt in every arm (way to decode), `repeats` times, after a warm-up of each arm.
+    """Decode every prompt `repeats` times in every arm, after a warm-up of each arm.
 
     Args:
         drafters: Drafters with their values of K, by name.
         prompts: Token ids of each prompt.
         advance: Function that takes the number of finished prompts.
-        other_target: Target at another precision, at which plain decoding is timed as well.
+        other_target: Target at another precision. Only plain decoding is timed with it.
         clock: Clock in seconds; wall time by default.
         batch: Number of prompts that are decoded at once.
         rule: Verify rule, see speculative_decode.
@@ -230,9 +230,9 @@ def _arm_name(arm: Arm) -> str:
 
 
 def _first_of_each_length(groups: list[list[int]], prompts: list[list[int]]) -> list[list[int]]:
-    """Return one group of prompts for each bucket of lengths, the longest first.
+    """Return one group of prompts for each range of lengths, the longest first.
 
-    A CUDA graph is captured at its first use, which must not be in a timed pass. Decoding these groups captures all
+    A CUDA graph is captured at its first use, which must not be a timed pass. Decoding the returned groups captures all
     graphs.
 
     groups: Indices of the prompts in each group.
@@ -263,7 +263,7 @@ class _Run:
 def _mend_prefills(runs: Sequence[tuple[Arm, _Run]]) -> None:
     """Replace the times of stalled prefills by the median of the prefills of the same prompt.
 
-    The target's time is compared over all arms and repeats, and a draft's time over all K and repeats of this draft.
+    The target's time is compared with all arms and repeats, and a draft's time with all K and repeats of this draft.
     """
     target_seconds: dict[tuple[bool, int], list[float]] = defaultdict(list)
     draft_seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -316,7 +316,7 @@ def _stalled(runs: Mapping[tuple[int, int], list[_Run]]) -> list[tuple[int, int]
 
 
 def _generations(runs: list[_Run]) -> list[Generation]:
-    """Return the runs of an arm as generations, with usual times in place of the times of stalled steps."""
+    """Return the runs of an arm as generations. The times of stalled steps are replaced by usual times."""
     generations: list[Generation] = []
     for run, timed in zip(runs, without_stalls([run.steps for run in runs]), strict=True):
         steps, passes = [t.step for t in timed], (run.prefill, *timed)

@@ -1,4 +1,7 @@
-"""Kinds of servers (a module for each), the client of a running server, and names that plug-ins import. No torch."""
+"""Kinds of servers (a module for each), the client of a running server, and names that plug-ins import.
+
+Torch is not imported.
+"""
 
 from draftlab.config.server_rules import Acceptance
 from draftlab.servers.kinds import (

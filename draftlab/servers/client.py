@@ -1,7 +1,7 @@
-"""Client of a running server: completions, log-probabilities of prompts, metrics. No torch.
+"""Client of a running server: completions, log-probabilities of prompts, metrics. Torch is not imported.
 
-Requests have token ids, never text, apart from those of tokenize and chat_prompt. The kind of server (kinds.py) knows
-the protocol.
+Requests contain token ids, never text. Only the requests of tokenize() and chat_prompt() contain text. The class of the
+server's kind (kinds.py) knows its protocol.
 """
 
 import math
@@ -36,7 +36,7 @@ DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError)
 NO_PAGE: Answer = {}
 PROBE_TOP_K = 5
 ROUNDING = 1e-3  # nats by which rounding may raise a log-probability above 0
-OPENAI = "openai"  # kind of a server whose owned_by is unknown; it gets the same requests as vLLM
+OPENAI = "openai"  # kind of a server whose owned_by draftlab does not know; it gets the same requests as vLLM
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -44,11 +44,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What was found out about a server by a few requests.
+    """Properties of a server that Server.probe() found by a few requests.
 
     Args:
-        logprobs_mode: What the server returns as log-probabilities, named as in vLLM's --logprobs-mode. raw_logprobs
-            are computed from the model's own logits, processed_logprobs after temperature. raw_logits and
+        logprobs_mode: Values that the server returns as log-probabilities, named as in vLLM's --logprobs-mode.
+            raw_logprobs are computed from the model's own logits, processed_logprobs after temperature. raw_logits and
             processed_logits are not normalised.
         greedy: Whether the server decodes greedily at temperature 0.
     """
@@ -145,7 +145,7 @@ class HttpClient:
         )
 
     def _whole(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
-        """Return a complete answer. Raises httpx.ReadTimeout: it did not come in time, which httpx limits per read."""
+        """Return a complete answer. Raises httpx.ReadTimeout: the whole answer took too long."""
         end, parts = time.monotonic() + self.seconds, []
         with self.client.stream(method, path, json=body) as answer:
             for part in answer.iter_bytes():
@@ -165,13 +165,16 @@ class HttpClient:
 class Server:
     """A model on a running server.
 
-    kind: owned_by in /v1/models if it names a known kind (vllm, sglang, llamacpp, ...), else openai.
+    kind: Value of owned_by in /v1/models, such as vllm, sglang or llamacpp; "openai" if draftlab does not know the
+    value.
     """
 
     kind: str
     model: str
     version: str
-    max_length: int | None  # tokens of prompt and completion; None if the server does not tell
+    max_length: (
+        int | None
+    )  # most tokens of prompt and completion together; None if the server does not report it
     http: HttpClient
     workers: int
     adapter: ServerKind
@@ -234,7 +237,7 @@ class Server:
     def generate(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, *, k: int = 0
     ) -> list[ServedCompletion]:
-        """Return a completion of each prompt, with the k top tokens at each position.
+        """Return a completion of each prompt, with the k most probable tokens at each position.
 
         The request for prompt i has the seed sampling.seed + i.
         """
@@ -257,7 +260,7 @@ class Server:
             return ids, self.adapter.counters(answer)
 
     def prompt_logprobs(self, rows: Sequence[list[int]], k: int) -> list[PromptLogprobs]:
-        """Return the log-probabilities of the tokens of each text, with the k top tokens at each position.
+        """Return the log-probabilities of the tokens of each text, with the k most probable tokens at each position.
 
         rows: Token ids of each text.
 
@@ -313,9 +316,9 @@ class Server:
             return TOKEN_IDS.validate_python(answer["tokens"])
 
     def chat_prompt(self, text: str) -> tuple[list[int] | None, int]:
-        """Return the token ids into which the server turns a chat of one user message, and the number of these ids.
+        """Return the token ids to which the server converts a chat with one user message, and their number.
 
-        The ids are None if the server returns only their number.
+        The ids are None if the server returns only the number.
 
         Raises:
             UserError: The server does not answer chats.
@@ -414,7 +417,7 @@ def parse_metrics(text: str) -> dict[str, float]:
 def spec_decode_counters(
     before: Mapping[str, float], after: Mapping[str, float]
 ) -> Counters | None:
-    """Return how much vLLM's or llama.cpp's counters grew between two reads of the metrics, summed over engines.
+    """Return the growth of vLLM's or llama.cpp's counters between two reads of the metrics, summed over engines.
 
     Return None if the server drafted nothing in between.
 
@@ -428,8 +431,8 @@ def spec_decode_counters(
             growth = value - before.get(series, 0.0)
             if not (math.isfinite(growth) and growth >= 0):
                 raise UserError(
-                    f"the server's counter {counter[1]} decreased or is not finite; repeat the command, and do not "
-                    "restart the server meanwhile"
+                    f"the server's counter {counter[1]} decreased or is not finite; repeat the command without "
+                    "restarting the server"
                 )
             grown.setdefault(counter[1], {})[series] = growth
     drafts = sum(grown.get("num_drafts", {}).values())

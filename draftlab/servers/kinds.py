@@ -1,7 +1,7 @@
 """The interface of a kind of server. Each kind is defined in another module of this folder or in a plug-in.
 
-n tokens, k top tokens. Methods that read answers raise KeyError, TypeError or similar errors if an answer is
-incomplete. No torch.
+n tokens of a text, k most probable ("top") tokens at each position. Methods that read an incomplete answer raise
+KeyError, TypeError or similar errors. Torch is not imported.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ LARGEST_ID = 1 << 24
 
 Answer = Any  # parsed JSON
 TokenId = Annotated[int, Field(strict=True, ge=0, le=LARGEST_ID)]
-# llama.cpp's logarithm of 0 is the least number of float32
+# llama.cpp returns the smallest float32 as the logarithm of 0
 Logprob = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-3.4028235e38)]
 TopLogprobs = tuple[list[int], list[float]]  # k ids and log-probabilities, the most probable first
 TOKEN_IDS = TypeAdapter(list[TokenId])
@@ -58,7 +58,7 @@ class ServedCompletion(PromptLogprobs):
 
     prompt_ids: list[int]
     ids: list[TokenId]
-    # stop: eos; length: max_tokens; None: unknown, from a log
+    # stop: the answer ended with eos; length: it has max_tokens tokens; None: unknown, because it comes from a log
     finish_reason: Literal["stop", "length"] | None = None
 
     @model_validator(mode="after")
@@ -73,9 +73,9 @@ class ServedCompletion(PromptLogprobs):
 
 
 def top_k(entries: Iterable[tuple[int, float]], k: int) -> TopLogprobs:
-    """Return the k most probable entries, each a token id with its log-probability.
+    """Return the k most probable entries. An entry is a token id and its log-probability.
 
-    There may be more entries, because servers also list the token of the text, even if it is improbable.
+    Servers may list more than k entries, because they add the token of the text, even if it is improbable.
 
     Raises:
         ValueError: There are fewer than k entries.
@@ -168,7 +168,7 @@ def error(about: str, text: str, fix: str = "") -> Finding:
 
 
 class Artifact(Protocol):
-    """A draft model or an EAGLE-3 head with its target: what the checks of a ServerKind read.
+    """A draft model or an EAGLE-3 head with its target, in the form that the checks of a ServerKind read.
 
     Args:
         path: Directory of the draft or head.
@@ -199,7 +199,7 @@ class Artifact(Protocol):
         ...
 
     def pre_tokenizer(self) -> tuple[str, float]:
-        """Return llama.cpp's pre-tokenizer for the tokenizer, and the fraction of probe texts with equal ids.
+        """Return llama.cpp's best pre-tokenizer for this tokenizer, and the fraction of probe texts with equal ids.
 
         Raises:
             UserError: llama.cpp cannot run the model.
@@ -208,7 +208,7 @@ class Artifact(Protocol):
 
 
 class Sampling(NamedTuple):
-    """How the draft on a server chooses tokens at temperatures above 0, and the reason for this setting."""
+    """The method by which a server's draft chooses tokens above temperature 0, and the reason for this method."""
 
     method: SampleMethod
     reason: str
@@ -230,8 +230,8 @@ class Launch:
         file: Name of the draft's GGUF file in the script's folder. "" if the draft is a directory.
         layer_ids: Layers of the target that a head reads, see eagle.HeadShape.
         sliding_window: Window of a head, see eagle.HeadShape.
-        heterogeneous: Whether the draft has a vocabulary that differs from the target's.
-        k_by_batch: K by the number of concurrent requests, for servers that can change K.
+        heterogeneous: Whether draft and target have different vocabularies.
+        k_by_batch: K for each range of the number of concurrent requests, for servers that can change K.
         own_target: Whether config.json of the head names its target and K, as in speculators' layout.
     """
 
@@ -254,11 +254,11 @@ class Launch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerTrial:
-    """Settings of a server, in float32, that verifies an export.
+    """Settings of a server in float32 that draftlab starts to verify an export.
 
     Args:
         k: Number of tokens to draft per step.
-        longest: Number of tokens of the longest prompt with its answer.
+        longest: Number of tokens of the longest prompt and its answer together.
         own_target: Whether config.json of the head names its target and K, as in speculators' layout.
     """
 
@@ -278,25 +278,25 @@ class ServerKind:
     # whether the server loads GGUF files instead of Hugging Face directories
     loads_gguf: ClassVar[bool] = False
     parallel: ClassVar[bool] = False  # whether a parallel draft drafts in one pass there
-    # how the server drafts with another vocabulary than the target's; empty: not possible
+    # how the server drafts if draft and target have different vocabularies; empty: the server cannot
     translates: ClassVar[str] = ""
     # largest allowed difference between the draft's and the target's number of logits
     vocab_slack: ClassVar[int] = 0
-    heads: ClassVar[str] = ""  # how the server loads an EAGLE-3 head; empty: not possible
+    heads: ClassVar[str] = ""  # how the server loads an EAGLE-3 head; empty: the server cannot
     # fields in eagle.OPTIONAL_PARTS that the server computes
     head_parts: ClassVar[frozenset[str]] = frozenset()
     one_stream: ClassVar[bool] = False  # whether the server decodes only one prompt at a time
     # kinds of drafts for which the server can change K with the number of requests
     changes_k: ClassVar[frozenset[DraftKind]] = frozenset()
 
-    # acceptance rules by variant; "" is the variant of --server-rule NAME
+    # acceptance rules by variant, as in --server-rule NAME:VARIANT; "" is the default variant
     rules: ClassVar[Mapping[str, Acceptance]] = {}
     script_rule: ClassVar[str] = ""  # variant in `rules` that the script starts
 
     program: ClassVar[str] = ""  # program that export --verify-with starts; empty: none
-    # True: the server never drafts beyond max_tokens. False: all tokens of the last step are counted
+    # True: the server never drafts beyond max_tokens; False: it may, and then counts all tokens of the last step
     cuts_last_step: ClassVar[bool] = False
-    counts_end: ClassVar[bool] = True  # whether a drafted end-of-text token is counted
+    counts_end: ClassVar[bool] = True  # whether the server counts a drafted end-of-text token
 
     owned_by: ClassVar[str] = ""  # name in /v1/models; empty: draftlab sends no requests
     path: ClassVar[str]  # address of completions and prompt log-probabilities
@@ -343,11 +343,11 @@ class ServerKind:
         yield from ()
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
-        """Check the config.json of a head as it is, and yield the problems that an export for this server would fix."""
+        """Check config.json of a head that was not exported, and yield the problems that an export would fix."""
         yield from ()
 
     def check_published(self, artifact: Artifact) -> Iterator[Finding]:
-        """Yield the problems of a published head of a kind that the server loads as it is."""
+        """Check a published head that the server loads without an export, and yield the problems."""
         yield from ()
 
     def check_vocabulary(self, artifact: Artifact) -> Iterator[Finding]:
@@ -435,7 +435,7 @@ Kind = TypeVar("Kind", bound=type[ServerKind])
 
 
 def server(name: str) -> Callable[[Kind], Kind]:
-    """Return a class decorator that registers a kind of server. Raises TypeError: the class has no method script()."""
+    """Return a class decorator that registers a kind of server. It raises TypeError if a class lacks script()."""
 
     def decorate(kind: Kind) -> Kind:
         if kind.script is ServerKind.script:

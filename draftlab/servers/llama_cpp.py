@@ -1,6 +1,6 @@
 """llama.cpp's llama-server, as of llama-cpp-python 0.3.36.
 
-The server has no prompt log-probabilities. Log-probabilities of generated tokens are computed before all samplers.
+The server returns no log-probabilities of prompts. Those of generated tokens are computed before all samplers.
 """
 
 import shlex
@@ -167,7 +167,7 @@ class LlamaCpp(ServerKind):
     ) -> dict[str, Any]:
         if sampling.stop_token_ids:
             raise UserError(
-                "llama.cpp's server stops at its model's own eos, not at stop_token_ids"
+                "llama.cpp's server stops only at its model's own eos; leave stop_token_ids out"
             )
         return {
             "prompt": prompt,

@@ -1,4 +1,4 @@
-"""SGLang 0.5.23: its standalone worker, EAGLE-3, and /generate.
+"""SGLang 0.5.23: speculation with a draft model (its standalone worker) or an EAGLE-3 head, and requests to /generate.
 
 SGLang reports the log-probabilities of generated tokens after temperature scaling, unless it was started with
 SGLANG_RETURN_ORIGINAL_LOGPROB=1. Seeds need --enable-deterministic-inference.
@@ -41,7 +41,7 @@ FLASHINFER_HEADS = (64, 128, 256)
 class SGLang(ServerKind):
     heads = "loads the directory as it is, with --speculative-algorithm EAGLE3"
     head_parts = frozenset({"norm_before_fc", "fc_norm", "norm_output", "sliding_window"})
-    # target-only sampling with both thresholds at 1
+    # SGLang samples from the target and accepts drafted tokens that match, because both of its thresholds are 1
     rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}
     changes_k = frozenset({"EAGLE-3 head"})
     owned_by = "sglang"

@@ -45,7 +45,7 @@ class TensorRTLLM(ServerKind):
             '  speculative_model: "$here"',
         ]
         if launch.layer_ids:
-            # TensorRT-LLM takes the index of the layer whose output is read; layer_ids count the layers up to it
+            # TensorRT-LLM counts layers from 0; an id in layer_ids is the number of layers up to the state
             captured = ", ".join(str(i - 1) for i in launch.layer_ids)
             lines.append(f"  eagle3_layers_to_capture: [{captured}]")
         options = '--extra_llm_api_options "$here/speculative.yaml"'

@@ -112,7 +112,7 @@ class VLLM(ServerKind):
             yield warning(self.name, text, fix)
 
     def check_published(self, artifact: Artifact) -> Iterator[Finding]:
-        """See ServerKind. vLLM 0.32 copies the fields of this layout one by one, and not fc_norm of P-EAGLE."""
+        """See ServerKind. From speculators' layout, vLLM 0.32 does not copy the field fc_norm of P-EAGLE heads."""
         if artifact.config.get("speculators_model_type") == "peagle" and artifact.config.get(
             "fc_norm"
         ):
@@ -251,9 +251,9 @@ def speculative_config(
 
     Args:
         draft: Directory or name of the draft. Ignored for prompt lookup.
-        k: Number of tokens drafted per step. With k_by_batch, its largest K.
+        k: Number of tokens drafted per step. If k_by_batch is set, the largest of its K.
         sample_method: How the draft samples. Ignored for prompt lookup.
-        heterogeneous: Whether the draft has a vocabulary that differs from the target's.
+        heterogeneous: Whether draft and target have different vocabularies.
     """
     if kind == "prompt lookup":
         window = {"prompt_lookup_max": PROMPT_LOOKUP_MAX, "prompt_lookup_min": 1}

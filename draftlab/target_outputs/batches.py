@@ -1,4 +1,4 @@
-"""Stored target outputs as batches to distil from."""
+"""Training batches for distillation, read from stored target outputs."""
 
 import functools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from draftlab.target_outputs.store import (
     read_shard,
 )
 
-# two shards are enough, because an epoch reads all rows of a shard before it begins the next shard
+# two shards are enough, because an epoch reads a whole shard before it begins the next shard
 SHARDS_IN_MEMORY = 2
 
 
@@ -51,8 +51,8 @@ def open_stored(
 class StoredBatches:
     """Training batches from a finished store, with the target's top log-probabilities.
 
-    The batch of step t is a pure function of (seed, t). In every epoch the seed gives a new order of the shards, and of
-    the rows in each shard. Without a seed, the rows keep the order of the store.
+    The batch of step t depends only on the seed and t. In every epoch, the seed gives a new order of the shards, and of
+    the sequences in each shard. Without a seed, sequences keep the order of the store.
 
     Raises:
         UserError: The store is unfinished, lacks top log-probabilities or the temperature, or has a shard that is
@@ -69,8 +69,8 @@ class StoredBatches:
             )
         if temperature not in manifest.temperatures:
             raise UserError(
-                f"{directory} can be used to distil at the temperatures {list(manifest.temperatures)}, but not at "
-                f"{temperature}"
+                f"{directory} supports distillation only at the temperatures {list(manifest.temperatures)}, not at "
+                f"{temperature}; use one of these"
             )
         self.manifest, self.batch_size, self.temperature = manifest, batch_size, temperature
         longest = 0
@@ -103,7 +103,7 @@ class StoredBatches:
 
 
 def _order(sequences: Sequence[int], seed: int | None, epoch: int) -> list[tuple[int, int]]:
-    """Return all rows of a store as (shard, row), in the order of an epoch. sequences: Number of rows in each shard."""
+    """Return a store's sequences as (shard, index in shard), in the order of an epoch. sequences: Number per shard."""
     rng = None if seed is None else np.random.default_rng((seed, epoch))
 
     def shuffled(count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Build a store of target outputs, with a target in memory, a target on a server, or the log of a server.
+"""Build a store of target outputs from a target in memory, a target on a server, or the log of a server.
 
 A log has one JSON line per request, with the target's top log-probabilities (docs/formats.md).
 """
@@ -28,7 +28,7 @@ from draftlab.target_outputs.outputs import TEMPERATURES, TargetOutput, split
 from draftlab.target_outputs.store import ABOVE_ZERO, Manifest, vocabulary_sha256, write_store
 from draftlab.target_outputs.targets import ServedTarget, Target, outputs_of
 
-HELD_OUT = 12  # every 12th line is held out
+HELD_OUT = 12  # every 12th line of a log is held out
 Logprob = Annotated[kinds.Logprob, Field(le=ABOVE_ZERO)]
 
 
@@ -59,9 +59,9 @@ class _Line(ServedCompletion):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLog:
-    """The usable lines of a server's log: those with generated tokens and a prompt of at most seq_len tokens.
+    """The usable lines of a server's log. They have generated tokens, and a prompt of at most seq_len tokens.
 
-    Each of their generated tokens has a list of at least top_logprobs tokens.
+    Each generated token has a list of at least top_logprobs tokens.
     """
 
     path: Path
@@ -92,12 +92,12 @@ class ServerLog:
             )
         if empty:
             note(
-                f"{path}: lines left out: {empty}; they have no text, or their prompt is longer than {seq_len} "
-                "tokens"
+                f"{path}: {empty} lines are left out, because they have no generated tokens, or a prompt of more than "
+                f"{seq_len} tokens"
             )
         if len(starts) < 2:
             raise UserError(
-                f"{path} has {len(starts)} lines with text, but needs two or more, because one is held out; add lines"
+                f"{path} has {len(starts)} usable lines, but needs two or more, because one is held out; add lines"
             )
         if shortest[0] < top_logprobs:
             note(
@@ -151,13 +151,15 @@ DISTILL_SHARD, REPLAY_SHARD = 256, 32  # sequences per shard; a kill loses at mo
 DISTILL_BATCH, REPLAY_BATCH = 64, 16  # prompts decoded together
 DISTILL_TOP_LOGPROBS = 64
 HELDOUT_SEQUENCES = 64
-LEAST_PROMPTS = 10  # at most one prompt in ten is held out, so with fewer prompts none would be
+LEAST_PROMPTS = (
+    10  # at most one prompt in ten is held out, so of fewer prompts no prompt could be held out
+)
 Use = Literal["distill", "replay"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows of text to distil on.
+    """Rows of text from a data source, on which the target's outputs are stored for distillation.
 
     If sampling is None, the target scores the rows. Otherwise it continues the first prompt_tokens tokens of each row.
     """
@@ -238,8 +240,8 @@ class Rows:
 class TargetAnswers:
     """Prompts for the target to answer. An answer ends when the target stops, or after sampling.max_tokens tokens.
 
-    To replay, the longest prompts come first, so that a lack of memory shows at once. To distil, the order of the
-    prompts is random, and some conversations are held out with all their turns.
+    In a store to replay, the longest prompts come first, so that a lack of memory shows at once. In a store to distil
+    from, the order of the prompts is random, and some conversations are held out with all their turns.
     """
 
     prompts: Prompts
@@ -253,10 +255,10 @@ class TargetAnswers:
         return self.prompts.requests * self.sampling.max_tokens
 
     def check(self, k: int) -> None:
-        """Check that a store to distil from gets LEAST_PROMPTS prompts or more, and a k of 1 or more.
+        """Check that a store to distil from gets enough prompts and at least one token per list.
 
         Raises:
-            UserError: There are fewer prompts, or k is 0.
+            UserError: There are fewer than LEAST_PROMPTS prompts, or k is 0.
         """
         if self.use == "distill" and not k:
             raise UserError(
@@ -329,7 +331,7 @@ class TargetAnswers:
 def build(
     target: Target, text: Rows | TargetAnswers, k: int, output: Output, inputs: Sequence[Path]
 ) -> Manifest:
-    """Write a store of a target's outputs, with its k most probable tokens. A build that was killed resumes.
+    """Write a store of a target's outputs, with lists of the k most probable tokens. A killed build resumes.
 
     Args:
         inputs: Input files to list in draftlab.json. A target in memory is always listed.
@@ -354,7 +356,7 @@ def build(
 
 
 def bytes_per_token(text: Rows | TargetAnswers, k: int, served: bool) -> int:
-    """Return the bytes stored for a token: its id, its log-probability if it was sampled, and its list of k tokens."""
+    """Return the bytes stored for a token: its id, the log-probability of a sampled token, and the list of k tokens."""
     temperatures = 1 if served else len(TEMPERATURES)
     return 4 + (0 if text.sampling is None else 4) + (6 * k + 6 + 4 * temperatures if k else 0)
 
@@ -395,7 +397,7 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
 
 
 def _whole_conversations(prompts: Prompts, numbers: list[int]) -> list[int]:
-    """Return the prompt numbers, followed by the numbers of all other turns of the same conversations."""
+    """Return the prompt numbers `numbers`, and after them the numbers of all other turns of the same conversations."""
     talks, already = [prompt.conversation for prompt in prompts.rows], set(numbers)
     chosen = {talks[number] for number in numbers}
     return numbers + [i for i, talk in enumerate(talks) if talk in chosen and i not in already]

@@ -13,12 +13,18 @@ import numpy as np
 from draftlab.data import Batch
 from draftlab.sampling import FinishReason
 
-TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)  # distillation temperatures with stored log-normalisers
-# largest difference, in nats, between a token's log-probability and its entry in the list of the same server answer;
-# the probabilities in a list may also sum to this much more than 1
+TEMPERATURES = (
+    0.6,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+)  # distillation temperatures; their log-normalisers are stored
+# Largest difference, in nats, between a token's log-probability and its entry in the list of the same server answer.
+# The probabilities in a list may sum to at most 1 + ROUNDING.
 ROUNDING = 0.01
 LEAST_LOGPROB = -1e4  # replaces -inf, and is finite in float16
-# lower bound on the probability of all unlisted tokens together, which rounding could make 0 or negative
+# smallest probability of all unlisted tokens together, because rounding could make it 0 or negative
 LEAST_REST = 1e-7
 
 
@@ -30,7 +36,9 @@ class StoredLogprobs:
     logprobs: np.ndarray  # [n, k], never renormalised
     rest: np.ndarray  # [n] log-probability of all other tokens together
     token: np.ndarray  # [n] log-probability of the token that follows in the text
-    normalizers: np.ndarray  # [n, temperatures]; log p at temperature t = log p / t - normalizer
+    normalizers: (
+        np.ndarray
+    )  # [n, temperatures]; at temperature t, the log-probability is logprob / t - normalizer
 
     @classmethod
     def empty(cls, k: int, temperatures: int) -> "StoredLogprobs":
@@ -57,7 +65,7 @@ class StoredLogprobs:
             tokens: Next token at each position, [n].
 
         Raises:
-            ValueError: Probabilities sum to more than 1, or that of a next token contradicts the list at its position.
+            ValueError: Probabilities sum to more than 1, or a next token's log-probability contradicts the list.
         """
         logprobs, token_logprobs = (
             np.maximum(values, LEAST_LOGPROB) for values in (logprobs, token_logprobs)
@@ -80,7 +88,7 @@ class StoredLogprobs:
     def at(
         self, temperature: float, temperatures: Sequence[float]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return log-probabilities at a temperature: of the listed tokens, [n, k], and of all others together, [n].
+        """Return log-probabilities at a temperature: of listed tokens, [n, k], and of all other tokens together, [n].
 
         temperatures: Temperatures of the columns of `normalizers`.
         """
@@ -102,7 +110,7 @@ class StoredLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOutput:
-    """A prompt and the n tokens after it. The target wrote these tokens or, in a store with text="data", read them."""
+    """A prompt and the n tokens after it. The target wrote these tokens. In a store with text="data", it read them."""
 
     number: int  # position of the prompt in its file or data
     category: str = ""
@@ -110,8 +118,8 @@ class TargetOutput:
     ids: np.ndarray  # [n]
     finish_reason: FinishReason = "length"
     logprobs: np.ndarray | None = None  # [n], in the distribution that Manifest.logprobs names
-    top: StoredLogprobs | None = None  # [n, k]; [c, k] if counted is set
-    # [n] bool, True for the c tokens to train on; None counts every token
+    top: StoredLogprobs | None = None  # the most probable tokens at each counted position
+    # [n] bool, True for the tokens to train on, which are counted; None: all tokens are counted
     counted: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -119,7 +127,7 @@ class TargetOutput:
 
 
 def log_rest(logprobs: np.ndarray) -> np.ndarray:
-    """Return the log-probability of all tokens together that are not in a list, [n].
+    """Return the log-probability of all unlisted tokens together, [n].
 
     logprobs: Log-probabilities of the listed tokens, [n, k].
     """
@@ -130,8 +138,8 @@ def log_rest(logprobs: np.ndarray) -> np.ndarray:
 def padded(outputs: Sequence[TargetOutput], seq_len: int | None = None) -> Batch:
     """Return a batch with a row for each output, cut or padded to seq_len + 1 tokens.
 
-    Without seq_len, rows have the length of the longest output. The mask selects the tokens after the prompt or, if an
-    output has `counted`, only the tokens where it is True.
+    Without seq_len, rows have the length of the longest output. The mask selects the tokens after the prompt. If an
+    output has `counted`, the mask selects only the tokens where it is True.
     """
     width = max(map(len, outputs)) if seq_len is None else seq_len + 1
     ids, mask = (

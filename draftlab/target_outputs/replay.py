@@ -1,6 +1,6 @@
 """Replay drafts over stored target outputs: one teacher-forced pass per text gives the acceptance of every K.
 
-R texts, n tokens of a text, K drafted.
+R texts, n tokens of a text, K drafted tokens.
 """
 
 import contextlib
@@ -41,11 +41,11 @@ from draftlab.target_outputs.store import LOOP, StoredOutputs, distinct_4grams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayContext:
-    """Texts on which to replay a drafter, and how to replay it.
+    """Texts on which to replay a drafter, and the settings of the replay.
 
     Args:
         sampling: How the drafter samples.
-        vocab: Number of logits to use; further logits are padding.
+        vocab: Number of ids; further logits are padding.
         most: Largest number of tokens drafted per step.
         advance: Function to call with the number of texts that are done.
     """
@@ -84,9 +84,10 @@ class ReplayedText(FileModel):
 
     Args:
         number: Position of the prompt in its file.
-        chances: Probability that each token of the text is accepted if it is drafted, [n]. For a parallel draft or a
-            head, [n, K], because the probability depends on the token's position in the draft.
-        drafted: Number of tokens that a lookup drafts after each token of the text, [n]. None for other drafters.
+        chances: Probability that each token of the text is accepted if it is drafted, [n]. A parallel draft or a head
+            has [n, K], because the probability depends on the token's position in the draft.
+        drafted: For prompt lookup, the length of the draft of a step that begins at each token, [n]. None for other
+            drafters.
     """
 
     number: NonNegativeInt
@@ -103,8 +104,8 @@ class Replay(FileModel):
 
     Args:
         sampling: How the target sampled.
-        rule: Rule by which a drafted token is accepted. rejection: with probability min(1, q / p). match: if it equals
-            the target's own sample, so with probability q. A greedy draft has q = 0 or 1.
+        rule: Rule that accepts drafted tokens. "rejection" accepts with probability min(1, q / p). "match" accepts a
+            token that equals the target's own sample, which has probability q. A greedy draft has q = 0 or 1.
         kind: Kind of the drafter, as --drafter names it.
         offsets: Largest number of tokens that a parallel draft or a head drafts, K. None for an ordinary draft.
     """
@@ -155,12 +156,12 @@ class Replay(FileModel):
         return replace(texts, drafted=expected.padded(drafted).astype(int)) if drafted else texts
 
     def counts(self, k: int) -> Counts:
-        """Return the expected number of steps, drafted and accepted tokens of every text, if each step drafts k."""
+        """Return the expected numbers of steps, drafted and accepted tokens of each text if every step drafts k."""
         return expected.chain(self.padded(), k)
 
     @cached_property
     def degenerate(self) -> np.ndarray:
-        """Return whether each text is mostly a repetition loop, [R]."""
+        """Return for each text whether it is mostly a repetition loop, [R]."""
         return np.array([t.distinct_4grams < LOOP for t in self.texts])
 
     @cached_property
@@ -200,7 +201,7 @@ class Drafting:
 
     Args:
         k: Largest number of tokens drafted per step.
-        temperature: Temperature of the draft. None takes the target's.
+        temperature: Temperature of the draft. Default: the target's.
         target: Checkpoint of the target, for drafters that read its hidden states.
         device_map: Map by which accelerate spreads this target over devices.
     """
@@ -252,11 +253,11 @@ def drafter_of(draft: Path) -> DrafterSpec:
 
 
 def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
-    """Check that a drafter and the rule fit the outputs, without loading a model. Return the number of logits to use.
+    """Check that a drafter and the rule fit the outputs, and return the number of ids. No model is loaded.
 
     Raises:
-        UserError: The target did not write the texts, the tokenizers differ, a text has an id that the draft lacks,
-            the rule cannot use the stored log-probabilities, or this kind of drafter cannot be replayed.
+        UserError: The target did not write the texts, the tokenizers differ, a text has an id that the draft lacks, the
+            rule cannot use the stored log-probabilities, or this kind of drafter cannot be replayed.
     """
     sampling = _target_sampling(store)
     if not spec.replays:
@@ -345,9 +346,9 @@ def read_replay(path: Path) -> Replay:
 
 
 def rows_of(replayed: Replay, ks: Sequence[int]) -> list[AcceptanceRow]:
-    """Return the acceptance over all texts for each K.
+    """Return the acceptance over all texts for each K. For the last K, also return it for groups of texts.
 
-    For the last K, return it also over each category, and over the texts that are not repetition loops.
+    The groups are the categories, and the texts that are not repetition loops.
     """
     counted = [replayed.counts(k) for k in ks]
     everything = np.arange(len(replayed.texts))
@@ -417,7 +418,7 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
 
 
 def _target_sampling(store: StoredOutputs) -> SamplingParams:
-    """Return how the target sampled. Raises UserError: the target did not write the texts, or this is not known."""
+    """Return how the target sampled. Raises UserError: the target did not write the texts, or this is unknown."""
     if store.manifest.text == "data":
         raise UserError(
             f"{store.directory} has text that the target only read, but a replay needs text that the target wrote; "

@@ -1,9 +1,9 @@
 """Stores of target outputs on disk, to distil from and to replay drafts on without the target.
 
 A store is a directory with manifest.json, shards and the target's vocabulary. A store to distil from also has heldout/,
-a small store of held-out text. A shard has the arrays of its R sequences, concatenated, and their offsets. The
-log-probability of each token must agree with the list of most probable tokens at its position. So shifted outputs, and
-those of another text, are detected when a store is opened.
+a small store of held-out text. A shard has the concatenated arrays of its R sequences, and their offsets. When a store
+is read, the log-probability of each token must agree with the list of most probable tokens at its position. This check
+detects outputs that are shifted or belong to another text.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ LOOP = 0.5  # a text with a smaller fraction of distinct 4-grams is mostly a rep
 
 
 def distinct_4grams(texts: Sequence[Sequence[int]]) -> float:
-    """Return the number of distinct 4-grams divided by that of all 4-grams. Both are counted in each text, and summed.
+    """Return the fraction of distinct 4-grams: their number divided by the number of all 4-grams.
 
-    The result is 1 if no text has a 4-gram twice.
+    Both numbers are counted in each text, and summed. If no text has a 4-gram twice, the fraction is 1.
     """
     distinct = total = 0
     for tokens in texts:
@@ -49,7 +49,7 @@ def distinct_4grams(texts: Sequence[Sequence[int]]) -> float:
 
 HELDOUT = "heldout"
 OFF_ONE = 0.02  # rounding to fp16 may move the sum of probabilities this far from 1
-ABOVE_ZERO = 1e-3  # nats by which rounding may lift a log-probability above 0
+ABOVE_ZERO = 1e-3  # nats by which rounding may raise a log-probability above 0
 Logprobs = Literal["sampled", "raw", "none"]
 TOP: dict[str, type] = {  # arrays of StoredLogprobs in a shard, in the order of its fields
     "top_ids": np.uint32,
@@ -87,22 +87,22 @@ class TargetInfo(FileModel):
 
 
 class Manifest(TargetInfo):
-    """Contents and origin of a store, as manifest.json has them."""
+    """The content of manifest.json: the contents and the origin of a store."""
 
     version: Literal[1] = 1
     tokenizer_sha256: str
     text: Literal["data", "target"]
     data: str
-    chat: bool = False  # prompts are in the tokenizer's chat template
+    chat: bool = False  # whether prompts are in the tokenizer's chat template
     data_sha256: str | None
     # which tokens of conversations to train on; only these have lists of most probable tokens
     loss_on: LossOn | None = None
-    prompt_tokens: int | None  # prompts were cut to this length
+    prompt_tokens: int | None  # number of tokens to which prompts were cut
     categories: tuple[str, ...] = ("",)
     # None if the target did not write the text, or if its sampling is unknown
     sampling: SamplingParams | None
     top_logprobs: int = Field(ge=0, le=1 << 24)
-    # length of the rows to distil from; None for the length of the longest sequence
+    # length of rows in distillation; None: the length of the longest sequence
     seq_len: int | None
     seed: int
     planned: PositiveInt  # number of sequences in the finished store
@@ -132,7 +132,7 @@ class StoredOutputs:
 
     @property
     def vocabulary(self) -> Path:
-        """Return the directory with the target's tokenizer and number of logits, which has the target's name."""
+        """Return the store's folder with the target's tokenizer and number of logits. Its name is the target's."""
         return self.directory / self.manifest.target
 
 
@@ -144,11 +144,11 @@ def write_store(
     tokenizer: Path,
     heldout: Callable[[], Sequence[TargetOutput]] | None = None,
 ) -> Manifest:
-    """Write the missing shards of a store. A build that was killed resumes, and writes the same bytes.
+    """Write the missing shards of a store, and return its manifest. A killed build resumes, and writes the same bytes.
 
     Args:
         shard: Function that returns the sequences of the shard with a given number.
-        tokenizer: Directory of the target's tokenizer, to copy into the store.
+        tokenizer: Directory of the target's tokenizer, which is copied into the store.
         heldout: Function that returns the sequences of held-out text. None for a store without held-out text.
 
     Raises:
@@ -208,7 +208,7 @@ def read_store(directory: Path) -> StoredOutputs:
 
 
 def read_texts(directory: Path) -> list[TargetOutput]:
-    """Return the outputs of a store without log-probabilities, in the order of writing. Raises as read_store does."""
+    """Return the outputs of a store in the order of writing, without log-probabilities. Errors: See read_store."""
     outputs = _all(directory, finished_manifest(directory))
     return [replace(output, logprobs=None, top=None) for output in outputs]
 
@@ -224,8 +224,8 @@ def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetO
     with reading(file):
         if provenance.file_sha256(file) != shard.sha256:
             raise UserError(
-                f"{file} is corrupt: its checksum differs from that in the manifest; remove the store and build it "
-                "again"
+                f"{file} is corrupt: its checksum differs from the checksum in the manifest; remove the store and "
+                "build it again"
             )
         arrays = load_file(file)
         _check(arrays, manifest, shard)
@@ -233,7 +233,7 @@ def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetO
 
 
 def describe(directory: Path) -> dict[str, object]:
-    """Return facts about the texts that the target wrote; {} for an unfinished store or a store of data."""
+    """Return facts about the texts that the target wrote. For an unfinished store or a store of data, return {}."""
     manifest = read_manifest(directory)
     if not manifest.finished or manifest.text == "data":
         return {}
@@ -265,7 +265,7 @@ def vocabulary_sha256(directory: Path) -> str:
 
 
 def _claim(out: Path, manifest: Manifest) -> Manifest:
-    """Return the manifest of the store in `out`, or `manifest` if `out` is free.
+    """Return the manifest of the store in `out`. If `out` is free, return `manifest`.
 
     Raises:
         UserError: `out` has other files, or a store with other settings.
@@ -393,7 +393,7 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
 
 
 def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -> None:
-    """Check the arrays of a shard. Raises ValueError: they do not fit the manifest, or no target gives such values."""
+    """Check the arrays of a shard. Raises ValueError: they do not fit the manifest, or have impossible values."""
     n, tokens, counted = shard.sequences, shard.tokens, arrays.get("counted")
     expected: dict[str, tuple[type, tuple[int, ...]]] = {
         "number": (np.int64, (n,)),
@@ -448,8 +448,8 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
             )
     if arrays["number"].min() < 0 or len(np.unique(arrays["number"])) < n:
         raise ValueError(
-            f"the array number has the lowest value {arrays['number'].min()}, or a value twice; prompts are numbered "
-            "from 0, each with its own number"
+            f"the array number has the lowest value {arrays['number'].min()}, or a value twice; the numbers of "
+            "prompts must differ, and must not be negative"
         )
     if manifest.top_logprobs:
         # sum p^(1/t) lies between 1 (one token is certain) and V^(1 - 1/t) (all tokens are equally probable)

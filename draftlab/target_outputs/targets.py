@@ -44,11 +44,14 @@ from draftlab.target_outputs.store import (
 )
 
 PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n"
-# distance between the seeds of two prompts, because a server adds 1 to the seed for each prompt in a request
+# Distance between the seeds of two calls of generate(). Within a call, each prompt's seed is 1 higher than the last.
 SEEDS = 256
-# most tokens per pass on a CPU; larger passes are no faster, and delay the progress bar
+# most tokens per pass on a CPU; larger passes are not faster, and delay the progress bar
 CPU_TOKENS = 2048
-SCORED_ROWS = {"cpu": 16, "cuda": 256}  # positions per log-softmax; on a CPU few, to fit its cache
+SCORED_ROWS = {
+    "cpu": 16,
+    "cuda": 256,
+}  # positions per log-softmax; on a CPU, few positions fit into its cache
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
 
 
@@ -71,7 +74,7 @@ class Target(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
     ) -> list[TargetOutput]:
-        """Continue the prompts. The outputs have the k most probable tokens at each position, or no lists if k is 0.
+        """Continue the prompts. The outputs list the k most probable tokens at each position; k = 0 gives no lists.
 
         Samples depend on the seed and on the numbers of the prompts.
         """
@@ -83,7 +86,7 @@ class LocalTarget:
     """A target in memory. draftlab's engine runs the architectures that it supports, and transformers all others.
 
     Args:
-        dtype: None takes the stored dtype, or float32 on a device that is slow in the stored dtype.
+        dtype: Default: the stored dtype, or float32 on a device that is slow in the stored dtype.
         memory: Limit in GB for logits and KV cache together.
     """
 
@@ -158,7 +161,7 @@ class LocalTarget:
         return with_top(outputs, self.score(padded(outputs), k)) if k else outputs
 
     def _score(self, batch: Batch, most: int, k: int) -> StoredLogprobs:
-        """Score a batch whose logits fit into memory. A single row may have any length: it is scored in parts.
+        """Score a batch whose logits fit into memory. A batch of one row may be longer, and is scored in parts.
 
         most: Largest number of positions per part.
         """
@@ -179,7 +182,7 @@ class LocalTarget:
 
 @dataclass(frozen=True, slots=True)
 class ServedTarget:
-    """A target on a server. directory: A checkpoint or tokenizer with the vocabulary of the server's model."""
+    """A target on a server. directory: Checkpoint or tokenizer with the vocabulary of the server's model."""
 
     server: Server
     directory: Path
@@ -195,8 +198,8 @@ class ServedTarget:
         sampling: None for a target that only scores text.
 
         Raises:
-            UserError: The server's tokenizer differs, the server cannot score or sample as needed, or it does not
-                return log-probabilities of the model's own distribution.
+            UserError: The server's tokenizer differs, or the server cannot score or sample as needed, or returns other
+                log-probabilities than needed.
         """
         ids, url = check_server_tokenizer(server, directory), server.http.url
         if sampling is None and not server.adapter.has_prompt_logprobs:
@@ -381,7 +384,7 @@ def check_ids(ids: np.ndarray, vocab: int) -> None:
 
 
 def check_server_tokenizer(server: Server, directory: Path) -> list[int]:
-    """Check that a server and the tokenizer in `directory` give a short text the same ids, and return these ids.
+    """Check that a server and the tokenizer in `directory` encode a short text to the same ids. Return the ids.
 
     A server that cannot tokenize is not checked.
 
@@ -406,8 +409,8 @@ def check_server_tokenizer(server: Server, directory: Path) -> list[int]:
 
 
 SEQUENCES, BATCH = 64, 8  # number of sequences that are scored again, and their batch size
-# largest mean difference between stored and recomputed log-probabilities, in nats: bf16 in vLLM and in transformers
-# differ by 0.026 (embedded target), weights that are 3 % off by 0.10
+# Largest mean difference between stored and recomputed log-probabilities, in nats. For the embedded target, bf16 in
+# vLLM and in transformers differ by 0.026. Weights with an error of 3 % differ by 0.10.
 TOLERANCE = 0.06
 # lower log-probabilities are not compared, because they are mostly rounding errors of the target
 ROUNDED_BELOW = -8.0
@@ -472,7 +475,8 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
 def _same_tokens(stored: StoredLogprobs, new: StoredLogprobs, vocab: int) -> np.ndarray:
     """Return the new log-probabilities of the stored ids, [n, k].
 
-    An id that is not in the new list gets its stored log-probability, or that of the last id in the new list if lower.
+    An id that is not in the new list gets its stored log-probability, but at most the lowest log-probability in the new
+    list.
     """
     values = np.empty_like(stored.logprobs)
     new_logprobs = new.logprobs.astype(np.float16).astype(np.float32)

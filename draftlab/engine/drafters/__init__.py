@@ -1,1 +1,1 @@
-"""Drafting by every kind of drafter but a plain draft model (engine/generate.py). Their options are in drafters/."""
+"""Drafting by all kinds of drafters except draft models, which are in engine/generate.py. Options are in drafters/."""

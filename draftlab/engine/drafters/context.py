@@ -1,4 +1,4 @@
-"""What drafters are built from (DrafterContext), and the result (DrafterRun)."""
+"""The arguments from which drafters are built (DrafterContext), and the result (DrafterRun)."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,8 +27,8 @@ class DrafterRun:
     Args:
         model: The drafter's draft model; None for a drafter without a draft model.
         ks: Values of K, the number of drafted tokens, to measure.
-        learnt: For a drafter that chooses some of its options when it is built: the value of --drafter with these
-            options.
+        learnt: Value of --drafter with the options that the drafter chose itself when it was built. None: it chose
+            none.
         facts: Values for fields of results.score.Model that describe the drafter.
     """
 
@@ -40,7 +40,7 @@ class DrafterRun:
 
 
 class DrafterContext:
-    """The target and the settings of a run, from which its drafters are built."""
+    """The target and the settings from which a command builds its drafters."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class DrafterContext:
         """Make a context.
 
         Args:
-            load: Function that loads a draft model from a directory, in the mode of the run.
+            load: Function that loads a draft model from a directory, in mode `mode`.
             draft: Default draft, for drafters without draft=.
             data: Sources of text, as in --data.
             ks: Values of K, the number of drafted tokens, to measure.
-            device: Device of heads.
+            device: Device on which heads run.
             int8: Whether to round the weights of heads to int8.
         """
         self.target, self.target_path, self.load, self.draft = target, target_path, load, draft
@@ -82,7 +82,7 @@ class DrafterContext:
         learnt: str | None = None,
         facts: Mapping[str, object] | None = None,
     ) -> DrafterRun:
-        """Return a drafter as a DrafterRun. Arguments are those of DrafterRun. ks: Default: the values of the run."""
+        """Return a drafter as a DrafterRun. The arguments are its fields. ks: Default: this context's values of K."""
         return DrafterRun(
             drafter=drafter,
             model=model,
@@ -115,7 +115,7 @@ class DrafterContext:
         return self.draft
 
     def load_draft(self, text: str, name: str) -> Decoder:
-        """Load a draft model in the mode of the run. Arguments and errors: See draft_path."""
+        """Load a draft model in this context's mode. Arguments and errors: See draft_path."""
         return self.load(self.draft_path(text, name))
 
     def own_engine(self, spec: DrafterSpec, model: Decoder) -> Llama:
@@ -129,7 +129,7 @@ class DrafterContext:
         return model
 
     def corpus(self, source: str, tokens: int) -> np.ndarray:
-        """Return the first `tokens` tokens of a data source, [N]; of a mixture, at most twice as many."""
+        """Return the first `tokens` tokens of a data source, [N]. For a mixture, N is at most twice `tokens`."""
         return first_tokens(source, self.tokenizer, tokens)
 
     @cached_property

@@ -1,8 +1,8 @@
 """Drafting with a DFlash head: the head reads each state of the target once, and drafts all tokens in one pass.
 
-B rows, T tokens, K drafted tokens, V vocab. In a text of n tokens the target has read n - 1 tokens, and the head reads
-their states. The last token begins the block. The q of a drafted token does not depend on the other drafted tokens, so
-the rules for chains hold.
+B rows (texts of a batch), T tokens, K drafted tokens, V vocab. In a text of n tokens, the target has read n - 1 tokens,
+and the head reads their states. The last token begins the block. The distribution q of a drafted token does not depend
+on the other drafted tokens, so the verify rules for chains are lossless.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class DFlashDrafter(StatesDrafter[DFlash]):
 
     def reset(self, rows: int, capacity: int) -> None:
         super().reset(rows, capacity)
-        # tokens of a block; they attend to each other, so blocks keep their length near the end of a text
+        # Length of a block. It does not shrink near the end of a text, because a block's tokens attend to each other.
         self.width = 0
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
@@ -41,7 +41,7 @@ class DFlashDrafter(StatesDrafter[DFlash]):
     def begin(self, texts: Sequence[list[int]], count: int) -> tuple[Tensor, int]:
         """Read the target's new states. Return the texts' last tokens, [B], and the number of tokens to draft.
 
-        This number is `count`, or the block's limit if that is smaller.
+        This number is `count`, but at most the limit of the head.
         """
         self.read_states(texts)
         count = min(count, self.head.config.most)
@@ -59,7 +59,7 @@ class DFlashDrafter(StatesDrafter[DFlash]):
 
 
 class BlockPasses(HeadPasses):
-    """The passes of a DFlash head, to be timed. A pass over T tokens reads T states of zeros, and drafts T tokens."""
+    """A DFlash head as a Decoder, to time its passes. A pass reads T states of zeros, and drafts T tokens."""
 
     def __init__(self, head: DFlash) -> None:
         self.head, self.context = head, head.config.context

@@ -1,7 +1,8 @@
 """Drafting with a DSpark head: one pass computes the block, then tokens are drawn in order while the head is confident.
 
-B rows, K drafted tokens, V vocab. The q of a drafted token depends on the text and on the drafted tokens before it, so
-the rules for chains hold. The confidence in a token, which ends the draft, also depends only on tokens before it.
+B rows (texts of a batch), K drafted tokens, V vocab. The distribution q of a drafted token depends only on the text and
+on the drafted tokens before it, so the verify rules for chains are lossless. The head's confidence in a token, which
+may end the draft, also depends only on tokens before it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ from draftlab.sampling import SamplingParams
 class DSparkDrafter(DFlashDrafter):
     """Drafts a block of tokens after each text, with a DSpark head.
 
-    least_confidence: The draft ends before the product of its tokens' confidences falls below this. 0: it never does.
+    least_confidence: The draft ends before the product of its tokens' confidences falls below this. With 0, all K
+    tokens are drafted.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """EAGLE-3 (Li et al. 2025, 2503.01840): a head of one layer drafts from the target's states, then from its own.
 
-B rows, T new tokens, K drafted tokens, D hidden, V vocab. In a text of n tokens the target has read n - 1 tokens, and
-the head has n - 1 positions: at position i it reads the target's state of token i together with token i + 1.
+B rows (texts of a batch), T new tokens, K drafted tokens, D hidden, V vocab. In a text of n tokens, the target has read
+n - 1 tokens, and the head has n - 1 positions. At position i it reads the target's state of token i, and token i + 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,11 +42,11 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
         return Draft(ids=ids, q=q, counts=[ids.shape[1]] * len(texts))
 
     def last_logits(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-        """Run the head over the target's new states. Return logits and state of the texts' last positions.
+        """Run the head over the target's new states. Return its logits and state at each text's last position.
 
         All texts feed the same number of positions, see StatesDrafter.new_positions.
 
-        Returns: The head's logits, [B, V], and its state, [B, 1, D], at the last position of each text.
+        Returns: The logits, [B, V], and the state, [B, 1, D].
         """
         ends = [len(text) - 1 for text in texts]
         starts, places = self.new_positions(texts)
@@ -67,10 +67,10 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
 
 
 class EaglePasses(HeadPasses):
-    """The passes of an EAGLE-3 head, to be timed. They read states of zeros, on whose values latency does not depend.
+    """An EAGLE-3 head as a Decoder, to time its passes. The states that it reads are zeros.
 
-    own: Whether the head reads its own states, as for all drafted tokens of a step but the first. Otherwise the head
-    reads the target's states, and a pass also stores these states and runs fc.
+    own: Whether the head reads its own states, as in all passes of a step except the first. In the first pass it reads
+    the target's states. This pass also stores these states and runs fc.
     """
 
     def __init__(self, head: EagleLlama, own: bool = False) -> None:
@@ -106,7 +106,7 @@ class EaglePasses(HeadPasses):
         layers, cache.layer_states = (
             cache.layer_states,
             None,
-        )  # layers of the target, not the head's layer
+        )  # these are states of the target's layers, which the head's pass must not overwrite
         logits, _ = self.head.step(ids, read, cache, last or width, tree)
         cache.layer_states = layers
         return logits

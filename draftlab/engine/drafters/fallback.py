@@ -1,6 +1,6 @@
-"""A drafter that falls back to a second drafter for texts for which the first drafter has no draft.
+"""A drafter that uses a second drafter for the texts that the first drafter has no draft for.
 
-B rows, K drafted tokens, V vocab.
+B rows (texts of a batch), K drafted tokens, V vocab.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from draftlab.sampling import SamplingParams
 
 
 class FallbackDrafter(Drafter):
-    """Drafts with the first drafter, and with the second drafter for the texts for which the first has no draft.
+    """Drafts with a first drafter. Texts that it has no draft for get a draft from a second drafter.
 
-    second_tokens: Largest number of tokens that the second drafter drafts. Its tokens cost more than the first's, and
-    are accepted less often. None: it drafts as many as the first.
+    second_tokens: Largest number of tokens that the second drafter drafts, because its tokens cost more and are
+    accepted less often. None: both drafters have the same limit.
     """
 
     def __init__(

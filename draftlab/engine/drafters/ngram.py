@@ -25,9 +25,9 @@ class Order:
         contexts: Each context as one number, uint64 [C], ascending.
         offsets: Start of each context's followers in `followers`, and the end of the last, [C + 1].
         followers: Token ids that follow the contexts, [P].
-        counts: Count of each n-gram, [P]: its occurrences for the longest n-grams, else the number of distinct tokens
-            before it.
-        discount: D of Kneser-Ney.
+        counts: Count of each n-gram, [P]. For the longest n-grams this is the number of occurrences. For shorter
+            n-grams it is the number of distinct tokens that occur before the n-gram.
+        discount: The discount D of Kneser-Ney smoothing.
     """
 
     contexts: np.ndarray
@@ -151,8 +151,8 @@ class Match:
     Args:
         length: Number of tokens of the n-gram.
         start: Position after the latest earlier occurrence.
-        kind: "once" if there is one earlier occurrence; "agree" if there are several, all followed by the same token;
-            else "differ".
+        kind: "once" for one earlier occurrence; "agree" for several that are all followed by the same token; "differ"
+            for several that are followed by different tokens.
     """
 
     length: int
@@ -182,7 +182,7 @@ def latest_match(ids: np.ndarray, longest: int) -> Match | None:
 
 
 class TextDrafter(Drafter):
-    """Base class of deterministic drafters that draft from the tokens of each text. Drafts may be short or empty."""
+    """Base class of deterministic drafters that read only the tokens of each text. Drafts may be short or empty."""
 
     @abstractmethod
     def draft(self, text: list[int], count: int) -> list[int]:
@@ -205,11 +205,10 @@ class PromptLookupDrafter(TextDrafter):
     """Prompt lookup: copies the tokens after the latest match, see Match.
 
     A copy that reaches the end of the text goes on with the tokens that it copied, so a loop is drafted to any length.
-    A match is used only if it has enough tokens.
 
     Args:
         longest: Largest length of a match, in tokens.
-        min_match: Smallest length of a match of each kind, in the order of MATCH_KINDS.
+        min_match: Smallest length of a match of each kind, in the order of MATCH_KINDS. Shorter matches are not used.
     """
 
     def __init__(self, longest: int, min_match: Sequence[int] = (1, 1, 1)) -> None:
@@ -223,7 +222,7 @@ class PromptLookupDrafter(TextDrafter):
 
 
 def copy_from(text: list[int], start: int, count: int) -> list[int]:
-    """Return the `count` tokens from position `start` on; past the end of the text, the copy continues into itself."""
+    """Return `count` tokens from position `start` on. Past the end of the text, the copied tokens are copied again."""
     return (text[start:] * (count // (len(text) - start) + 1))[:count]
 
 
@@ -235,7 +234,7 @@ def _order(
     Args:
         contexts: Number of the context of each n-gram, [N].
         followers: Last token of each n-gram, [N].
-        counts: What each of the N n-grams adds to the count of its distinct n-gram, [N].
+        counts: Weight of each n-gram, [N]. The count of a distinct n-gram is the sum of its weights.
     """
     sorted_by = np.lexsort((followers, contexts))
     c, f = contexts[sorted_by], followers[sorted_by]

@@ -1,8 +1,8 @@
 """Drafting with a parallel draft (PARD, 2504.18583): one pass drafts all tokens, all but the first from mask tokens.
 
-B rows, K drafted tokens, V vocab. A pass reads the tokens of the texts that are not cached, and K - 1 mask tokens, as
-vLLM's parallel_drafting does. Then the cache is rolled back to the texts. The q of a drafted token does not depend on
-the other drafted tokens, so the rules for chains and trees hold.
+B rows (texts of a batch), K drafted tokens, V vocab. As in vLLM's parallel_drafting, a pass reads the uncached tokens
+of the texts and K - 1 mask tokens. Then the cache is rolled back to the texts. The distribution q of a drafted token
+does not depend on the other drafted tokens, so the verify rules for chains and trees are lossless.
 """
 
 from collections.abc import Sequence

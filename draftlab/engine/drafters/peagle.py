@@ -1,8 +1,8 @@
 """P-EAGLE (2602.01469): a head drafts all tokens in one pass, which reads the target's new states and mask tokens.
 
-B rows, T positions, K drafted tokens, D hidden, V vocab. Positions are those of EAGLE-3 (eagle.py in this folder), and
-the mask tokens are after the last position. The q of a drafted token does not depend on the other drafted tokens, so
-the rules for chains hold.
+B rows (texts of a batch), T positions, K drafted tokens, D hidden, V vocab. Positions are those of EAGLE-3, see
+eagle.py. The mask tokens follow the last position. The distribution q of a drafted token does not depend on the other
+drafted tokens, so the verify rules for chains are lossless.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
 """Base classes of drafters whose heads read the states of the target's layers.
 
-B rows, T positions, A layers that are read, D hidden. In a text of n tokens the target has read n - 1 tokens.
+B rows (texts of a batch), T positions, A layers whose states the head reads, D hidden. In a text of n tokens, the
+target has read n - 1 tokens.
 """
 
 from collections.abc import Sequence
@@ -30,9 +31,9 @@ class HeadPasses(Decoder):
     """A head with the interface of a Decoder, so that its passes can be timed like those of a draft model."""
 
     def of_own_states(self) -> "HeadPasses":
-        """Return the passes in which the head reads its own states, as for all drafted tokens of a step but the first.
+        """Return the passes in which the head reads its own states: all passes of a step except the first.
 
-        A head that drafts all tokens in one pass has only one kind of pass, so by default these are the same passes.
+        By default, return this object, because a head that drafts all tokens in one pass has only one kind of pass.
         """
         return self
 
@@ -41,7 +42,7 @@ Head = TypeVar("Head", bound=StatesHead)
 
 
 class StatesDrafter(Drafter, Generic[Head]):
-    """Base class of drafters whose head reads the target's states. It knows which positions the head has read."""
+    """Base class of drafters whose head reads the target's states. It records which positions the head has read."""
 
     cache: Any
     layer_states: LayerStates
@@ -62,8 +63,8 @@ class StatesDrafter(Drafter, Generic[Head]):
     def new_positions(self, texts: Sequence[list[int]]) -> tuple[list[int], Tensor]:
         """Return the first position that the head must read of each text, and all positions to read, [B, T].
 
-        T is the same for all texts: the largest number of new positions of a text, at least 1. Texts with fewer new
-        positions read some positions again.
+        T is the largest number of new positions of a text, but at least 1. Texts with fewer new positions read some
+        positions again.
         """
         ends = [len(text) - 1 for text in texts]
         width = max(end - min(read, end - 1) for end, read in zip(ends, self.read, strict=True))

@@ -19,8 +19,8 @@ END = -1  # marks the end of each text
 class Guess:
     """A possible draft.
 
-    score: Expected number of accepted tokens. This is the sum, over the tokens, of the estimated probability that the
-        draft is right up to this token.
+    score: Expected number of accepted tokens: for each token, the estimated probability that the draft is right up to
+    this token, summed over the tokens.
     """
 
     ids: list[int]
@@ -43,13 +43,13 @@ class Memory:
 
 
 class SuffixDrafter(TextDrafter):
-    """Drafts the most frequent continuation of a suffix of the text: of the suffix with the best Guess.
+    """Drafts the most frequent continuation of a suffix of the text. The suffix with the best Guess is used.
 
-    The probability of a continuation is estimated as the fraction of the suffix's occurrences that have it.
+    The estimated probability of a continuation is the fraction of the suffix's occurrences that continue in this way.
 
     Args:
         memory: Earlier texts to copy from. None: copy only from the text itself.
-        depth: Suffix and draft together have at most this number of tokens.
+        depth: Largest number of tokens of suffix and draft together.
         factor: A suffix of m tokens gives a draft of at most factor * m tokens.
         min_prob: A draft ends before its estimated probability falls below this.
     """
@@ -84,7 +84,7 @@ class SuffixDrafter(TextDrafter):
         return best
 
     def _follow(self, ids: np.ndarray, at: np.ndarray, most: int) -> Guess:
-        """Return a Guess of at most `most` tokens: token by token, the most frequent continuation in ids [N].
+        """Return a Guess of at most `most` tokens, which takes the most frequent next token in ids [N] at each step.
 
         Of equally frequent tokens, the token that occurs first is taken. at: Positions in ids where continuations
         begin.

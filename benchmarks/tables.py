@@ -38,8 +38,8 @@ TRAININGS = {
     "eagle": "EAGLE-3 head, second stage",
 }
 STUDENTS = {
-    "plain": "six-layer draft",
-    "parallel": "six-layer parallel draft",
+    "plain": "fifteen-layer draft",
+    "parallel": "fifteen-layer parallel draft",
     "eagle": "EAGLE-3 head",
     "dflash": "DFlash head of two layers",
 }

@@ -277,7 +277,10 @@ def init(written: NewWorkspace) -> Outcome:
     plan = "" if hub.local(space.source) else " --dry-run"  # shows what prune would download
     then = f"draftlab prune --layers {_layers(space)}{plan}"
     if questions is not None:
-        then = f"draftlab score --prompt-file {questions} --dtype bfloat16 --int8 draft"
+        then = (
+            f"draftlab score --prompt-file {questions} --dtype bfloat16 --int8 draft --k 2-4 "
+            "--max-new-tokens 64 --repeats 1"
+        )
     elif space.draft is not None:
         then = f"draftlab auto {space.target} --draft {space.draft} --dry-run"
     return Outcome(path=workspace.FILE, show=show, data=data, next=then)

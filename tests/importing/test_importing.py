@@ -1,5 +1,6 @@
 """What is imported is the model that was there: logits, tokenizer and settings, held against other people's readers."""
 
+import hashlib
 import json
 import pickle
 import re
@@ -29,6 +30,7 @@ from typed import call
 from draftlab import provenance, workspace
 from draftlab.exporting import gguf, gguf_tokenizer
 from draftlab.importing.gguf import load_config, read_header
+from draftlab.importing.run import PUBLISHED
 from draftlab.model import checkpoint
 from draftlab.model.hf_files import read_head_ids
 from draftlab.model.sentencepiece import PROBES
@@ -344,6 +346,18 @@ def test_init_takes_directories_and_warns_of_chat_models(family_dirs, tmp_path, 
     call("init --target chat --source", family_dirs["llama"])
     assert re.search(r"^# chat\b", Path("draftlab.yaml").read_text(), re.M)
     assert workspace.load().source == str(family_dirs["llama"])
+
+
+def test_the_published_draft_is_the_file_that_its_card_describes():
+    (file,) = PUBLISHED.glob("*.gguf")
+    assert hashlib.sha256(file.read_bytes()).hexdigest() in (PUBLISHED / "README.md").read_text()
+    assert file.stat().st_size <= 25_000_000
+    shape, vocab = load_config(read_header(file)), 49_152
+    assert (shape.num_hidden_layers, shape.hidden_size, shape.vocab_size) == (6, 256, vocab)
+    ids = read_head_ids(PUBLISHED, vocab)
+    assert ids is not None
+    assert len(ids) == 16_384
+    assert len((PUBLISHED / "questions.jsonl").read_text().splitlines()) == 24
 
 
 def test_init_imports_the_published_draft_with_its_trimmed_head(family_dirs, tmp_path, monkeypatch):

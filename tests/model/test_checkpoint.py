@@ -63,11 +63,6 @@ def doubled(place):
         save_file(load_file(place / file) | {"model.norm.weight": torch.ones(64)}, place / file)
 
 
-def long_name(place):
-    index = {"weight_map": {"model.norm.weight": "model-" * 100 + ".safetensors"}}
-    (place / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -75,7 +70,6 @@ def long_name(place):
         (lambda p: (p / SHARDS[1]).write_bytes((p / SHARDS[1]).read_bytes()[:-100]), SHARDS[1]),
         (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "index.json"),
         (doubled, "model.norm.weight"),
-        (long_name, "index.json"),
         (lambda p: configured(p, intermediate_size=96), "(96, 64)"),
         (lambda p: configured(p, num_hidden_layers=7), "model.layers.5"),
     ],

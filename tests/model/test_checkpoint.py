@@ -161,9 +161,7 @@ def test_weights_that_cannot_be_right_are_named(
             read(place)
 
 
-@pytest.mark.parametrize(
-    "change", [{"mlp_bias": None}, {"rope_parameters": {"rope_type": "x"}}, {"model_type": None}]
-)
+@pytest.mark.parametrize("change", [{"mlp_bias": None}, {"rope_parameters": {"rope_type": "x"}}])
 def test_a_model_that_transformers_cannot_build_is_one_line(change, family_dirs):
     config = checkpoint.read_config(family_dirs["llama"]) | change
     with pytest.raises(UserError) as error:

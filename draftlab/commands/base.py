@@ -1,5 +1,6 @@
 """What every command has: settings, a step that checks them and prepares a library call, and an outcome to show."""
 
+import errno
 import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from draftlab import workspace
 from draftlab.atomic import check_free
 from draftlab.config.base import Config, OutputConfig
 from draftlab.config.shared import CheckpointSettings
-from draftlab.errors import EXTRAS, MissingExtra, UserError, about
+from draftlab.errors import EXTRAS, MissingExtra, UserError, about, one_line
 from draftlab.model import hub
 from draftlab.output import Output
 from draftlab.trust import remote_code
@@ -125,7 +126,7 @@ class Command:
         """Run the command with a config, and return the outcome. dry_run: Whether to return only the plan.
 
         Raises:
-            UserError: The output exists and force is off, or the command fails.
+            UserError: The output exists and force is off, a file name is too long, or the command fails.
         """
         try:
             with remote_code(isinstance(config, CheckpointSettings) and config.trust_remote_code):
@@ -134,6 +135,12 @@ class Command:
             if error.name not in EXTRAS:
                 raise
             raise MissingExtra(error.name) from error
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            raise UserError(
+                f"the name of a file is longer than this system allows: {one_line(error.filename, 80)}"
+            ) from None
 
     def _run(self, config: Config, *, force: bool, dry_run: bool) -> Outcome:
         checked = force or dry_run or self.resumes

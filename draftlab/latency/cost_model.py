@@ -100,6 +100,8 @@ class Profile(FileModel):
         for name, points in (("prefill", self.prefill), ("host", self.host)):
             if len({p.width for p in points}) < len(points):
                 raise ValueError(f"{name} has a width twice")
+        if any(p.width != 1 for p in self.steady):
+            raise ValueError("steady must have passes over one token")
         after = sorted({p.after for p in self.steady})
         if after[:-1] != list(range(1, len(after))):
             raise ValueError(

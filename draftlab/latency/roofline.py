@@ -14,7 +14,7 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from draftlab.errors import UserError, did_you_mean
+from draftlab.errors import UserError, about, did_you_mean
 from draftlab.latency.cost_model import (
     BYTES,
     Point,
@@ -27,7 +27,7 @@ from draftlab.latency.cost_model import (
 )
 from draftlab.model import Mode
 from draftlab.model.families import presets, shipped
-from draftlab.model.shape import Shape
+from draftlab.model.shape import Shape, check
 from draftlab.reading import FileModel, parse_yaml, read_model, reading
 from draftlab.results.score import Latency
 
@@ -290,6 +290,8 @@ def read_sizes(path: Path) -> ModelSizes:
         fields = parse_yaml(path.read_bytes())
         mlps = MLPs.model_validate(fields.pop("mlps", {}))
         sizes = ModelSizes(shape=Shape.model_validate(fields), mlps=mlps)
+    with about(f"shape file {path}"):
+        check(sizes.shape, llama=False)
     if mlps.dense_layers > sizes.shape.layers:
         raise UserError(
             f"shape file {path}: dense_layers is {mlps.dense_layers}, but the model has {sizes.shape.layers} layers"

@@ -374,8 +374,7 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
         names = files.setdefault(directory / name, set())
         assert names is not None
         names.add(tensor)
-    with reading(directory / INDEX):
-        missing = [one_line(file.name, 80) for file in files if not file.is_file()]
+    missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UserError(
             f"{directory} has no {missing[0]}, which is listed in its {INDEX}; download the checkpoint again"

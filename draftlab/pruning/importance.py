@@ -103,12 +103,20 @@ def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> No
     write_tensors(file, tensors, facts)
 
 
-def load_scores(file: Path, facts: dict[str, str]) -> Importance:
+def load_scores(file: Path, facts: dict[str, str], shape: Shape) -> Importance:
     """Read importance from a file that save_scores wrote with the same `facts`, the settings that decide the scores.
 
     Raises:
-        UserError: The file has other facts, or is damaged.
+        UserError: The file has other facts, has scores of another shape, or is damaged.
     """
+    layers, hidden = shape.layers, shape.hidden
+    sizes = {
+        "layers": (layers,),
+        "hidden": (hidden,),
+        "heads": (layers, shape.heads),
+        "ffn": (layers, shape.ffn),
+        "covariance": (hidden, hidden),
+    }
     with reading(file), safe_open(file, framework="pt") as handle:
         stored = handle.metadata() or {}
         for key, value in facts.items():
@@ -120,6 +128,11 @@ def load_scores(file: Path, facts: dict[str, str]) -> Importance:
         tensors = {field.name: handle.get_tensor(field.name) for field in fields(Importance)}
     for name, tensor in tensors.items():
         check_weight(tensor, name, file)
+        if tensor.shape != sizes[name]:
+            raise UserError(
+                f"--scores-cache {file}: {name} has the size {tuple(tensor.shape)}, but the source needs "
+                f"{sizes[name]}; remove the file"
+            )
     return Importance(**tensors)
 
 

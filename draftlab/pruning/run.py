@@ -354,7 +354,7 @@ class Prune:
             "seed": str(text.seed),
         }
         if file is not None and file.exists():
-            return load_scores(file, facts)
+            return load_scores(file, facts, source.shape)
         if file is not None:
             check_writable(file)
         with progress("calibrate", source.shape.layers) as advance:

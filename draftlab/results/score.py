@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from typing_extensions import Self
 
 from draftlab import intervals
 from draftlab.config.base import MAX_K
@@ -114,6 +115,12 @@ class Latency(FileModel):
     low_ms: Milliseconds
     high_ms: Milliseconds
     n: NonNegativeInt
+
+    @model_validator(mode="after")
+    def _ascends(self) -> Self:
+        if not self.low_ms <= self.median_ms <= self.high_ms:
+            raise ValueError("median_ms must lie between low_ms and high_ms")
+        return self
 
 
 class TaskResult(FileModel):

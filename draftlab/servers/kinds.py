@@ -72,6 +72,12 @@ class ServedCompletion(PromptLogprobs):
         return self.model_dump_json(exclude={"finish_reason"})
 
 
+def check_same_ids(ids: list[int], scored: list[int]) -> None:
+    """Check that log-probabilities are those of the tokens `ids`. Raises ValueError if not."""
+    if ids != scored:
+        raise ValueError("the log-probabilities are those of other tokens")
+
+
 def top_k(entries: Iterable[tuple[int, float]], k: int) -> TopLogprobs:
     """Return the k most probable entries. An entry is a token id and its log-probability.
 

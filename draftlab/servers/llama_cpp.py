@@ -191,6 +191,7 @@ class LlamaCpp(ServerKind):
             tops.append(
                 kinds.top_k(((top["id"], top["logprob"]) for top in token["top_logprobs"]), k)
             )
+        kinds.check_same_ids(answer["tokens"], [token["id"] for token in tokens])
         logprobs = [token["logprob"] for token in tokens]
         return kinds.completion(prompt, self.written(answer), logprobs, tops)
 

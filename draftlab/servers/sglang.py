@@ -118,7 +118,7 @@ class SGLang(ServerKind):
     def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
         meta = answer["meta_info"]
         tops = [_top_k(row, k) for row in (meta["output_top_logprobs"] if k else [])]
-        logprobs = [value for value, _, _ in meta["output_token_logprobs"]]
+        logprobs = _logprobs_of(answer["output_ids"], meta["output_token_logprobs"])
         return kinds.completion(prompt, self.written(answer), logprobs, tops)
 
     def written(self, answer: Answer) -> tuple[list[int], Any]:
@@ -147,9 +147,13 @@ class SGLang(ServerKind):
     def prompt_logprobs(self, ids: list[int], answer: Answer, k: int) -> PromptLogprobs:
         meta = answer["meta_info"]
         tops = [_top_k(row, k) for row in meta["input_top_logprobs"][1:]]
-        return kinds.prompt_logprobs(
-            tops, [value for value, _, _ in meta["input_token_logprobs"][1:]]
-        )
+        return kinds.prompt_logprobs(tops, _logprobs_of(ids[1:], meta["input_token_logprobs"][1:]))
+
+
+def _logprobs_of(ids: list[int], entries: list[list[Any]]) -> list[float]:
+    """Return the log-probabilities of tokens. Raises ValueError: the entries are those of other tokens."""
+    kinds.check_same_ids(ids, [token for _, token, _ in entries])
+    return [value for value, _, _ in entries]
 
 
 def _top_k(row: list[list[Any]], k: int) -> kinds.TopLogprobs:

@@ -103,7 +103,7 @@ class Manifest(TargetInfo):
     sampling: SamplingParams | None
     top_logprobs: int = Field(ge=0, le=1 << 24)
     # length of rows in distillation; None: the length of the longest sequence
-    seq_len: int | None
+    seq_len: PositiveInt | None
     seed: int
     planned: PositiveInt  # number of sequences in the finished store
     versions: dict[str, str]

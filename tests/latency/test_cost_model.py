@@ -152,6 +152,17 @@ def test_a_grid_with_a_hole_is_refused(profile, tmp_path, grid, hole):
         read_profile(tmp_path / "m.yaml")
 
 
+@pytest.mark.parametrize(
+    ("part", "wrong"), [("prefill", {"median_ms": 1e-9}), ("steady", {"width": 2})]
+)
+def test_points_that_contradict_themselves_are_refused(profile, tmp_path, part, wrong):
+    fields = profile.model_dump()
+    fields[part][0] |= wrong
+    (tmp_path / "m.yaml").write_text(yaml.safe_dump(fields))
+    with raises_option("m.yaml"):
+        read_profile(tmp_path / "m.yaml")
+
+
 def computed(spec: str, width: int = 1, context: int = 0) -> float:
     """Return the milliseconds of a pass of a computed profile."""
     cost = CostModel.of(parse_profile(spec, widths=sorted({1, width}), batches=[1], longest=200))
@@ -281,12 +292,14 @@ def test_a_curve_of_experts_makes_a_wide_pass_cheaper_than_chance(tmp_path):
 
 @pytest.mark.parametrize(
     "mlps",
-    ["{experts: 2, active: 3}", "{dense_layers: 1}", "{experts: 4, curve: [[2, 1], [1, 2]]}"],
+    [None, "{experts: 2, active: 3}", "{dense_layers: 1}", "{experts: 4, curve: [[2, 1], [1, 2]]}"],
 )
 def test_wrong_mlps_are_refused(mlps, tmp_path):
     file = tmp_path / "wrong.yaml"
     text = (shipped("widths") / "llama-3.2-1b.yaml").read_text()
-    file.write_text(f"{text}mlps: {mlps}\n")
+    file.write_text(
+        text.replace("kv_heads: 8", "kv_heads: 7") if mlps is None else f"{text}mlps: {mlps}\n"
+    )
     with pytest.raises(UserError, match=r"wrong.yaml"):
         parse_profile(f"{file}@h100,graphs", widths=[1], batches=[1], longest=64)
 

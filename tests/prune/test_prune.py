@@ -9,7 +9,8 @@ import pytest
 import torch
 from builders import FAMILIES, build, logits_by_transformers
 from errors import raises_option
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from small_files import copy_tokenizer, write_functions, write_prompts
 from test_refit import opened
 
@@ -166,6 +167,11 @@ def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_not
     assert a == b == c
     with raises_option("seed"):
         prune_to(source, tmp_path / "d", text, shape, scores_cache=cache, seed=1)
+    with safe_open(cache, framework="pt") as stored:
+        facts = stored.metadata()
+    save_file(load_file(cache) | {"heads": torch.ones(6, 8)}, cache, facts)
+    with raises_option("--scores-cache", "heads"):
+        prune_to(source, tmp_path / "d", text, shape, scores_cache=cache)
 
 
 def test_a_draft_is_calibrated_on_what_the_target_wrote(family_dirs, tmp_path, text):

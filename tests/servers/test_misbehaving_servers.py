@@ -295,6 +295,44 @@ def test_a_page_without_tokens_is_not_a_server_that_cannot_tokenize():
         Server.connect(url).tokenize("def")
 
 
+ENTRIES = [[-0.5, 5, None], [-1.5, 6, None]]
+
+
+@pytest.mark.parametrize(
+    ("owner", "answer"),
+    [
+        (
+            "sglang",
+            {
+                "output_ids": [5, 7],
+                "meta_info": {
+                    "finish_reason": {"type": "length"},
+                    "output_token_logprobs": ENTRIES,
+                    "output_top_logprobs": [ENTRIES] * 2,
+                },
+            },
+        ),
+        (
+            "llamacpp",
+            {
+                "tokens": [5, 7],
+                "stop_type": "limit",
+                "completion_probabilities": [
+                    {"id": i, "logprob": p, "top_logprobs": [{"id": i, "logprob": p}]}
+                    for p, i, _ in ENTRIES
+                ],
+            },
+        ),
+    ],
+)
+def test_log_probabilities_of_other_tokens_are_refused(owner, answer):
+    def answering(method: str, path: str, body: Any) -> tuple[int, Any]:
+        return 200, {"data": [CARD | {"owned_by": owner}]} if path == "/v1/models" else answer
+
+    with running(answering) as url, raises_option("other tokens"):
+        Server.connect(url).generate([[1, 2]], GREEDY, k=1)
+
+
 def test_a_token_twice_in_a_list_is_refused():
     with pytest.raises(ValueError, match="different"):
         top_k([(5, -0.5), (6, -1.0), (5, -0.5)], 3)

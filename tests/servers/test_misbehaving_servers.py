@@ -132,6 +132,7 @@ WRITTEN = {
     "more tokens than asked": choice((5, 6, 7), (-0.5, -0.25, -1), [*TOPS, TOPS[0]]),
     "no value": choice(values=(None, -0.25)),
     "fewer lists": choice(tops=TOPS[:1]),
+    "no lists": choice(tops=[]),
 }
 
 
@@ -214,8 +215,10 @@ NAME = "vllm:spec_decode_num_{}_total"
 
 @pytest.mark.parametrize("drafts", [1.0, float("nan")])
 def test_counters_that_went_back_or_are_no_numbers_are_refused(drafts):
+    """Those of one engine, while the other's grow by more."""
+    first, second = (f'{NAME.format("drafts")}{{engine="{i}"}}' for i in range(2))
     with pytest.raises(UserError):
-        spec_decode_counters({NAME.format("drafts"): 5.0}, {NAME.format("drafts"): drafts})
+        spec_decode_counters({first: 5.0, second: 5.0}, {first: drafts, second: 20.0})
 
 
 POSITION = NAME.format("accepted_tokens_per_pos") + '{{position="{}"}}'

@@ -4,6 +4,7 @@ import json
 import os
 import runpy
 import subprocess
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,13 +32,13 @@ BUSY = 12  # tokens from which on a pass takes longer for more
 
 def roofline(name: str, ms: float, busy: float, context_ms: float = 0.0) -> CostModel:
     """A model whose passes take ms up to busy tokens, and beyond in proportion."""
+    return costs(name, lambda w, b, c, _: ms * max(1, w * b / busy) + context_ms * c * b)
 
-    return CostModel.of(
-        profile_of(
-            lambda w, b, c, _: ms * max(1, w * b / busy) + context_ms * c * b,
-            name=name, widths=WIDTHS, batches=BATCHES, contexts=(0, 100), host=[latency(1, 0.0), latency(8, 0.0)],
-        )
-    )  # fmt: skip
+
+def costs(name: str, ms: Callable[[int, int, int, int], float]) -> CostModel:
+    free = [latency(1, 0.0), latency(8, 0.0)]
+    grid = {"widths": WIDTHS, "batches": BATCHES, "contexts": (0, 100)}
+    return CostModel.of(profile_of(ms, name=name, **grid, host=free))
 
 
 def constant(alpha: float) -> Workload:
@@ -57,12 +58,7 @@ def found(draft: CostModel, target: CostModel, alpha: float) -> tuple[list[int],
 
 def test_a_draft_can_pay_from_some_streams_on():
     """Up to 8 tokens, a pass of a mixture of experts reads more experts for every token."""
-    experts = CostModel.of(
-        profile_of(
-            lambda w, b, c, _: float(min(w * b, 8)), name="t", widths=WIDTHS, batches=BATCHES, contexts=(0, 100),
-            host=[latency(1, 0.0), latency(8, 0.0)],
-        )
-    )  # fmt: skip
+    experts = costs("t", lambda w, b, c, _: float(min(w * b, 8)))
     made = schedule(roofline("d", 0.05, BUSY), experts, [constant(0.6)], KS, 32, "vllm")
     assert (made.ranges[0][2], made.ranges[-1][2] > 0) == (0, True)
     assert (made.pays_from, made.pays_up_to) == (made.ranges[0][1] + 1, 32)

@@ -226,9 +226,9 @@ def test_a_server_that_speaks_in_text_only_is_said_to(started):
 
     server = Server.connect(started(plain))
     assert (server.kind, server.max_length) == ("openai", None)
-    with raises_option("token_ids"):
+    with raises_option("/v1"):
         server.generate([PROMPT], SamplingParams(max_tokens=1, temperature=1.0))
-    with raises_option("prompt_logprobs"):
+    with raises_option("/v1"):
         server.prompt_logprobs([PROMPT], 2)
 
 

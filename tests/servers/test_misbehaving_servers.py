@@ -22,7 +22,6 @@ from draftlab.target_outputs.outputs import StoredLogprobs
 from draftlab.target_outputs.targets import ServedTarget
 
 Raw = Callable[[BaseHTTPRequestHandler], None]
-FROM_A_TEXT = r"/(v1/completions|tokenize)"  # addresses that the message names
 GREEDY = SamplingParams(max_tokens=2, temperature=0.0)
 CARD = {"id": "m", "owned_by": "vllm"}
 
@@ -133,7 +132,7 @@ WRITTEN = {
     "more tokens than asked": choice((5, 6, 7), (-0.5, -0.25, -1), [*TOPS, TOPS[0]]),
     "no value": choice(values=(None, -0.25)),
     "fewer lists": choice(tops=TOPS[:1]),
-    "an early end called length": choice((5,), (-0.5,), TOPS[:1]),
+    "no lists": choice(tops=[]),
 }
 
 
@@ -149,7 +148,7 @@ def serving(answer: Any) -> Callable[[str, str, Any], tuple[int, Any]]:
 def test_what_was_written_is_checked_when_it_comes(what):
     with running(serving({"choices": [WRITTEN[what]]})) as url:
         server = Server.connect(url)
-        with pytest.raises(UserError, match=FROM_A_TEXT) as caught:
+        with raises_option("/v1/completions") as caught:
             server.generate([[1, 2]], GREEDY, k=2)
     assert str(caught.value).isprintable()
 
@@ -185,19 +184,17 @@ def test_a_target_on_a_server_gives_tokens_of_its_vocabulary_with_log_probabilit
     ("answer", "ask"),
     [
         ({"choices": [{"token_ids": [-1]}]}, lambda s: s.generate_ids([1, 2], GREEDY)),
-        ({"choices": [{"token_ids": None}]}, lambda s: s.generate_ids([1, 2], GREEDY)),
         ({"tokens": [-1]}, lambda s: s.tokenize("def")),
         (
             {"choices": [{"prompt_logprobs": [None, *[{"7": {"logprob": -1}}] * 2]}]},
             lambda s: s.prompt_logprobs([[1, 2, 2]], 1),
         ),
     ],
-    ids=["negative", "none", "tokenize", "other token"],
 )
 def test_ids_and_scores_are_checked_when_they_come(answer, ask):
     with running(serving(answer)) as url:
         server = Server.connect(url)
-        with pytest.raises(UserError, match=FROM_A_TEXT):
+        with raises_option(url):
             ask(server)
 
 
@@ -218,8 +215,10 @@ NAME = "vllm:spec_decode_num_{}_total"
 
 @pytest.mark.parametrize("drafts", [1.0, float("nan")])
 def test_counters_that_went_back_or_are_no_numbers_are_refused(drafts):
+    """Those of one engine, while the other's grow by more."""
+    first, second = (f'{NAME.format("drafts")}{{engine="{i}"}}' for i in range(2))
     with pytest.raises(UserError):
-        spec_decode_counters({NAME.format("drafts"): 5.0}, {NAME.format("drafts"): drafts})
+        spec_decode_counters({first: 5.0, second: 5.0}, {first: drafts, second: 20.0})
 
 
 POSITION = NAME.format("accepted_tokens_per_pos") + '{{position="{}"}}'
@@ -242,12 +241,11 @@ def test_counters_that_contradict_each_other_are_refused(grown):
         spec_decode_counters({}, whole | grown)
 
 
-@pytest.mark.parametrize(
-    ("ids", "reason"), [((5,), "length"), ((5,), "abort"), ((5, 6, 7), "stop")]
-)
-def test_an_answer_that_ended_early_is_no_measurement(ids, reason):
-    with running(serving({"choices": [choice(ids, reason=reason)]})) as url, raises_option("/v1"):
-        Server.connect(url).generate_ids([1, 2], GREEDY)
+@pytest.mark.parametrize(("reason", "ignore_eos"), [("length", False), ("stop", True)])
+def test_an_answer_that_ended_early_is_no_measurement(reason, ignore_eos):
+    sampling = SamplingParams(max_tokens=2, ignore_eos=ignore_eos)
+    with running(serving({"choices": [choice((5,), reason=reason)]})) as url, raises_option("/v1"):
+        Server.connect(url).generate_ids([1, 2], sampling)
 
 
 def test_a_probability_of_0_is_stored_as_a_number_that_can_be_read():
@@ -257,11 +255,6 @@ def test_a_probability_of_0_is_stored_as_a_number_that_can_be_read():
     )
     assert np.isfinite(stored.logprobs.astype(np.float16)).all()
     assert np.isfinite(stored.token.astype(np.float16)).all()
-
-
-def test_lists_that_were_asked_for_must_come():
-    with running(serving({"choices": [choice(tops=[])]})) as url, raises_option("/v1"):
-        Server.connect(url).generate([[1, 2]], GREEDY, k=2)
 
 
 def test_an_answer_that_comes_byte_by_byte_is_given_up_in_time():
@@ -281,13 +274,6 @@ def test_an_answer_that_comes_byte_by_byte_is_given_up_in_time():
 def test_an_answer_without_tokens_says_nothing_of_log_probabilities():
     with running(serving({"choices": [choice((), (), [], "stop")]})) as url, raises_option("/v1"):
         Server.connect(url).probe([1, 2])
-
-
-def test_a_server_that_ends_texts_although_it_must_not_is_no_measure_of_time():
-    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-    answer = {"choices": [choice((5,), reason="stop")]}
-    with running(serving(answer)) as url, raises_option("/v1"):
-        Server.connect(url).generate_ids([1, 2], sampling)
 
 
 def test_a_page_without_tokens_is_not_a_server_that_cannot_tokenize():

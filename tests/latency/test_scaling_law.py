@@ -142,9 +142,10 @@ def test_an_infinite_time_is_not_read(tmp_path):
         read_profile(tmp_path / "x.yaml")
 
 
-def test_two_times_of_one_width_are_no_profile():
-    with pytest.raises(ValueError, match="prefill"):
-        law_profile(SHAPES[0], prefill=[latency(1, 5.0), latency(1, 6.0)])
+@pytest.mark.parametrize("part", ["prefill", "host"])
+def test_two_times_of_one_width_are_no_profile(part):
+    with pytest.raises(ValueError, match=part):
+        law_profile(SHAPES[0], **{part: [latency(1, 5.0), latency(1, 6.0)]})
 
 
 @pytest.mark.parametrize("ms", [1e-320, 1e300])

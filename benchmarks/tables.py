@@ -1,5 +1,6 @@
 """Tables and sentences for the pages, from benchmarks/results. Rows are ordered by their measured values."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,8 @@ from benchmarks.formats import (
 )
 
 DRAFTERS = {
+    "fallback:draft=models_smollm2-135m-draft,draft_tokens=2": "prompt lookup followed by the draft",
+    "smollm2-135m-draft": "the draft",
     "eagle:heads=runs_eagle": "EAGLE-3 head",
     "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3": "prompt lookup followed by the EAGLE-3 head",
     "fallback:draft=runs_distilled_parallel,draft_tokens=2": "prompt lookup followed by the parallel draft",
@@ -287,6 +290,18 @@ class Tables:
         for name, row in ordered(rows, lambda row: row["acceptance"]["mean"]):
             learnt = mean(row["acceptance"]), mean(row["tokens_per_pass"])
             yield cells(name.replace("-", ", ", 1), row["seeds"], *learnt)
+
+    def published_draft(self) -> Iterator[str]:
+        """Yield the speed-ups of whole requests with the published draft, for each score."""
+        about = self.results["published_draft"]
+        titles = {"greedy": "bfloat16 target", "int8": "int8 target", "sampled": "temperature 1"}
+        yield from header(
+            "drafter", *itertools.chain(*((f"K, {title}", title) for title in titles.values()))
+        )
+        for name, _ in ordered(about["greedy"], request_gain):
+            found = [about[score].get(name) for score in titles]
+            pairs = [(row["k"], interval(row["speedup"])) if row else ("", "") for row in found]
+            yield cells(label(name), *itertools.chain(*pairs))
 
     def students(self) -> Iterator[str]:
         """Yield each kind of student of equal compute, with the timed gain of each seed."""

@@ -198,7 +198,7 @@ def prepare_init(config: InitConfig, weights: bool) -> Job[NewWorkspace]:
         gguf = config.gguf or smollm2_file()
         target = space.target if space else f"models/{gguf.stem.lower()}"
         imports[target], draft = gguf, None
-        for file in PUBLISHED.glob("*.gguf") if config.preset else ():
+        for file in PUBLISHED.glob("*.gguf") if config.preset and config.data is None else ():
             draft = "models/smollm2-135m-draft"
             imports[draft] = file
         space = Workspace(target=target, source=target, data="stdlib", draft=draft)

@@ -373,6 +373,8 @@ def test_init_imports_the_published_draft_with_its_trimmed_head(family_dirs, tmp
     assert str(tmp_path / "published" / "questions.jsonl") in shown.stderr
     assert read_head_ids(Path(space.draft), 307) == [0, 1, 2, 5]
     assert read_head_ids(Path(space.target), 307) is None
+    call("init --preset smollm2 --gguf target.gguf --data stdlib --force")
+    assert workspace.load().draft is None
     Path("published/head_ids.json").write_text("[307]")
     refused(tmp_path, tmp_path / "published" / "draft.gguf")
 

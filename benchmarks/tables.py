@@ -294,7 +294,8 @@ class Tables:
     def published_draft(self) -> Iterator[str]:
         """Yield the speed-ups of whole requests with the published draft, for each score."""
         about = self.results["published_draft"]
-        titles = {"greedy": "bfloat16 target", "int8": "int8 target", "sampled": "temperature 1"}
+        heat = f"temperature {about['settings']['sampled']['temperature']:g}"
+        titles = {"greedy": "bfloat16 target", "int8": "int8 target", "sampled": heat}
         yield from header(
             "drafter", *itertools.chain(*((f"K, {title}", title) for title in titles.values()))
         )

@@ -1,6 +1,6 @@
-"""What draftlab can check and export: a draft model, a parallel draft or a head, each with its target.
+"""The drafts that draftlab can check and export: draft models, parallel drafts and heads, each with its target.
 
-R texts, n tokens of a text, K drafted.
+R texts, n tokens of a text, K drafted tokens.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,19 +31,19 @@ from draftlab.target_outputs.replay import ReplayContext
 
 DEFAULT_CONTEXT = 2048  # tokens, if config.json names no context
 UNMEASURED_K = "a default; draftlab score finds the fastest K"
-# characters that mark a leading space in a token
+# characters with which tokenizers mark a leading space in a token
 SPACES = ("\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}", "\N{LOWER ONE EIGHTH BLOCK}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The form of an export: for which server, in which layout, and with which type of weights.
+    """The form of an export: its server, its layout, and the type of its weights.
 
     Args:
-        to: hf, gguf, speculators or the name of a server.
-        server: None for hf.
-        outtype: Type of the matrices in a GGUF file. None for a Hugging Face directory.
-        dtype: Type of the weights in a Hugging Face directory. None keeps the stored type.
+        to: Value of --to: hf, gguf, speculators or the name of a server.
+        server: Kind of the server. None for hf.
+        outtype: Type of the matrices in a GGUF file. None: the export is a Hugging Face directory.
+        dtype: Type of the weights in a Hugging Face directory. Default: the stored type.
         heterogeneous: Whether the draft keeps its own vocabulary, which differs from the target's.
     """
 
@@ -63,10 +63,10 @@ class Form:
 
 
 class Checkable(Artifact, Protocol):
-    """A draft or head that can be checked, here and in a running server.
+    """A draft or head that can be checked, in draftlab and in a running server.
 
     Attributes:
-        served_by: Names of the servers that load the directory without an export. None if each ServerKind decides that.
+        served_by: Names of the servers that load the directory without an export. None: each ServerKind checks this.
         context: Number of tokens that the draft can read.
     """
 
@@ -80,7 +80,7 @@ class Checkable(Artifact, Protocol):
         ...
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
-        """Run the draft on prompts of token ids for a few tokens, and return the findings."""
+        """Draft a few tokens after each prompt, and return the findings. prompts: Token ids of each prompt."""
         ...
 
     def scores(
@@ -92,7 +92,7 @@ class Checkable(Artifact, Protocol):
         k: int,
         device: torch.device,
     ) -> list[TokenLogprobs]:
-        """Return the draft's log-probabilities of the tokens of each text, [n] or [n, K] as in DrafterSpec.acceptance.
+        """Return the draft's log-probabilities of each text's tokens, [n] or [n, K], see DrafterSpec.acceptance.
 
         directory: The output of write(), or the draft itself.
         """
@@ -103,7 +103,7 @@ class Exportable(Checkable, Protocol):
     """A draft or head that can be checked, exported and verified.
 
     Attributes:
-        default_k: Number of tokens to draft per step if the draft has no score, and the reason for that number.
+        default_k: Number of tokens to draft per step if the draft has no score, and the reason for this number.
         most: Largest number of tokens to draft per step.
         layer_ids: Layers of the target whose hidden states a head reads; empty for a draft model.
     """
@@ -118,7 +118,7 @@ class Exportable(Checkable, Protocol):
         ...
 
     def write(self, folder: Path, form: Form, k: int, verifier: str) -> list[str]:
-        """Write the draft as a Hugging Face directory, and return a list of what was changed.
+        """Write the draft as a Hugging Face directory, and return a list of the changes.
 
         verifier: Name of the target.
         """
@@ -129,7 +129,7 @@ class Exportable(Checkable, Protocol):
         ...
 
     def summary(self, directory: Path, form: Form) -> str:
-        """Return a sentence on the draft's size and requirements for the card. directory: The output of write()."""
+        """Return a sentence for the model card about the draft's size. directory: The output of write()."""
         ...
 
 
@@ -410,7 +410,7 @@ class ParallelDraft(DraftModel):
 
 
 class PublishedHead:
-    """A published head, which servers load without an export. draftlab can check and score the head."""
+    """A published head, which servers load without an export. draftlab can check it and score it."""
 
     in_parallel = True
     head: HeadShape | None = None
@@ -560,7 +560,7 @@ class HeadArtifact(PublishedHead):
         )
 
     def model(self, target: llama.Llama, qtype: str | None) -> EagleLlama:
-        """Return the head as a model of draftlab's engine. qtype: GGUF type to round matrices to; None keeps them."""
+        """Return the head as a model of draftlab's engine. qtype: GGUF type to which matrices are rounded, or None."""
         head = eagle.read(self.path, self.target, target.embed.dtype, target.device)
         if qtype not in (None, "f32"):
             rounded = {
@@ -605,7 +605,7 @@ def open_artifact(path: Path, target: Path, weights: bool = True) -> Exportable:
 
 
 def refusals(artifact: Artifact, server: ServerKind) -> list[Finding]:
-    """Return the findings that say why a server cannot run an exported draft or head; none if it can."""
+    """Return the findings that say why a server cannot run an exported draft or head, or [] if it can."""
     return [finding for finding in server.check(artifact) if finding.level == "error"]
 
 
@@ -640,10 +640,10 @@ def check_files(artifact: Checkable, servers: Iterable[ServerKind]) -> Iterator[
 
 
 def spelled_alike(draft: Iterable[str], target: Iterable[str]) -> int:
-    """Return the number of tokens in two vocabularies that vLLM and transformers take as equal.
+    """Return the number of tokens that vLLM and transformers consider equal in two vocabularies.
 
-    Two tokens are equal if they have the same characters, apart from the mark of a leading space. Tokenizers of
-    different kinds write other bytes with different characters, so tokens with such bytes are not equal.
+    Two tokens are equal if they have the same characters, apart from the mark of a leading space. Kinds of tokenizers
+    represent bytes outside ASCII differently, so tokens with such bytes are not equal.
     """
 
     def words(tokens: Iterable[str]) -> set[str]:

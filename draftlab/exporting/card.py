@@ -1,4 +1,4 @@
-"""The model card (README.md) of an exported draft. No torch."""
+"""The model card (README.md) of an exported draft. Torch is not imported."""
 
 import json
 import re
@@ -52,7 +52,7 @@ class Card:
 
     @property
     def base_model(self) -> str:
-        """Return the name of the target on the hub or, for a local folder, the last part of its path."""
+        """Return the name of the target on the hub. For a local folder, return the last part of its path."""
         return Path(self.target).resolve().name if self.is_local else self.target
 
     def _summary(self) -> list[str]:
@@ -120,9 +120,9 @@ def _score_lines(score: Score) -> list[str]:
 
 
 def history(draft: Path) -> tuple[list[str], tuple[float, float] | None]:
-    """Return the commands that made a draft, the earliest first, and held-out acceptance before and after distilling.
+    """Return the commands that made a draft, the earliest first, and its held-out acceptance before and after distill.
 
-    If a record is of another version of draftlab, return no commands and no acceptance.
+    If another version of draftlab wrote a record, return no commands and no acceptance.
     """
     try:
         return _commands(draft), _heldout(draft)
@@ -135,7 +135,7 @@ def history(draft: Path) -> tuple[list[str], tuple[float, float] | None]:
 
 
 def _commands(draft: Path) -> list[str]:
-    """Return the commands that made a draft, the earliest first, as far back as records exist."""
+    """Return the commands that made a draft, the earliest first. They end where an input has no record."""
     record = read_record(draft) if draft.is_dir() else None
     if record is None:
         return []
@@ -144,10 +144,10 @@ def _commands(draft: Path) -> list[str]:
 
 
 def _typed(record: Record) -> str:
-    """Return the command line of a record, with source, target and data added if they came from draftlab.yaml.
+    """Return the command line of a record for readers of the card.
 
-    Readers of the card do not have that file. Absolute paths are shortened to their last part, because their folders
-    exist on this machine only.
+    Source, target and data from draftlab.yaml are added, because readers do not have this file. Absolute paths are
+    shortened to their last part, because their folders exist only on this machine.
     """
     words = shlex.split(str(record.notes.get("command_line", f"draftlab {record.command}")))
     for name in ("source", "target", "data"):

@@ -1,4 +1,4 @@
-"""Conversion of checkpoints to GGUF files, with llama.cpp's names of tensors and settings, one weight at a time."""
+"""Conversion of checkpoints to GGUF files, one weight at a time, with llama.cpp's names of tensors and settings."""
 
 import math
 from collections import ChainMap
@@ -28,10 +28,10 @@ class Architecture:
     """An architecture of llama.cpp.
 
     Attributes:
-        names: Name of the architecture in the gguf package whose table gives the names of the tensors.
-        neighbours: Whether rotary embeddings pair neighbouring rows of q and k. Otherwise they pair row i with row
-            i + head_dim / 2.
-        scales: Names of scaling factors: name in config.json to name in GGUF.
+        names: Architecture of the gguf package whose table gives the names of the tensors.
+        neighbours: Whether rotary embeddings pair neighbouring rows of q and k. Otherwise they pair row i with row i +
+            head_dim / 2.
+        scales: Name in GGUF of each scaling factor, by its name in config.json.
     """
 
     name: str
@@ -104,8 +104,8 @@ def library() -> Any:
 def architecture(directory: Path) -> Architecture:
     """Return the architecture of llama.cpp for a checkpoint.
 
-    llama.cpp's "qwen2" requires that heads x head_dim equals the width. Any other Qwen2 is written as a "llama" with
-    biases.
+    llama.cpp's "qwen2" requires that heads x head_dim equals the width. A Qwen2 model with another width is written as
+    a "llama" with biases.
 
     Raises:
         UserError: GGUF export does not support the architecture, or llama.cpp computes another activation for it.
@@ -146,8 +146,8 @@ def write(directory: Path, file: Path, qtype: str) -> Written:
 def write_head(directory: Path, target: Path, config: HeadShape, file: Path, qtype: str) -> Written:
     """Write an EAGLE-3 head of the native layout as a GGUF file for llama.cpp, with the target's tokenizer.
 
-    The tensor d2t maps ids of the head to ids of the target. llama.cpp stores the target's ids in it, while the native
-    layout stores differences of ids.
+    The tensor d2t maps ids of the head to ids of the target. In llama.cpp it has the target's ids. In the native layout
+    it has the target's ids minus the head's ids.
 
     Raises:
         UserError: llama.cpp does not know the target's tokenizer or the head's rotary scaling.
@@ -248,7 +248,7 @@ def _head_info(source: str, dims: tuple[int, ...], qtype: str) -> TensorInfo:
 
 
 def _type_of(dims: tuple[int, ...], qtype: str) -> str:
-    """Return the type in which to store a tensor: f32 for a vector, f16 if its rows do not fit blocks, else qtype."""
+    """Return the type of a stored tensor: f32 for a vector, f16 for rows that do not fit blocks, qtype otherwise."""
     gguf = library()
     block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[qtype.upper()]][0]
     return "f32" if len(dims) < 2 else qtype if dims[-1] % block == 0 else UNQUANTIZED
@@ -267,7 +267,7 @@ def tensor_infos(shape: Shape, qtype: str, kind: Architecture = LLAMA) -> list[T
 
 
 def interleave_halves(tensor: Tensor, info: TensorInfo, shape: Shape) -> Tensor:
-    """Interleave the first and second half of the rows of each head in a q or k tensor. Other tensors are unchanged."""
+    """Interleave the two halves of each head's rows in a tensor of q or k. Return other tensors unchanged."""
     query, key = (f"{part}_proj." in info.source for part in "qk")
     if not (query or key):
         return tensor
@@ -276,7 +276,7 @@ def interleave_halves(tensor: Tensor, info: TensorInfo, shape: Shape) -> Tensor:
 
 
 def fake_quantize(tensor: Tensor, qtype: str) -> Tensor:
-    """Quantize a tensor to a GGUF type and back. A tensor whose rows cannot be divided into blocks is unchanged."""
+    """Quantize a tensor to a GGUF type and back. Return it unchanged if its rows cannot be divided into blocks."""
     gguf = library()
     code = gguf.GGMLQuantizationType[qtype.upper()]
     if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[code][0]:
@@ -339,7 +339,7 @@ def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
 
 
 def _context(directory: Path, config: dict[str, object]) -> int:
-    """Return the context in tokens: at most the sliding window, because the GGUF file describes full attention."""
+    """Return the context in tokens, at most the sliding window, because the GGUF file describes full attention."""
     context, window = (
         checkpoint.max_model_len(directory, DEFAULT_CONTEXT),
         config.get("sliding_window"),
@@ -360,9 +360,9 @@ def _rope(directory: Path) -> dict[str, Any]:
 
 
 def _rope_factors(directory: Path, shape: Shape) -> Tensor:
-    """Return the divisors of the unscaled rotary frequencies, [head_dim / 2].
+    """Return Llama 3's rotary scaling as divisors of the unscaled rotary frequencies, [head_dim / 2].
 
-    GGUF stores Llama 3's rotary scaling in this form.
+    GGUF stores the scaling in this form.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

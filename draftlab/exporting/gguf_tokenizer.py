@@ -23,9 +23,9 @@ SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How text is split into pieces before bytes are merged. The regular expressions are applied in order.
+    """Regular expressions that split text into pieces before bytes are merged. They are applied in order.
 
-    ignore_merges: Whether a piece that is a token in the vocabulary becomes that token without merging.
+    ignore_merges: Whether a piece that is in the vocabulary becomes a token without merging.
     """
 
     patterns: tuple[str, ...]
@@ -119,7 +119,8 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
 def nearest_pre_tokenizer(fast: Tokenizer) -> tuple[str, float]:
     """Return llama.cpp's pre-tokenizer that gives most probe texts the same ids, and the fraction of those texts.
 
-    If several pre-tokenizers are equally good, prefer the one whose patterns the tokenizer has, and then the first.
+    If several pre-tokenizers are equally good, prefer a pre-tokenizer whose patterns the tokenizer has, and then the
+    first.
     """
     spec = json.loads(fast.to_str())
     spelled = json.dumps(spec["pre_tokenizer"])

@@ -18,12 +18,12 @@ from draftlab.training.vocabulary import resize
 def write(
     draft: Path, out: Path, *, tokenizer_from: Path, vocab: int | None, dtype: torch.dtype | None
 ) -> list[str]:
-    """Write a draft as a Hugging Face directory, and return a list of what was changed.
+    """Write a draft as a Hugging Face directory, and return a list of the changes.
 
     Args:
         tokenizer_from: Directory whose tokenizer files are copied.
-        vocab: Number of logits to resize the draft to. None keeps the number.
-        dtype: Type of the written weights. None keeps the stored type.
+        vocab: Number of logits of the written draft. None: the number does not change.
+        dtype: Type of the written weights. None: the type does not change.
     """
     changed = []
     stored = checkpoint.stored_dtype(draft)
@@ -59,7 +59,7 @@ def write_fake_quantized(draft: Path, out: Path, qtype: str) -> None:
 
 @contextlib.contextmanager
 def as_quantized(draft: Path, qtype: str | None) -> Iterator[Path]:
-    """Yield a directory with the draft's weights rounded to a GGUF type, or the draft itself for None and f32."""
+    """Yield a directory with the draft's weights rounded to a GGUF type. For None and f32, yield the draft itself."""
     if qtype in (None, "f32"):
         yield draft
         return
@@ -69,7 +69,7 @@ def as_quantized(draft: Path, qtype: str | None) -> Iterator[Path]:
 
 
 def parse_quantized_name(name: str) -> tuple[str, str | None]:
-    """Split a name such as 'draft@q8_0' into name and GGUF type. Without a known type at its end, the type is None."""
+    """Split a name such as 'draft@q8_0' into name and GGUF type. The type is None if the name has no known type."""
     base, _, qtype = name.rpartition("@")
     return (base, qtype) if base and qtype in ROUNDED else (name, None)
 

@@ -31,7 +31,7 @@ TURN_TOKENS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenK:
-    """How many tokens to draft per step, and why. by_batch: K by batch size, for servers that support that."""
+    """The number of tokens to draft per step, and the reason. by_batch: K by batch size, or None."""
 
     k: int
     reason: str
@@ -70,7 +70,7 @@ def export(
     scores: Sequence[Score],
     verifier: Verifier | None,
 ) -> Exported:
-    """Export a draft or head in a form, and verify the export in a server if there is a verifier.
+    """Export a draft or head in a form. With a verifier, also verify the export in a server.
 
     Args:
         target: Name of the target in the start script and in the model card.
@@ -78,8 +78,8 @@ def export(
         scores: Scores of this draft, the newest first.
 
     Raises:
-        UserError: The disk is full, the server does not start, or its acceptance differs from that of draftlab's
-            engine.
+        UserError: The disk is full, the server does not start, or its acceptance differs from the acceptance in
+            draftlab.
     """
     draft = artifact.path
     serving = target_name(target, artifact.target)
@@ -198,7 +198,7 @@ def _verify(
 
 
 def _answer_turns(target: Path, prompts: Prompts, model: Decoder) -> Prompts:
-    """Return a prompt for every turn, which has the target's greedy answers to earlier turns. model: The target."""
+    """Return a prompt for every turn of a conversation, with the target's greedy answers to the earlier turns."""
     sampling = SamplingParams(
         max_tokens=TURN_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target)
     )
@@ -212,7 +212,7 @@ def _answer_turns(target: Path, prompts: Prompts, model: Decoder) -> Prompts:
 
 
 def choose_sampling(heterogeneous: bool, verified: verify.Verification | None) -> Sampling:
-    """Return how the draft samples at temperatures above 0: the best method of the verification, or the default."""
+    """Return the draft's sampling method above temperature 0: the best in the verification, or the default."""
     if heterogeneous:
         return Sampling("greedy", "the only method of vLLM for different vocabularies")
     if verified is None or len(verified.by_method) == 1:
@@ -232,7 +232,7 @@ def target_name(named: str, target: Path) -> str:
 
 
 def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -> ChosenK:
-    """Return K and the reason: the K asked for, else the best K of the newest score, else the draft's default K."""
+    """Return K and the reason for it. The user's K comes first, then the newest score's best K, then the default K."""
     scores, measured = _alone(scores), ""
     if scores:
         measured = scores[0].headline()
@@ -250,12 +250,12 @@ def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -
 
 
 def _alone(scores: Sequence[Score]) -> list[Score]:
-    """Return the scores with the draft as the only drafter. Pairs, such as lookup with a head, cannot be exported."""
+    """Return the scores in which the draft is the only drafter, because pairs of drafters cannot be exported."""
     return [score for score in scores if "," not in score.name]
 
 
 def advice(scores: Sequence[Score], draft: Path) -> str:
-    """Return the reason not to serve a draft yet, or "" if the newest score shows no loss against plain decoding."""
+    """Return the reason not to serve a draft, or "" if its newest score does not show that it is slower."""
     scores = _alone(scores)
     if not scores:
         return f"{draft.name} is not measured yet; run draftlab score --draft {draft} before you serve it"

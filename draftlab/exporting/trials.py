@@ -1,4 +1,4 @@
-"""Short trials of a draft or head: are its weights trained, and does decoding with it work?"""
+"""Short trials of a draft or head, which check that its weights are trained and that decoding with it works."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ PROMPTS, PROMPT_TOKENS = 8, 96  # number and length of the held-out prompts
 def trial_prompts(
     model: Path, data: str, file: Path | None, count: int = PROMPTS, length: int = PROMPT_TOKENS
 ) -> list[list[int]]:
-    """Return prompts as token ids: pieces of held-out text or, if there is a prompt file, the first turns in it.
+    """Return prompts as token ids: pieces of held-out text, or the first turns of conversations in a prompt file.
 
     Args:
         model: Directory of the tokenizer.
@@ -40,7 +40,7 @@ def trial_prompts(
 
 
 def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -> Finding:
-    """Judge by the perplexity of text whether a draft is trained. prompts: The text, as token ids."""
+    """Check by its perplexity on text whether a draft is trained. prompts: Token ids of the text."""
     texts = [(np.array(ids[:1]), np.array(ids[1:])) for ids in prompts]
     scored = score_tokens(model, texts, vocab, SamplingParams(temperature=1.0))
     logprobs = np.concatenate([s.logprobs for s in scored])
@@ -82,7 +82,7 @@ def check_decoding(model: Decoder, prompts: Sequence[list[int]]) -> Finding:
 
 
 def check_acceptance(target: Decoder, drafter: Drafter, prompts: Sequence[list[int]]) -> Finding:
-    """Decode greedily with a head, and judge by the tokens per target pass whether the head works."""
+    """Decode greedily with a head, and check by the tokens per target pass whether the head works."""
     steps: list[Step] = []
     for ids in prompts:
         steps += _decode(target, drafter, [ids])[1:]

@@ -1,7 +1,7 @@
 """Verification of an export: its acceptance in the server must equal its acceptance in draftlab's engine.
 
-If a conversion damaged the draft, the text is still right, because the target verifies every token. Only the speed-up
-is lost. R texts.
+A damaged draft does not change the text, because the target verifies every token. Only the speed-up is lost. R texts, n
+tokens of a text, K drafted tokens per step.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: IO[str], name: st
 
 
 def reason(log: str) -> str:
-    """Return the line of a server's log that says why the server ended. vLLM prints other errors after that line."""
+    """Return the line of a server's log that says why the server ended. vLLM prints general errors after this line."""
     errors = [line.strip() for line in log.splitlines() if "rror" in line]
     causes = [line for line in errors if not any(text in line for text in ENVELOPES)]
     return ((causes or errors or ["it printed no error"])[-1])[-300:]
@@ -92,7 +92,7 @@ def reason(log: str) -> str:
 ENVELOPES = ("Engine core initialization failed", "EngineCore failed", "See root cause above")
 
 
-# without these variables, vLLM's CPU build takes half of the memory, and binds each thread to a core
+# without these variables, vLLM's CPU build takes half of the memory, and pins each thread to a core
 VLLM_ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -104,8 +104,8 @@ VLLM_ON_CPU = {
 class TargetTexts:
     """Texts of the target on which to compare a server with draftlab.
 
-    At temperature 0 draftlab lets the target write the texts, with k more tokens than are compared, since every step
-    drafts k tokens. Above temperature 0 the server writes them, so `completions` are empty until it has answered.
+    At temperature 0, the target writes the texts in draftlab. They are k tokens longer than the compared part, because
+    every step drafts k tokens. Above temperature 0, the server writes the texts, so `completions` are empty until then.
 
     Args:
         tokens: Number of tokens of each text to compare, [R].
@@ -129,9 +129,9 @@ class TargetTexts:
         return max(map(len, self.prompts)) + max(self.tokens)
 
 
-# number of tokens and steps of each text in draftlab, [R, 2]
+# number of tokens and steps of each text in draftlab, [R, 2], by the draft's sampling method
 Counts = Mapping[SampleMethod, np.ndarray]
-# probability that each token of each text is accepted, [n] or [n, K] each
+# probability that each token of a text is accepted, [n] or [n, K] for each text, by the draft's sampling method
 Chances = Mapping[SampleMethod, Sequence[np.ndarray]]
 Count = Callable[[TargetTexts], Counts]
 
@@ -140,7 +140,7 @@ Count = Callable[[TargetTexts], Counts]
 class Verification:
     """The acceptance length in the server (measured), and in draftlab (expected, with a 95 % interval over texts).
 
-    by_method: Acceptance length in draftlab, by the draft's sampling method. At temperature 0 only "greedy".
+    by_method: Acceptance length in draftlab, by the draft's sampling method. At temperature 0, it has only "greedy".
     """
 
     runtime: str
@@ -183,7 +183,7 @@ class Verification:
 
 
 def to_sample(prompts: list[list[int]], tokens: int, k: int, temperature: float) -> TargetTexts:
-    """Return texts with empty completions, which the server will write. tokens: Length of each text."""
+    """Return texts with empty completions, which the server will write. tokens: Length of each completion."""
     empty: list[list[int]] = [[] for _ in prompts]
     return TargetTexts(
         prompts=prompts,
@@ -197,7 +197,7 @@ def to_sample(prompts: list[list[int]], tokens: int, k: int, temperature: float)
 def generate_texts(
     model: Decoder, prompts: list[list[int]], sampling: SamplingParams, k: int
 ) -> TargetTexts:
-    """Let the target write each text greedily, to its end and k tokens beyond."""
+    """Let the target write each text greedily, up to its end and k more tokens."""
     longer = replace(sampling, max_tokens=sampling.max_tokens + k, stop_token_ids=())
     completions, lengths = [], []
     for ids in output_tokens(decode(model, prompts, longer)):
@@ -216,12 +216,13 @@ def chances_of(
 ) -> Chances:
     """Return the probability that each token of the texts is accepted, by the draft's sampling method.
 
-    For a greedy draft it is 0 or 1. Above temperature 0 a draft may also sample; then the target scores the texts, too.
+    For a greedy draft the probability is 0 or 1. Above temperature 0, probabilities for a draft that samples are added.
+    For these the target also scores the texts.
 
     Args:
         scores: The draft's log-probabilities and ranks of the tokens.
         load_target: Function that loads the target. It is called only above temperature 0.
-        vocab: Number of logits that the target samples from.
+        vocab: Number of the target's logits.
     """
     greedy = [scored.ranks == 0 for scored in scores]
     if texts.temperature == 0:
@@ -263,13 +264,12 @@ def expected_steps(chances: Sequence[np.ndarray], texts: TargetTexts) -> np.ndar
 def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tuple[int, int]:
     """Count the tokens and the steps of speculative decoding of one text with a greedy draft.
 
-    The first token is not counted, because the prefill gives it. At any temperature of the target, the server accepts
-    a token of a greedy draft exactly if it is the token in the text, because a rejected token is replaced by a
-    different token.
+    The first token is not counted, because the prefill gives it. At any temperature, the server accepts a greedily
+    drafted token exactly if it is the token in the text, because it replaces a rejected token by a different token.
 
     Args:
-        hits: Whether the draft's most probable token is the token in the text, [n]; or [n, K], where column j is for a
-            step that began j tokens earlier. Tokens after the n-th are taken as misses.
+        hits: Whether the draft's most probable token is the token in the text, [n]. In [n, K], column j is for a step
+            that began j tokens earlier. Tokens after the n-th count as misses.
         k: Number of tokens drafted per step.
         tokens: Number of tokens of the text to count.
     """
@@ -306,7 +306,7 @@ def verify(
         program: The server's program.
         count: Function that counts draftlab's steps on the texts (see counts_of).
         ends: End-of-text tokens of the target.
-        method: Way in which the draft samples above temperature 0.
+        method: The draft's sampling method above temperature 0.
 
     Raises:
         UserError: The server does not start, or its acceptance differs from draftlab's.
@@ -329,7 +329,7 @@ def verify(
 
 
 def lengths_before_end(texts: TargetTexts, ends: Sequence[int]) -> list[int]:
-    """Return the number of tokens of each text, not counting an end-of-text token at its end, [R]."""
+    """Return the number of tokens of each text without an end-of-text token at its end, [R]."""
     pairs = zip(texts.completions, texts.tokens, strict=True)
     return [length - (ids[length - 1] in ends) for ids, length in pairs]
 
@@ -337,7 +337,8 @@ def lengths_before_end(texts: TargetTexts, ends: Sequence[int]) -> list[int]:
 def as_served(texts: TargetTexts, completions: list[list[int]]) -> tuple[TargetTexts, str]:
     """Return the texts in which to count draftlab's steps, and a remark on the server's completions.
 
-    At temperature 0 the texts are the target's, and above it the server's completions.
+    At temperature 0, the texts are those that the target wrote in draftlab. Above it, they are the server's
+    completions.
     """
     if texts.temperature == 0:
         same: list[bool] = []
@@ -349,7 +350,7 @@ def as_served(texts: TargetTexts, completions: list[list[int]]) -> tuple[TargetT
 
 
 def counts_in(server: ServerKind, counts: Counts, texts: TargetTexts) -> Counts:
-    """Convert draftlab's counts to those that the server makes of the same steps.
+    """Convert draftlab's counts to the counts that the server reports for the same steps.
 
     A server with cuts_last_step drafts greedily, and does not count tokens beyond the end of a text.
     """
@@ -366,7 +367,7 @@ def compare(
     details: str,
     method: SampleMethod = "greedy",
 ) -> Verification:
-    """Compare a server's acceptance length with draftlab's. method: Way to sample drafts above temperature 0."""
+    """Compare a server's acceptance length with draftlab's. method: The draft's method above temperature 0."""
     method = method if texts.temperature and method in counts else "greedy"
     lengths: dict[SampleMethod, float] = {}
     for name, rows in counts.items():

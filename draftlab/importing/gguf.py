@@ -1,9 +1,9 @@
 """Reading of GGUF files.
 
-The reader is that of transformers. This module adds what the reader ignores: rotary scaling, biases, head_dim and
-special ids.
+transformers reads the files. This module adds the settings that transformers ignores: rotary scaling, biases, head_dim
+and special ids.
 
-F elements of a rotary table, half of head_dim.
+F rotary frequencies: half of head_dim.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from draftlab.reading import reading
 
 COMPLETED = ("llama", "qwen2", "qwen3")  # architectures whose settings this module completes
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# settings that are slow to read, and that nothing here needs
+# settings that are slow to read and that this module does not need
 LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
 SPECIAL = {
     "bos": "tokenizer.ggml.bos_token_id",
@@ -69,7 +69,7 @@ class GGUFHeader:
     """The metadata of a GGUF file.
 
     Args:
-        settings: Key-value pairs of the file, without the long ones.
+        settings: Key-value pairs of the file, without those in LONG.
         names: Names of the tensors.
         types: Number of weights in matrices, by GGUF type.
         weights: Number of all weights.
@@ -94,10 +94,10 @@ class GGUFHeader:
         return self.settings.get(f"{self.architecture}.{name}")
 
     def dtype(self) -> torch.dtype:
-        """Return the dtype that stores most matrices exactly, or bfloat16 if the matrices are quantised.
+        """Return the dtype in which most matrices are stored, or bfloat16 if they are quantised.
 
         bfloat16 changes each weight by at most 1/256 of its value. Quantisation has already changed the weight by up to
-        1/254 (8 bits) or 1/16 (4 bits) of the largest weight in its block, so float32 would only double the size.
+        1/254 (8 bits) or 1/16 (4 bits) of the largest weight in its block. So float32 would only double the size.
         """
         return FLOATS.get(self.types.most_common(1)[0][0], torch.bfloat16)
 
@@ -111,7 +111,8 @@ def read_header(file: Path) -> GGUFHeader:
     """Read the metadata of a GGUF file.
 
     Raises:
-        UserError: The file is not a GGUF file, is truncated, has data after its last tensor, or is one part of several.
+        UserError: The file is not a GGUF file, is truncated, has data after its last tensor, or is only a part of a
+            model.
     """
     gguf = library()
     with reading(f"{file} is not a readable GGUF file"):
@@ -137,7 +138,7 @@ def read_header(file: Path) -> GGUFHeader:
     end = max((int(t.data_offset + t.n_bytes) for t in reader.tensors), default=0)
     if file.stat().st_size >= end + 2 * reader.alignment:
         raise UserError(
-            f"{file} has more data after its last tensor, which ends at byte {end:,}; were two files joined?"
+            f"{file} has more data after its last tensor, which ends at byte {end:,}; download the file again"
         )
     if settings.get("split.count", 0) > 1:
         raise UserError(
@@ -215,16 +216,18 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
     weights = sum(parameter.numel() for parameter in model.parameters())
     if info["missing_keys"] or weights != header.weights:
         raise UserError(
-            f"{header.file} has {header.weights:,} weights, but the model in transformers has {weights:,}; not found: "
+            f"{header.file} has {header.weights:,} weights, but the model in transformers has {weights:,}; missing: "
             f"{sorted(info['missing_keys'])[:1]}; import this model from another format than GGUF"
         )
-    vars(model).pop("hf_quantizer", None)  # else transformers refuses to save the dequantised model
+    vars(model).pop(
+        "hf_quantizer", None
+    )  # with it, transformers refuses to save the dequantised model
     vars(model.config).pop("quantization_config", None)
     return model
 
 
 def special_ids(header: GGUFHeader) -> dict[str, int | list[int]]:
-    """Return those of bos_token_id, eos_token_id and pad_token_id that the file has. Several eos ids are a list."""
+    """Return bos_token_id, eos_token_id and pad_token_id, without missing ids. Several eos ids are a list."""
     ids = {
         name: header.settings.get(f"tokenizer.ggml.{name}_token_id")
         for name in ("bos", "eos", "eot", "eom")
@@ -241,7 +244,7 @@ def special_ids(header: GGUFHeader) -> dict[str, int | list[int]]:
 def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
     """Return the tokenizer of a GGUF file, with its chat template and llama.cpp's pre-tokenizer.
 
-    context: The tokenizer's model_max_length. None or 0 leaves it open.
+    context: The tokenizer's model_max_length. None or 0: it is not set.
 
     Raises:
         UserError: The kind of vocabulary or pre-tokenizer is unknown.
@@ -266,12 +269,12 @@ def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return the shortest decimal that equals a float as float32: 1e-05, not 9.999999747378752e-06."""
+    """Return a float with the shortest decimal of the same float32: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _completed(config: Any, header: GGUFHeader) -> Any:
-    """Return the config of transformers' reader with the settings of the file that this reader ignores."""
+    """Return transformers' config, completed by the settings of the file that transformers ignores."""
     biases = {
         name.split(".")[2]
         for name in header.names
@@ -332,8 +335,8 @@ def _rope(header: GGUFHeader, config: Any) -> dict[str, Any]:
 def _llama3_scaling(header: GGUFHeader, theta: float) -> dict[str, Any]:
     """Return the llama3 rotary settings that give the file's rope_factors.
 
-    rope_factors are 1 for high frequencies, and equal the scaling factor for low frequencies. Several settings give the
-    same factors, so low_freq_factor is set to 1 and high_freq_factor to 4, as in every checkpoint.
+    rope_factors are 1 for high frequencies, and the scaling factor for low frequencies. Several settings give the same
+    factors. As in all known checkpoints, low_freq_factor is set to 1 and high_freq_factor to 4.
     """
     factors = header.rope_factors or []
     most, low, high = max(factors), 1.0, 4.0
@@ -376,7 +379,7 @@ def _pre_tokenizer(header: GGUFHeader) -> PreTokenizer:
 
 
 def _drop_extra_tokens(spec: dict[str, Any], header: GGUFHeader) -> None:
-    """Remove from `spec` the unused ids, which converters name [PAD123], and the tokens that transformers adds."""
+    """Remove unused ids, which converters name [PAD123], and tokens that transformers adds from `spec`."""
     types = header.settings["tokenizer.ggml.token_type"]
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < len(types)]
     vocabulary = spec["model"]["vocab"]

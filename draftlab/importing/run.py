@@ -1,4 +1,4 @@
-"""Conversion of GGUF files, .bin files and PEFT adapters to Hugging Face directories, and parts of draftlab init."""
+"""Conversion of GGUF files, .bin files and PEFT adapters to Hugging Face directories; helpers of draftlab init."""
 
 import importlib.util
 import json
@@ -56,7 +56,7 @@ PUBLISHED = Path(__file__).parents[2] / "drafts" / "smollm2-135m-instruct"
 
 
 def is_chat_model(target: str, *, fetch: bool) -> bool:
-    """Return whether the target's tokenizer has a chat template. fetch: Whether to fetch it if target is a hub name."""
+    """Return whether the target's tokenizer has a chat template. fetch: Whether to download files of a hub name."""
     folder = hub.locate(target, weights=False) if fetch else Path(target)
     file = folder / "tokenizer_config.json"
     settings = read_object(file) if file.is_file() else {}
@@ -94,11 +94,11 @@ class ImportSource:
 
 
 def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSource:
-    """Return the import source at a path, or in a hub repository. A repository's .bin files or adapter are downloaded.
+    """Return the import source at a path or in a hub repository. Files of a repository are downloaded.
 
     Args:
-        dtype: Type of the weights to write. None keeps the stored type.
-        base: Base checkpoint of an adapter. None takes the base that the adapter's config names.
+        dtype: Type of the weights to write. Default: the stored type.
+        base: Base checkpoint of an adapter. Default: the base that the adapter's config names.
 
     Raises:
         UserError: There is no such path, there is nothing to import, or the files cannot be read.

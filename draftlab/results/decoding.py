@@ -1,8 +1,7 @@
-"""Generations step by step, counters of servers, and the acceptance metrics of both. No torch.
+"""Generations step by step, counters of servers, and the acceptance metrics of both. Torch is not imported.
 
 Metrics have vLLM's names (0.32, per-request speculative metrics). A step is one target pass after the prefill, with the
-drafting before it. Step s drafts K_s tokens, accepts a_s tokens and emits e_s tokens: a_s + 1, or fewer if EOS or the
-length limit cuts the text.
+drafting before it. A step that accepts a tokens emits a + 1 tokens, or fewer if EOS or the length limit cuts the text.
 """
 
 import math
@@ -19,13 +18,10 @@ from draftlab.reading import FileModel
 
 
 class Generation(FileModel):
-    """One prompt that was decoded once. The lists have one entry for each step after the prefill.
-
-    The prefill emits the first token.
-    """
+    """One decoding of a prompt. The prefill emits the first token. The lists have one entry for each later step."""
 
     prompt: NonNegativeInt  # index of the prompt in the score's prompts
-    tokens: PositiveInt  # number of emitted tokens, the prefill's token included
+    tokens: PositiveInt  # number of emitted tokens, including the prefill's token
     drafted: list[NonNegativeInt]
     accepted: list[NonNegativeInt]
     emitted: list[NonNegativeInt]
@@ -33,7 +29,7 @@ class Generation(FileModel):
     draft_seconds: NonNegativeFloat
     verify_seconds: NonNegativeFloat
     host_seconds: NonNegativeFloat
-    # passes that other work interrupted; their time is replaced by a median
+    # number of passes that other work interrupted, and whose time is replaced by a median
     stalled_passes: NonNegativeInt = 0
     # seconds by which the replacement shortened these passes
     stalled_seconds: NonNegativeFloat = 0.0
@@ -52,12 +48,12 @@ class Generation(FileModel):
 
     @property
     def decode_seconds(self) -> float:
-        """Return the seconds after the prefill. They are counted alike in plain and speculative decoding."""
+        """Return the seconds after the prefill. They are measured in the same way in plain and speculative decoding."""
         return self.draft_seconds + self.verify_seconds + self.host_seconds
 
     @property
     def request(self) -> Timing:
-        """Return the number of all tokens, and all seconds. The prefills of target and draft count as well."""
+        """Return the number of all tokens, and all seconds, including the prefills of target and draft."""
         return self.tokens, self.prefill_seconds + self.decode_seconds
 
     @property
@@ -67,7 +63,7 @@ class Generation(FileModel):
 
 
 class ServedGeneration(FileModel):
-    """One prompt that a server decoded once. A server reports neither its steps nor the time of the prefill."""
+    """One decoding of a prompt by a server. A server reports neither its steps nor the time of the prefill."""
 
     prompt: NonNegativeInt
     tokens: NonNegativeInt
@@ -75,7 +71,7 @@ class ServedGeneration(FileModel):
 
     @property
     def request(self) -> Timing:
-        """Return the number of all tokens, and all seconds. Prefill and transport count as well."""
+        """Return the number of all tokens, and all seconds, including prefill and transport."""
         return self.tokens, self.seconds
 
 
@@ -87,18 +83,18 @@ T = TypeVar("T")
 class AcceptanceMetrics(FileModel):
     """Acceptance over all steps of some generations. Read acceptance rate and acceptance length together.
 
-    The numbers of steps and tokens are integers if they were counted, and expectations if log-probabilities gave them.
+    The numbers of steps and tokens are integers if they were counted. If they are expected values, they are floats.
     """
 
     num_spec_steps: int | float
     num_draft_tokens: int | float
     num_accepted_draft_tokens: int | float
     draft_acceptance_rate: float  # accepted / drafted
-    # tokens per target pass, the target's own token included (TAR in Decoding Speculative Decoding)
+    # tokens per target pass, including the target's own token (TAR in Decoding Speculative Decoding)
     mean_acceptance_length: float
     # fraction of steps that accepted at least i tokens, i = 1..K
     per_position_acceptance: list[float]
-    # fraction of steps that accepted token i, of the steps that drafted token i and accepted all tokens before it
+    # of the steps that drafted token i and accepted all tokens before it, the fraction that accepted token i
     conditional_acceptance: list[float]
     acceptance_histogram: list[int | float]  # number of steps with 0, 1, ..., K accepted tokens
     # number of steps that EOS or the length limit cut; None: servers do not report it
@@ -106,7 +102,7 @@ class AcceptanceMetrics(FileModel):
 
 
 class Counters(FileModel):
-    """How much a server's counters of speculative decoding grew over all generations at one K."""
+    """The growth of a server's counters of speculative decoding over all generations at one K."""
 
     num_drafts: float = Field(gt=0)
     num_draft_tokens: float = Field(ge=0)
@@ -143,7 +139,7 @@ class Counters(FileModel):
 
 
 def count_acceptance(generations: list[Generation], k: int) -> AcceptanceMetrics:
-    """Return the acceptance metrics of generations. Steps without drafted tokens do not count.
+    """Return the acceptance metrics of generations. Steps without drafted tokens are not counted.
 
     Raises:
         ValueError: The numbers of drafted, accepted and emitted tokens in a step contradict each other.
@@ -173,9 +169,9 @@ def count_acceptance(generations: list[Generation], k: int) -> AcceptanceMetrics
 def acceptance_from_counts(
     *, reached: Sequence[float], eligible: Sequence[float], drafted: float, truncated: float | None
 ) -> AcceptanceMetrics:
-    """Return the acceptance metrics that follow from how many steps accepted how many tokens.
+    """Return the acceptance metrics from numbers of steps and tokens.
 
-    All arguments are numbers over all steps that drafted tokens, or expectations of such numbers.
+    All arguments are numbers over all steps that drafted tokens, or expected values of these numbers.
 
     Args:
         reached: Number of steps that accepted at least i tokens, i = 0..K.
@@ -200,7 +196,7 @@ def acceptance_from_counts(
 
 
 def repeats_by_prompt(generations: Sequence[G], value: Callable[[G], T]) -> list[list[T]]:
-    """Return a list for each prompt, in the order of the prompts: `value` of each of its repeats."""
+    """Return for each prompt the list of `value(generation)` over its repeats, in the order of the prompts."""
     by_prompt: dict[int, list[T]] = {}
     for generation in generations:
         by_prompt.setdefault(generation.prompt, []).append(value(generation))
@@ -208,12 +204,12 @@ def repeats_by_prompt(generations: Sequence[G], value: Callable[[G], T]) -> list
 
 
 def request_timings(generations: Sequence[AnyGeneration]) -> list[Timing]:
-    """Return the tokens and seconds of each prompt's request, from the repeat with the median time per token."""
+    """Return the tokens and seconds of each prompt's request, for the repeat with the median time per token."""
     return list(map(intervals.median_repeat, repeats_by_prompt(generations, lambda g: g.request)))
 
 
 def decode_timings(generations: Sequence[Generation]) -> list[Timing]:
-    """Return the number and seconds of each prompt's tokens after the first, from the repeat with the median time."""
+    """Return number and seconds of each prompt's tokens after the first, for the repeat with the median time."""
     return list(map(intervals.median_repeat, repeats_by_prompt(generations, lambda g: g.decoding)))
 
 
@@ -222,7 +218,7 @@ def share_of_equal_texts(plain: list[list[int]], arms: Sequence[list[list[int]]]
 
     Args:
         plain: Token ids of each prompt's text by plain decoding.
-        arms: The same by other ways to decode, such as a draft at a K.
+        arms: Token ids of each prompt's text by each other way to decode, such as a draft at a K.
     """
     equal: list[bool] = []
     for texts in arms:

@@ -20,7 +20,7 @@ from draftlab.intervals import Interval
 from draftlab.results.ranking import NO_DRAFT
 from draftlab.trust import printable
 
-# Colours after Okabe and Ito (2008), each with a contrast of 3:1 or more to a light page, or to a dark page.
+# Colours after Okabe and Ito (2008). COLOURS have a contrast of 3:1 or more to a light page, DARK_COLOURS to a dark one.
 COLOURS = ("#0072b2", "#c04c00", "#00805d", "#b5508a", "#2b86bb", "#a36a00", "#86307a", "#74741a")
 DARK_COLOURS = (
     "#56b0e8",
@@ -58,7 +58,7 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The colour and marker of a draft in plots. glyph: The marker as a character, for keys and tables."""
+    """The colour and marker of a draft in plots. glyph: The marker as a character, for legends and tables."""
 
     name: str
     colour: str
@@ -73,7 +73,7 @@ class Mark:
 
 
 def short(name: str) -> str:
-    """Return a name that fits into a plot. The middle of a long name is left out, where names differ least."""
+    """Return a name that fits into a plot. The middle of a long name is left out, because names differ least there."""
     # keeps the name of a drafter, which comes before its options
     begin = 23 if " (" in name else 10
     return (
@@ -169,7 +169,7 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
 
 
 def plot_ranking(gains: Sequence[tuple[Mark, Interval]]) -> Markup:
-    """Plot the speed-up of each draft with its interval, in the given order from top to bottom."""
+    """Plot the speed-up of each draft with its interval, from top to bottom in the order of `gains`."""
 
     def draw(ax: Axes) -> None:
         ax.axvline(1, color="black", linewidth=1, linestyle="--")
@@ -255,7 +255,7 @@ def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
 
 
 def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:
-    """Return one plot as SVG for a page: in the page's text colour, and without ids that could clash with other plots.
+    """Return one plot as SVG in the page's text colour, without ids, which could clash with those of other plots.
 
     Args:
         draw: Function that draws the plot into its axes.

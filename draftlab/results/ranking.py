@@ -1,4 +1,4 @@
-"""Rank drafts by their scores. Test which differences are significant, and which scores are in doubt. No torch."""
+"""Rank drafts by their scores. Test which differences are significant, and list the doubts about scores."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,7 +31,7 @@ REQUESTS = (
 class PairedTest:
     """A test of the accuracy of two drafts on the same items of a task.
 
-    p: p value of McNemar's exact test, or None if items have other values than 0 (wrong) and 1 (right).
+    p: p value of McNemar's exact test. None if an item has another value than 0 (wrong) or 1 (right).
     """
 
     task: str
@@ -56,7 +56,7 @@ class Ranked:
         speedup: Speed-up of whole requests.
         doubt: Reason to doubt the score, or None.
         ratio_to_fastest: This draft's speed-up divided by the fastest draft's. None for the fastest draft itself.
-        paired: Whether this draft and the fastest draft were measured with the same requests.
+        paired: Whether the requests of this draft and of the fastest draft were the same.
         tasks: Tests of this draft's accuracy against the fastest draft's.
     """
 
@@ -181,7 +181,7 @@ def speedup_ratio(a: Score, b: Score) -> Interval:
 
 
 def paired_tests(a: Sequence[TaskResult], b: Sequence[TaskResult]) -> list[PairedTest]:
-    """Test the difference between two drafts, for every metric that both have on the same items of a task."""
+    """Test the difference between two drafts for every metric that both have on the same items of a task."""
     results = {(r.task, r.metric, r.items_sha256, len(r.items)): r for r in b if r.items}
     pairs = [(r, results.get((r.task, r.metric, r.items_sha256, len(r.items)))) for r in a]
     return [_paired_test(x, y) for x, y in pairs if y is not None]
@@ -218,7 +218,7 @@ def category_rows(score: Score) -> list[dict[str, Any]]:
 
 
 def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
-    """Return what a ranking shows, as sentences: which draft to serve, and which drafts are significantly slower."""
+    """Return sentences about a ranking: which draft to serve, and which drafts are significantly slower."""
     lines = [_first_line(ranking[0])]
     fastest = ranking[0].score.label
     for ranked in ranking[1:]:
@@ -244,7 +244,7 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
 def missed_thresholds(
     score: Score, min_speedup: float | None, min_acceptance_length: float | None
 ) -> list[str]:
-    """Return a sentence for each threshold that a draft misses, or may miss because its score is in doubt.
+    """Return a sentence for each threshold that a draft misses, or may miss, because its score is in doubt.
 
     min_speedup, min_acceptance_length: Thresholds of the user, or None.
     """
@@ -327,7 +327,7 @@ MANY_STEPS = 0.1  # fraction of truncated steps above which a warning is given
 
 
 def score_warnings(scores: Sequence[Score]) -> list[str]:
-    """Return a sentence for each reason to be careful with the scores, with the names of the drafts concerned."""
+    """Return a sentence for each reason to be careful with the scores. It names the drafts that it is about."""
     drafts: dict[str, list[str]] = {}
     for score in scores:
         for text in _reasons(score):

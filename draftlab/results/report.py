@@ -144,9 +144,9 @@ def category_table(score: Score) -> Table | None:
 
 
 def precision(scores: Sequence[Score]) -> str:
-    """Return text about the precision of target, draft and activations, and how passes ran.
+    """Return text about the precision of target, draft and activations, and the mode of passes.
 
-    If scores differ, each text has the names of its drafts.
+    If scores differ in these settings, the text names the drafts with each setting.
     """
     by_setting: dict[str, list[str]] = {}
     for score in scores:
@@ -177,8 +177,7 @@ def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
 
     Args:
         command: Command that made the page.
-        serve: Command to show that serves the fastest draft. Default: the command that exports this draft for vLLM, if
-            there is one.
+        serve: Command that serves the fastest draft, which the page shows. Default: the result of export_command.
     """
     from draftlab.results import plots
 
@@ -218,7 +217,7 @@ def _last_tables(scores: Sequence[Score]) -> list[Table]:
 def export_command(fastest: Ranked) -> str:
     """Return the command that exports the fastest draft for vLLM, or "" if there is nothing to export.
 
-    There is nothing to export if the draft has no significant gain or no checkpoint, or if servers made the score.
+    There is nothing to export if the draft has no significant gain or no checkpoint, or was measured on servers.
     """
     score = fastest.score
     if (
@@ -269,7 +268,7 @@ def _accuracy(tasks: Sequence[TaskResult], shown: tuple[str, str] | None) -> Tas
 
 
 def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
-    """Return the cells of a draft's row in the ranking, by the head of the column."""
+    """Return the cells of a draft's row in the ranking, by column head."""
     score, k = ranked.score, ranked.k
     row = {
         "draft": ("~ " if ranked.significant is False and not score.output_differs else "")
@@ -363,9 +362,9 @@ def _figures(
 
 
 def _time_figure(scores: Sequence[Score]) -> Figure | None:
-    """Return the plot of the time of a step, by phase, without a draft and with each draft at its best K.
+    """Return the plot of the time of a step by phase, without a draft and with each draft at its best K.
 
-    The result is None if servers decoded.
+    If servers decoded, return None.
     """
     from draftlab.results import plots
 
@@ -438,7 +437,7 @@ def _cost(made: list[Stage] | None) -> list[str]:
 
 
 def _conditions_table(scores: Sequence[Score]) -> Table:
-    """Return a table of all conditions. If drafts differ in a condition, the row has every value with its drafts."""
+    """Return a table of all conditions. If drafts differ in a condition, its row names the drafts with each value."""
     identical = {True: "yes", False: "NO", None: "not comparable when sampling"}
     by_fact: dict[str, dict[str, list[str]]] = {}
     for score in scores:

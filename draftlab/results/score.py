@@ -1,4 +1,4 @@
-"""The schema of score.json: measurements as they were taken, and statistics derived from them. No torch.
+"""The schema of score.json: the measurements, and the statistics that are derived from them. Torch is not imported.
 
 K is the number of drafted tokens per step. A step is one target pass after the prefill, with the drafting before it.
 """
@@ -30,11 +30,11 @@ from draftlab.results.decoding import (
 )
 from draftlab.sampling import SamplingParams
 
-# times are in doubt above these fractions:
+# Above any of these three limits, times are in doubt.
 BUSY = 0.5  # fraction of the cores that other work keeps busy
 # fraction of the time in which a thread waits for a core, or the hypervisor gives cores to other machines
 LONG_WAITS = 0.1
-# fraction of the time in which any thread waits; short threads of any system cause less
+# fraction of the time in which any thread waits for a core; the short threads of an idle system stay below it
 UNDER_PRESSURE = 0.5
 
 
@@ -50,7 +50,7 @@ class Environment(FileModel):
     busy_cores: NonNegativeFloat  # number of cores that other work keeps busy
     governor: str | None  # CPU frequency governor
     driver: str | None  # version of the NVIDIA driver
-    # The three fractions below were read from Linux during the measurement. None on other systems.
+    # Linux reports the three fractions below for the time of the measurement. On other systems they are None.
     # fraction of its time in which the decoding thread waited for a core
     waited_share: Share | None = None
     # fraction of the cores' time that the hypervisor gave to other machines
@@ -63,7 +63,7 @@ class Environment(FileModel):
         return self.busy_cores > BUSY * self.cores
 
     def counts_cpu_seconds(self, device: str, threads: int | None) -> bool:
-        """Return whether times are measured in CPU seconds, which leave out waits: only if one CPU thread decodes.
+        """Return whether times are measured in CPU seconds, which do not contain waits. One CPU thread must decode.
 
         device, threads: Device that decodes, and its number of CPU threads.
         """
@@ -72,10 +72,10 @@ class Environment(FileModel):
     def doubt(self, device: str, threads: int | None) -> str | None:
         """Return the reason to doubt times that were measured in this environment, or None.
 
-        Other work and other machines slow down a running thread, because they share its caches and its memory. Waits
-        for a core count only in wall-clock time. A core that is shared costs CPU seconds as well, and wide steps lose
-        more: benchmarks.noise measured 1.29x to 1.70x for a true speed-up of 1.79x. `pressure` counts the waits of all
-        threads.
+        Other programs and other virtual machines slow down a running thread, because they share its caches and its
+        memory. So even CPU seconds are in doubt if decoding often waited for a core: benchmarks.noise then measured
+        speed-ups of 1.29x to 1.70x instead of 1.79x. `pressure` includes the waits of other threads, so it is checked
+        only for wall-clock times.
 
         device, threads: Device that decodes, and its number of CPU threads.
         """
@@ -94,13 +94,13 @@ class Environment(FileModel):
         return None
 
 
-# a larger ratio between implied and measured speed-up means that one of them is wrong
+# a larger ratio between implied and measured speed-up means that one of the two is wrong
 DISAGREE = 1.25
-LEAST_SECONDS = 1e-9  # seconds that a request takes at least
+LEAST_SECONDS = 1e-9  # shortest possible time of a request
 MANY_STALLS = 0.1  # fraction of stalled passes above which times are in doubt
 UNEVEN = 1.5  # ratio of the slowest to the fastest repeat of a prompt above which the machine must have been busy
-# fraction of uneven prompts above which times are in doubt; one prompt in twenty is then slow in two of three repeats,
-# and thus in the median
+# Fraction of uneven prompts above which times are in doubt. About one prompt in twenty is then slow in two of three
+# repeats, so that its median is slow.
 MANY_UNEVEN = 1 / 3
 
 
@@ -143,7 +143,7 @@ class Model(FileModel):
     name: str
     sha256: str | None  # None if only the server has the model's files
     shape: Shape | None  # None if only the server has the model's files
-    latency: list[Latency]  # one entry per width, the first for one token; [] if not measured
+    latency: list[Latency]  # one entry per width, the first for one token; []: it was not measured
     tasks: list[TaskResult]
     # True: transformers ran the model, which is slower than draftlab's engine
     via_transformers: bool = False
@@ -169,7 +169,7 @@ class Conditions(FileModel):
     data: str
     prompts_sha256: str | None = None
     prompts: PositiveInt  # number of prompts
-    prompt_tokens: int | None  # prompts were cut to this length; None if not cut
+    prompt_tokens: int | None  # number of tokens to which prompts were cut; None: they were not cut
     chat: bool = False  # True: the tokenizer's chat template was applied to the prompts
     max_tokens: PositiveInt
     repeats: PositiveInt
@@ -179,7 +179,7 @@ class Conditions(FileModel):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int
-    # number of prompts decoded at once; each generation gets its part of the batch's seconds
+    # number of prompts decoded at once; the batch's seconds are divided among its generations
     batch: int = 1
     # precision of the target in verification: a dtype, int8, or a quantisation method
     target_weights: str
@@ -194,7 +194,7 @@ class Conditions(FileModel):
 
     @property
     def precision(self) -> str:
-        """Return text about the precision of target, draft and activations, and how passes ran."""
+        """Return text about the precision of target, draft and activations, and the mode of passes."""
         if self.mode == "served":
             return "as the servers were started"
         draft = "no draft model" if self.draft_weights is None else f"{self.draft_weights} draft"
@@ -263,13 +263,15 @@ class Score(FileModel):
     counters: dict[int, Counters] = Field(default={})
     # fraction of texts, over all K, that equal the texts of plain decoding; None when sampling
     equal_texts: float | None = Field(ge=0, le=1)
-    # fraction of the 4-grams in the target's output that are distinct; low if the output repeats itself, which drafts
-    # predict well
+    # Fraction of distinct 4-grams in the target's output. It is low if the output repeats itself, and drafts predict
+    # repetitions well.
     distinct_4grams: float = Field(ge=0, le=1)
     example: dict[str, Any] | None = None  # older files have this field; it is not written any more
     # value of --drafter, with the options that the drafter learnt when it was built
     learnt: str | None = None
-    learnt_prompts: int = Field(default=0, ge=0)  # number of prompts in the draft's training data
+    learnt_prompts: int = Field(
+        default=0, ge=0
+    )  # number of prompts that are in the draft's training data
     # commands that made the draft; []: there was nothing to make; None: unknown
     made: list[Stage] | None = None
     command: str
@@ -350,22 +352,22 @@ class Score(FileModel):
 
     @property
     def best_k_speedup(self) -> Interval:
-        """Return the speed-up of whole requests at the best K, which is chosen on other prompts than those timed."""
+        """Return the speed-up of whole requests at the best K. For each prompt, K is chosen on the other prompts."""
         return intervals.speedup(self.timings(self.speculative))
 
     @property
     def best_k_tpot_speedup(self) -> Interval | None:
         """Return the speed-up of the tokens after the first at the best K, or None if servers decoded.
 
-        K is chosen on other prompts than those timed, by the speed of whole requests.
+        For each prompt, K is chosen on the other prompts, by the speed of whole requests.
         """
         return self._tpot_speedup(self.speculative)
 
     def speedup(self, k: int) -> Interval:
-        """Return the speed-up: tokens per second of whole requests, over those of the fastest plain decoding.
+        """Return the speed-up: the tokens per second of whole requests, divided by those of the fastest plain decoding.
 
-        Tokens and seconds are summed over prompts. Each prompt counts with its repeat of median time. A request is the
-        prefill of target and draft, and decoding.
+        A whole request is the prefill of target and draft, and decoding. Tokens and seconds are summed over prompts.
+        For each prompt, the repeat with the median time is used.
         """
         return intervals.speedup(self.timings([k]))
 
@@ -413,7 +415,7 @@ class Score(FileModel):
     def ttft_ms(self, k: int) -> Interval | None:
         """Return the mean milliseconds to the first token (TTFT), or None if servers decoded.
 
-        The prefill of the draft counts as well. K = 0 is the fastest plain decoding.
+        The time includes the prefill of the draft. K = 0 is the fastest plain decoding.
         """
         repeats = repeats_by_prompt(self.generations(k), lambda g: g.prefill_seconds)
         return (
@@ -432,7 +434,7 @@ class Score(FileModel):
         return self.speculative[k] if k else self.baseline
 
     def generations(self, k: int) -> list[Generation]:
-        """Return the generations whose steps are known: all of draftlab's engine, but none of a server.
+        """Return the generations whose steps are known. If servers decoded, return [].
 
         K = 0 is the fastest plain decoding.
         """
@@ -448,8 +450,8 @@ class Score(FileModel):
     def tokens_per_pass(self, k: int) -> float:
         """Return the mean number of tokens per target pass after the prefill.
 
-        All passes count here. acceptance() counts only passes that verify a draft, and so do servers. For scores of
-        servers the result is therefore the acceptance length.
+        All passes are counted. acceptance() and servers count only passes that verify a draft. If servers decoded, the
+        result is therefore the acceptance length.
         """
         runs = self.generations(k)
         steps = sum(len(g.emitted) for g in runs)
@@ -458,9 +460,10 @@ class Score(FileModel):
         return sum(g.tokens - 1 for g in runs) / steps
 
     def break_even_length(self, k: int) -> float:
-        """Return how many tokens per target pass this K needs to be as fast as plain decoding, given its time per step.
+        """Return the tokens per target pass at which this K would be as fast as plain decoding.
 
-        The time of prefills does not count, except in scores of servers, where this time is unknown.
+        The time per step is that of the measurement. Prefills are left out, except if servers decoded, because a client
+        cannot separate their time.
         """
         return self.tokens_per_pass(k) / (self.tpot_speedup_value(k) or self.speedup_value(k))
 
@@ -485,9 +488,9 @@ class Score(FileModel):
 
     @property
     def stalls(self) -> tuple[int, int]:
-        """Return how many passes stalled, because other work interrupted them, and how many passes there were.
+        """Return the number of stalled passes, which other work interrupted, and the number of all passes.
 
-        A stalled pass counts with the median time of similar passes. If servers decoded, both numbers are 0.
+        The time of a stalled pass was replaced by the median of similar passes. If servers decoded, both numbers are 0.
         """
         stalled = passes = 0
         for generation in chain.from_iterable(self._arms):
@@ -510,10 +513,10 @@ class Score(FileModel):
         return sum(ratio > UNEVEN for ratio in worst), max(worst)
 
     def _prefill_spreads(self) -> list[float]:
-        """Return for each prompt the ratio by which its slowest prefill would lengthen its fastest request.
+        """Return for each prompt how much longer its fastest request would be with its slowest prefill, as a ratio.
 
         Prefills do not depend on K. With several K, they therefore show uneven times even without repeats. If servers
-        decoded, the list is empty.
+        decoded, return [].
         """
         runs = list(chain.from_iterable(map(self.generations, self.speculative)))
         spreads = []
@@ -524,10 +527,10 @@ class Score(FileModel):
         return spreads
 
     def subset(self, prompts: Collection[int]) -> "Score":
-        """Return a score of only these prompts. prompts: Indices of prompts.
+        """Return a score of only the prompts with these indices.
 
-        The fastest plain decoding is still that of all prompts. Counters of servers are left out, because they are of
-        all prompts.
+        Its baseline is the way of plain decoding that is fastest over all prompts. Counters of servers are left out,
+        because servers do not count by prompt.
         """
         arms: dict[int, list[Generation | ServedGeneration]] = {}
         for k in (0, *self.speculative):
@@ -552,7 +555,7 @@ class Score(FileModel):
 
     @property
     def cost_ratio(self) -> float | None:
-        """Return c, the time of a draft pass over the time of a target pass, each over one token. None if unknown."""
+        """Return c: the time of the draft's one-token pass divided by the target's, or None if a time is unknown."""
         return (
             self.draft_ms / self.target.latency[0].median_ms
             if self.draft_ms and self.target.latency
@@ -562,9 +565,9 @@ class Score(FileModel):
     def implied_speedup(self, k: int) -> float | None:
         """Return the TPOT speed-up that follows from tokens per pass and the latencies of single passes.
 
-        A draft model drafts K tokens one after the other; a parallel draft model drafts all K in one pass. The target
-        then verifies them in one pass of K + 1 tokens. The result is None if a latency is unknown, and for drafters
-        without a checkpoint of their own, such as prompt lookup followed by a draft.
+        A draft model drafts K tokens one after the other. A parallel draft model drafts all K in one pass. The target
+        then verifies them in one pass over K + 1 tokens. The result is None if a latency is unknown. It is also None
+        for drafters without a checkpoint of their own, such as prompt lookup followed by a draft.
         """
         ms = {latency.width: latency.median_ms for latency in self.target.latency}
         if self.draft_ms is None or self.draft.sha256 is None or not {1, k + 1} <= ms.keys():
@@ -672,7 +675,7 @@ LIMITS = {
 
 
 def score_files(paths: Sequence[Path]) -> list[Path]:
-    """Return the paths of scores: all paths to .json files, and every score.json anywhere under the directories."""
+    """Return the paths of scores: all .json files among `paths`, and every score.json under the directories."""
     files: list[Path] = []
     for path in paths:
         files += [path] if path.suffix == ".json" else sorted(path.rglob("score.json"))

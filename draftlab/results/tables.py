@@ -39,7 +39,7 @@ class Table:
     Args:
         heads: Heads of the columns. Line breaks in them are only for terminals.
         best: Index of the row that is marked as the best.
-        wide: Heads of the columns that are not shown in terminals, which have no room for them.
+        wide: Heads of columns that are left out in terminals, because there is no room for them.
     """
 
     heads: Sequence[str]
@@ -166,7 +166,7 @@ def speedup_text(gain: Interval | None) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """Return a text for a cell in Markdown: HTML, bars and control characters are escaped, line breaks are spaces."""
+    """Return text for a cell in Markdown. HTML, bars and control characters are escaped; line breaks become spaces."""
     return escape(printable(" ".join(text.split())), quote=False).replace("|", "\\|")
 
 

@@ -20,7 +20,7 @@ from draftlab.intervals import Interval
 from draftlab.results.ranking import NO_DRAFT
 from draftlab.trust import printable
 
-# Colours after Okabe and Ito (2008). COLOURS have a contrast of 3:1 or more to a light page, DARK_COLOURS to a dark one.
+# Colours after Okabe and Ito: COLOURS have a contrast of 3:1 or more to a light page, DARK_COLOURS to a dark page.
 COLOURS = ("#0072b2", "#c04c00", "#00805d", "#b5508a", "#2b86bb", "#a36a00", "#86307a", "#74741a")
 DARK_COLOURS = (
     "#56b0e8",

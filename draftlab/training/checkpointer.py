@@ -250,14 +250,21 @@ class Training:
 
 
 def save(state: Path, name: str, content: Mapping[str, Any]) -> None:
-    """Write tensors and numbers atomically to the file `name` in `state`, the directory of this unfinished run."""
+    """Write tensors and numbers atomically to the file `name` in `state`, the directory of this unfinished run.
+
+    Raises:
+        UserError: torch cannot write the file, because the disk is full or for another reason.
+    """
     file = state / name
     file.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        replacing(file) as part,
-        part.open("wb") as stream,
-    ):  # an open file, because torch hides the error of a full disk if it gets a path
-        torch.save({"run": run_identity(state), "content": dict(content)}, stream)
+    try:
+        # an open file, because torch hides the error of a full disk if it gets a path
+        with replacing(file) as part, part.open("wb") as stream:
+            torch.save({"run": run_identity(state), "content": dict(content)}, stream)
+    except RuntimeError as error:  # of torch, in place of the system's error
+        raise UserError(
+            f"cannot write {file}, the disk may be full: {one_line(error, 200)}"
+        ) from error
 
 
 def load(state: Path, name: str) -> dict[str, Any]:

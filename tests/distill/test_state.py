@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import resource
 import shutil
 import struct
 import zipfile
@@ -171,3 +172,16 @@ def test_a_log_is_read_up_to_the_half_line_of_a_kill(tmp_path):
     log.write_text("")
     with pytest.raises(UserError):
         run.read_log(log)
+
+
+@pytest.mark.parametrize("limit", [100, 3000])
+def test_a_full_disk_is_said_in_one_line_and_leaves_no_file(tmp_path, limit):
+    """A limit of the size of files stands for the disk: a write beyond it fails in the same place."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises((UserError, OSError)):
+            checkpointer.save(tmp_path, "weights", {"ids": torch.arange(2000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []

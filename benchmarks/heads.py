@@ -10,6 +10,7 @@ Acceptance is sum min(p, q) on held-out text at each step of a chain. The gap co
 draft with the same head, on text that the target writes greedily.
 """
 
+import copy
 import json
 import shutil
 import statistics
@@ -387,7 +388,8 @@ class Training:
         for name, (folder, model) in self.heads.items():
             exact = self._there(model, ids, torch.float32)
             for dtype in (torch.float32, torch.bfloat16):
-                there = self._there(model.to(dtype), ids, dtype)
+                # a copy, because rounded weights stay rounded
+                there = self._there(copy.deepcopy(model).to(dtype), ids, dtype)
                 here = self._here(folder, ids, dtype)
                 rows[f"{name} {checkpoint.dtype_name(dtype)}"] = {
                     "largest_difference": float((here - there).abs().max()),
@@ -395,7 +397,6 @@ class Training:
                     "rounding": float((there - exact).abs().max()),
                     "largest_logit": float(exact.abs().max()),
                 }
-            model.float()
         return rows
 
     def _states(self, layer_ids: tuple[int, ...], ids: Tensor) -> Tensor:

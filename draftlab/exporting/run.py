@@ -86,7 +86,7 @@ def export(
     params = read_size(draft).params() if artifact.head is None else artifact.head.params()
     output.check_space(2 * params, "the export")
     file, verified = f"{draft.name}-{form.outtype}.gguf" if form.outtype else "", None
-    with output.directory() as work, tempfile.TemporaryDirectory(dir=work.parent) as temporary:
+    with output.directory() as work, tempfile.TemporaryDirectory(dir=work) as temporary:
         directory = Path(temporary) if form.outtype else work
         changed = artifact.write(directory, form, chosen.k, serving)
         lines = list(changed)
@@ -180,7 +180,9 @@ def _verify(
         return verify.counts_of(chances, texts)
 
     note(f"drafting over {len(rows)} texts in {verifier.program.name} and in draftlab")
-    with tempfile.TemporaryDirectory(dir=written.parent) as folder:
+    # inside the unfinished output, which the next run removes if this run is killed
+    inside = written if written.is_dir() else written.parent
+    with tempfile.TemporaryDirectory(dir=inside) as folder:
         served = target
         if server.loads_gguf:
             served = gguf.write(target, Path(folder) / "target.gguf", "f32").path

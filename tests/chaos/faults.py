@@ -124,10 +124,9 @@ def names(out: Path) -> dict[str, str]:
 
 
 def left_overs(folder: Path) -> list[str]:
-    """Return the hidden entries beside outputs: all that a run may make there and must remove."""
-    return sorted(
-        str(path.relative_to(folder)) for path in folder.rglob(".*") if "/." not in str(path.parent)
-    )
+    """Return the hidden and temporary entries beside outputs: all that a run may make there and must remove."""
+    entries = [path for pattern in (".*", "tmp*") for path in folder.rglob(pattern)]
+    return sorted(str(path.relative_to(folder)) for path in entries if "/." not in str(path.parent))
 
 
 def _lasting(file: Path) -> bytes:

@@ -208,9 +208,9 @@ class StepRunner:
     done: dict[str, Runnable] = field(default_factory=dict)
 
     def run(self, name: str, command: str, **settings: Any) -> Path:
-        """Run a command, and return its output directory. If this object ran the step before, it is not repeated.
+        """Run a command, unless the step is finished already. Return its output directory.
 
-        name: Name of the output.
+        name: Name of the output directory.
         """
         out = self.folder / name
         if name not in self.done:

@@ -209,7 +209,7 @@ def _write(space: Workspace, gguf: Path | None, *, fetch: bool, force: bool) -> 
     if gguf is not None:
         out = Path(space.target)
         if is_imported(gguf, out):
-            note(f"{out} was imported from {gguf} before, so it is used as it is; add --force to import it again")
+            note(f"{out} was imported from {gguf} before, so it is used as it is; remove it to import it again")
         else:
             import_checkpoint(source=str(gguf), out=out, force=force)
     if space.data == "stdlib" and is_chat_model(space.target, fetch=fetch):
@@ -252,7 +252,7 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
 
 @command(InitConfig, prepare=prepare_init)
 def init(written: "NewWorkspace") -> Outcome:
-    """Write draftlab.yaml with the default target, source and data of all commands, and show how much text there is."""
+    """Write draftlab.yaml with the default target, source and data of all commands; also show the size of local text."""
     space, sizes = written
     show = [str(workspace.FILE)]
     for source, size in sizes.items():

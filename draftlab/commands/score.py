@@ -127,7 +127,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     )
     task_limit: int = option(
         200,
-        "Number of items of each task that are evaluated. Default: all items.",
+        "Number of items of each task to evaluate, from the first item on.",
         ge=1,
         panel=TASKS,
         advanced=True,
@@ -352,7 +352,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     on_cpu = device.type == "cpu"
     if config.dtype == "auto" and on_cpu and checkpoint.is_fast(torch.bfloat16, device):
         note(
-            "weights are float32; if you serve in bfloat16, add --dtype bfloat16, which this processor supports as well"
+            "weights are float32; if you serve in bfloat16, add --dtype bfloat16, which is fast on this processor, too"
         )
     return comparison
 

@@ -29,9 +29,9 @@ def write_atomic(path: Path, text: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path. The file written there replaces `path` if the block ends without an error.
+    """Yield a temporary path to write to. If the block ends without an error, this file replaces `path`.
 
-    The temporary name depends only on `path`, so the next writer overwrites what a killed process left.
+    The temporary name depends only on `path`, so the next writer overwrites the file that a killed process left.
 
     Raises:
         OSError: A file cannot be written.
@@ -47,7 +47,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line to a log. First remove an incomplete last line, which a killed process or a full disk may leave.
+    """Append a line to a log. An incomplete last line, which a killed process may leave, is removed first.
 
     Raises:
         UserError: The log cannot be written.
@@ -87,10 +87,12 @@ def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
 def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace it") -> None:
     """Check that the directory `out` can be written without overwriting finished work.
 
-    remedy: Text that follows "choose another --out" in the message about a directory with files.
+    Args:
+        force: Whether a finished output may be replaced.
+        remedy: Text after "choose another --out" in the error about a directory with files.
 
     Raises:
-        UserError: `out` is a file, or a directory with files while force is off, or `out` cannot be written.
+        UserError: `out` is a file or cannot be written, or it has files and force is off.
     """
     if out.name in ("", ".."):
         raise UserError(f"--out {out} is not the name of a new directory; write --out NAME")
@@ -121,7 +123,7 @@ def check_space(out: Path, needed: int, contents: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file can be written next to `path`, by writing a temporary file. Raises UserError: it cannot be."""
+    """Check that `path` can be written, by writing a temporary file in its folder. Raises UserError: it cannot be."""
     with _writing(path):
         TemporaryFile(dir=_existing_parent(path)).close()
 
@@ -130,8 +132,8 @@ def check_writable(path: Path) -> None:
 def locked(out: Path) -> Iterator[None]:
     """Lock `out` against other draftlab processes during the block.
 
-    Unfinished files of killed processes are removed first. At the end, remove a state directory without work, and the
-    folders that were made for the lock if they are empty.
+    Before the block, unfinished files of killed processes are removed. After the block, the state directory is removed
+    if it has no work, and so are empty folders that were made for the lock.
 
     Raises:
         UserError: Another process is making `out`, or the lock file cannot be written.
@@ -167,7 +169,7 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def state_directory(out: Path) -> Path:
-    """Return the path next to `out` of the directory in which an unfinished run keeps its work."""
+    """Return the path of the state directory of `out`: a hidden directory next to it, with work of an unfinished run."""
     return _beside(out, "state")
 
 
@@ -178,17 +180,17 @@ def claim_state(
     defaults: Mapping[str, object] = EMPTY,
     force: bool = False,
 ) -> None:
-    """Make the state directory of an unfinished run, or check that an existing directory belongs to the same run.
+    """Make the state directory of a run, or check that an existing state directory belongs to this run.
 
-    Any run can claim a state directory without work.
+    A state directory without work is accepted from any run.
 
     Args:
-        identity: All values that decide the result of the run. Two runs with equal values are the same run.
-        defaults: Values of settings that the record of an older version of draftlab lacks.
+        identity: All values that decide the result of the run. Runs with equal values are the same run.
+        defaults: Values of settings that are missing in the record of an older version of draftlab.
         force: Whether to remove the work of another run.
 
     Raises:
-        UserError: Force is off, and the directory belongs to another run or is damaged; or it cannot be written.
+        UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
     """
     record = state / STATE_RECORD
     this_run, assumed = (
@@ -211,7 +213,7 @@ def claim_state(
 
 
 def run_identity(state: Path) -> str:
-    """Return the hash of the record in a state directory, which identifies the run, or '' without a record."""
+    """Return text that identifies the run of a state directory: the hash of its record, or '' without a record."""
     record = state / STATE_RECORD
     return sha256(record.read_bytes()).hexdigest() if record.is_file() else ""
 
@@ -234,7 +236,7 @@ def sync(path: Path) -> None:
 
 
 def _recover(path: Path) -> None:
-    """Remove unfinished work next to `path`. Restore the old output if a kill interrupted its replacement."""
+    """Remove temporary files next to `path`. If a kill interrupted the replacement of `path`, restore the old output."""
     new, old = _beside(path, "new"), _beside(path, "old")
     if old.exists() and not path.exists():
         old.rename(path)

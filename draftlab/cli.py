@@ -93,7 +93,9 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
     for name in command.config.model_fields:
         if (value := wiring.get(name + BY_FLAG)) is not None:
             if name in typed:
-                raise UsageError(f"{name.upper()} is given twice: {typed[name]} and {value}")
+                raise UsageError(
+                    f"{name.upper()} has two values, {typed[name]} and {value}; write one"
+                )
             typed[name] = value
     try:
         config = command.config.build(settings | typed, f"--config {file}: " if file else "")
@@ -106,7 +108,7 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
 
 
 def _check_processes(command: str) -> None:
-    """Check that a launcher did not start several processes of a command that runs in one process only.
+    """Check that a launcher did not start several processes of a command that must run in one process.
 
     Raises:
         UserError: The launcher started several processes.
@@ -152,7 +154,7 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an error means that a device ran out of memory. torch is not imported for this check."""
+    """Return whether an error means that a device ran out of memory. This check does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
@@ -171,7 +173,7 @@ def _cures(config: type[Config]) -> str:
 
 
 def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Parameter:
-    """Return a setting as a Typer parameter. Typer shows the bounds of a value in --help; the config checks them."""
+    """Return a setting as a Typer parameter. Bounds of values appear in --help, and the config checks them."""
     details = extra(field)
     kind: Any = details["typed"] or field.annotation
     default = None if field.default is PydanticUndefined else field.default
@@ -196,7 +198,7 @@ def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Par
 
 
 def _flags_of_arguments(config: type[Config]) -> list[inspect.Parameter]:
-    """Return hidden options that can be typed in place of positional arguments, such as --draft X instead of X."""
+    """Return hidden options that a user can type in place of positional arguments, such as --draft X in place of X."""
     flags = {name: extra(field) for name, field in config.model_fields.items()}
     return [
         inspect.Parameter(
@@ -211,7 +213,7 @@ def _flags_of_arguments(config: type[Config]) -> list[inspect.Parameter]:
 
 
 def _wiring(command: Command) -> list[inspect.Parameter]:
-    """Return the options that are no settings: --config and --json, and --force and --dry-run if a command has them."""
+    """Return the options that are not settings: --config, --json and, for commands that have them, --force, --dry-run."""
     options: dict[str, tuple[Any, Any]] = {
         "config_file": (
             Path | None,

@@ -44,7 +44,7 @@ def note(text: str) -> None:
 
 
 def print_words(console: Console, text: str, style: str | None = None) -> None:
-    """Print a line. In a terminal, wrap it between words, unless it has a path or a command that a user may copy."""
+    """Print a line. A terminal wraps it between words, but a line with a path or a command stays whole for copying."""
     whole = not console.is_terminal or COPIED.search(text) is not None
     console.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=whole)
 
@@ -65,7 +65,7 @@ class TimedStream:
 
 @contextlib.contextmanager
 def never_silent(label: str, seconds: float = MAX_SILENT_SECONDS) -> Iterator[None]:
-    """During the block, print a line on stderr whenever nothing was written there for `seconds` seconds."""
+    """During the block, print a line on stderr after every `seconds` seconds without output on stderr."""
     if not is_main_process():
         yield
         return
@@ -93,9 +93,10 @@ def never_silent(label: str, seconds: float = MAX_SILENT_SECONDS) -> Iterator[No
 
 @contextlib.contextmanager
 def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None]]:
-    """Print a line every `seconds` seconds during work of unknown length. The yielded function sets the line's status.
+    """Print a line every `seconds` seconds during work of unknown length.
 
-    Lines go to the original stderr, even while the block redirects stderr.
+    Yield a function that sets the status text in this line. Lines go to the original stderr, even if the block
+    redirects stderr.
     """
     console, done, status, started = (
         Console(file=sys.stderr, soft_wrap=True),
@@ -135,10 +136,10 @@ def note_if_slow(text: str, seconds: float = 3.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(label: str, total: int) -> Iterator[Advance]:
-    """Show a progress bar with the time left. total: Number of items.
+    """Show a progress bar with the remaining time. total: Number of items.
 
-    The yielded function updates the bar: it takes the number of finished items and a status text. Without a terminal,
-    lines are printed instead: at the start, every 10 %, and after MAX_SILENT_SECONDS without a line.
+    Yield a function that updates the bar. Its arguments are the number of finished items and a status text. Without a
+    terminal, print lines in place of the bar: at the start, at every 10 %, and after MAX_SILENT_SECONDS without a line.
     """
     console = Console(stderr=True)
     if not console.is_terminal or not is_main_process():

@@ -58,16 +58,16 @@ COMPLAINTS = {
 
 
 class MissingExtra(UserError):
-    """The error for a missing package that belongs to an extra, so that `pip install draftlab` does not install it."""
+    """The error for a missing package of an extra (pip install draftlab[EXTRA]). The message names the extra."""
 
     def __init__(self, package: str) -> None:
         super().__init__(
-            f"the package {package} is missing; pip install 'draftlab[{EXTRAS[package]}]'"
+            f"the package {package} is missing; run pip install 'draftlab[{EXTRAS[package]}]'"
         )
 
 
 class Interrupted(KeyboardInterrupt):
-    """The stop of a command by Ctrl-C or SIGTERM. The message says whether the same command continues the work."""
+    """The error for a command that Ctrl-C or SIGTERM stopped. The message says whether repeating it continues the work."""
 
 
 class Quantised(UserError):
@@ -104,7 +104,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _same_numbers(name: str, other: str) -> bool:
-    """Return whether the numbers in two names could differ by a typing error: true for 66b and 65b, not 8b and 70b."""
+    """Return whether a typing error may explain the different numbers in two names: 66b and 65b, but not 8b and 70b."""
     a, b = ("".join(filter(str.isdigit, text)) for text in (name, other))
     one_wrong = len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= 1
     return one_wrong or sorted(a) == sorted(b) or a.startswith(b) or b.startswith(a)

@@ -17,9 +17,9 @@ SWITCHES = {"force": "Replace an existing output.", "dry_run": "Return the plan 
 
 
 class Unset:
-    """What a signature shows as the default of an argument if the default is computed at the call.
+    """A placeholder in signatures for a default that is computed at the call.
 
-    source: Source of the default, such as "the workspace's".
+    source: Text about the source of the default, such as "the workspace's".
     """
 
     def __init__(self, source: str) -> None:
@@ -30,9 +30,9 @@ class Unset:
 
 
 def library_function(name: str) -> Callable[..., Outcome]:
-    """Return a command as a function. The function's signature and docstring list every option of the command.
+    """Return a Python function that runs a command. Its signature and docstring list every option of the command.
 
-    name: Name of the command with _ for spaces, such as outputs_build.
+    name: Name of the command with _ in place of spaces, such as outputs_build.
     """
     command = COMMANDS[name.replace("_", " ")]
     fields = command.config.model_fields
@@ -50,7 +50,7 @@ def library_function(name: str) -> Callable[..., Outcome]:
 
 
 def _as_option(field: FieldInfo | None, value: Any) -> Any:
-    """Convert an argument to the type of its option: paths to text, and a single value to a list if need be."""
+    """Return an argument in the type of its option: a path becomes text, and a single value becomes a list."""
     if field is None:
         return value
     takes_list = get_origin(field.annotation) is list and extra(field)["typed"] is not str

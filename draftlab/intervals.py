@@ -45,14 +45,14 @@ class Interval(FileModel):
 def bootstrap(
     statistic: "Callable[[np.ndarray], np.ndarray]", rows: int, seed: int = 0
 ) -> "np.ndarray":
-    """Return a statistic of all rows, followed by the statistic of each bootstrap sample, [1 + S, ...].
+    """Return a statistic of all prompts, followed by the statistic of each bootstrap sample, [1 + S, ...].
 
-    The same seed draws the same samples, so two statistics of the same prompts can be paired.
+    The same seed draws the same samples, so two statistics of the same prompts can be compared sample by sample.
 
     Args:
-        statistic: Function that returns the statistic of each sample, [BLOCK, ...]. Its argument is how often each
-            sample has each row, [BLOCK, R].
-        rows: Number of rows, R.
+        statistic: Function that returns the statistic of each of n samples, [n, ...]. Its argument has the number of
+            times that each sample contains each prompt, [n, R].
+        rows: Number of prompts, R.
     """
     import numpy as np
 
@@ -62,9 +62,10 @@ def bootstrap(
 
 
 def interval(values: "np.ndarray", n: int) -> Interval:
-    """Return the first value with the 95 % interval of the other values, which are those of bootstrap samples.
+    """Return an estimate with its 95 % bootstrap interval.
 
-    values: [1 + S], as bootstrap() returns them. Samples whose value is nan are left out. n: Number of prompts.
+    values: The estimate, then its value in each bootstrap sample, [1 + S]. Samples whose value is nan are left out.
+    n: Number of prompts.
     """
     import numpy as np
 
@@ -73,11 +74,11 @@ def interval(values: "np.ndarray", n: int) -> Interval:
 
 
 def ratio_intervals(over: "np.ndarray", under: "np.ndarray") -> list[Interval]:
-    """Return sum(over) / sum(under) of each column, with its interval over the rows.
+    """Return the ratio sum(over) / sum(under) of each column, with its interval over prompts.
 
     A ratio with sum(under) = 0 is 0.
 
-    over, under: Numerators and denominators, [R, C].
+    over, under: Numerators and denominators, [R, C] each.
     """
     import numpy as np
 
@@ -103,12 +104,15 @@ def tokens_per_second(timings: Sequence[Timing]) -> float:
 
 
 def median_repeat(repeats: Sequence[Timing]) -> Timing:
-    """Return the repeat whose time per token is the median, or the lower of two. One stall then has no effect."""
+    """Return the repeat with the median time per token. If there are two medians, return the faster repeat.
+
+    A single stall of the machine thus has no effect.
+    """
     return sorted(repeats, key=_seconds_per_token)[(len(repeats) - 1) // 2]
 
 
 def slowest_over_fastest(repeats: Sequence[Timing]) -> float:
-    """Return the ratio of the longest to the shortest time per token of the repeats, or 1 if the shortest is 0."""
+    """Return the longest time per token of the repeats divided by the shortest, or 1 if the shortest is 0."""
     times = list(map(_seconds_per_token, repeats))
     return max(times) / min(times) if min(times) > 0 else 1.0
 
@@ -116,11 +120,11 @@ def slowest_over_fastest(repeats: Sequence[Timing]) -> float:
 def speedup(timings: Timings, *, chosen_by: Sequence[Sequence[Timing]] | None = None) -> Interval:
     """Return the speed-up: tokens per second with drafts over tokens per second without drafts.
 
-    Both rates are ratios of sums over prompts. A K that is chosen on the timed prompts looks faster than it is. With
-    several K, every bootstrap sample therefore splits the prompts into halves, SPLITS times, and takes the timings of
-    each half at the K that is fastest on the other half.
+    Both rates are ratios of sums over prompts. A K that is chosen on the timed prompts looks faster than it is. The
+    prompts are therefore split into random halves, SPLITS times. Each half is timed at the K that is fastest on the
+    other half.
 
-    chosen_by: Timings that decide which K is fastest, [K, R]. Default: the timings with drafts.
+    chosen_by: Timings by which the fastest K is chosen, [K, R]. Default: the timings with drafts.
     """
     return interval(_speedups(timings, chosen_by or timings[0], seed=0), _timed_prompts(timings))
 
@@ -128,7 +132,7 @@ def speedup(timings: Timings, *, chosen_by: Sequence[Sequence[Timing]] | None = 
 def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
     """Return the ratio of the first speed-up to the second, with its interval.
 
-    paired: Whether both were timed on the same prompts, and are therefore compared on the same bootstrap samples.
+    paired: Whether both speed-ups are of the same prompts. They are then compared on the same bootstrap samples.
     """
     ratios = _speedups(first, first[0], seed=0) / _speedups(
         second, second[0], seed=0 if paired else 1
@@ -163,14 +167,14 @@ def _speedups(timings: Timings, chosen_by: Sequence[Sequence[Timing]], seed: int
 def _at_cross_validated_k(
     drafted: "np.ndarray", judged: "np.ndarray", counts: "np.ndarray"
 ) -> "np.ndarray":
-    """Return the tokens and seconds of each sample, summed over the halves of all splits, [S, 2].
+    """Return the tokens and seconds of each bootstrap sample, [S, 2].
 
-    Each half counts at the K that is fastest on the other half.
+    They are sums over the halves of all splits. In each half they are taken at the K that is fastest in the other half.
 
     Args:
         drafted: Tokens and seconds by K and prompt, [K, R, 2].
         judged: Tokens and seconds by which the fastest K is chosen, [K, R, 2].
-        counts: How often each sample has each prompt, [S, R].
+        counts: Number of times that each sample contains each prompt, [S, R].
     """
     import numpy as np
 

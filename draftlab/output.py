@@ -66,9 +66,11 @@ class Output:
 
     @contextlib.contextmanager
     def locked(self, *, resumes: bool = False) -> Iterator[None]:
-        """Lock the output against other processes during the block. Errors from the block say which work is saved.
+        """Lock the output against other processes during the block.
 
-        resumes: Whether the command keeps unfinished work in the output directory itself, and resumes there.
+        If the block is interrupted or the disk is full, the error says whether repeating the command continues the work.
+
+        resumes: Whether the command keeps unfinished work in the output directory itself.
 
         Raises:
             UserError: Another process is writing the output, the output cannot be written, or the disk is full.
@@ -94,20 +96,22 @@ class Output:
         saved = self.state if self.state.exists() else self.out
         if saved == self.state or (resumes and saved.exists()):
             return f"repeat the command to continue from {saved}"
-        return "nothing was kept; repeat the command to start again"
+        return "no work was saved; repeat the command to start again"
 
     @property
     def state(self) -> Path:
-        """Return the path of the directory in which an unfinished run keeps its work."""
+        """Return the path of the state directory, in which an unfinished run keeps its work."""
         return state_directory(self.out)
 
     def claim_state(self, inputs: Sequence[Path], *, but: Sequence[str] = ()) -> None:
         """Make the state directory, or check that it belongs to a run with the same settings and inputs.
 
-        but: Names of settings that may differ between the two runs.
+        Args:
+            inputs: Files and directories that the command reads.
+            but: Names of settings that may differ between the two runs.
 
         Raises:
-            UserError: Force is off, and the directory belongs to another run or is damaged; or it cannot be written.
+            UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
         """
         settings = {
             name: value for name, value in self.config.settings().items() if name not in but
@@ -132,7 +136,8 @@ class Output:
     def record(self, directory: Path, inputs: Sequence[Path], **notes: object) -> None:
         """Write draftlab.json: the command, settings, hashes of the inputs, versions, time, memory and `notes`.
 
-        cpu_seconds: CPU seconds of all threads of this process; a resumed run counts from its resume.
+        Its cpu_seconds are the CPU seconds of all threads of this process. Earlier processes of a resumed run do not
+        count.
         """
         cpu_seconds = round(time.process_time() - self.started_cpu, 2)
         notes |= {"command_line": self.command_line, "cpu_seconds": cpu_seconds}

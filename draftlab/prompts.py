@@ -25,8 +25,8 @@ class Prompt:
     Args:
         ids: Token ids.
         conversation: Number of the conversation. All requests of one conversation have the same number.
-        messages: Messages from which the chat template made the ids. Empty for a prompt without a chat template.
-        later: The user's messages of later turns. Each of them is asked after the model's answer to the turn before.
+        messages: Messages that the chat template rendered to the ids. Empty without a chat template.
+        later: The user's messages of later turns. Each is asked after the model has answered the previous turn.
     """
 
     ids: list[int]
@@ -38,9 +38,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Prompts and their source.
+    """A list of prompts and their source.
 
-    sha256: Hash of the prompt file. For prompts from a data source or with a chat template, hash of the token ids.
+    sha256: Hash of the prompt file. If the prompts come from a data source or a chat template, hash of the token ids.
     """
 
     rows: list[Prompt]
@@ -95,11 +95,16 @@ def load_prompts(
     chat: ChatMode = "auto",
     system_prompt: str | None = None,
 ) -> Prompts:
-    """Return `count` prompts: evenly spaced prompts of a prompt file, or prompts from the data source if file is None.
+    """Return prompts from a prompt file, or from the held-out text of a data source if `file` is None.
 
-    Without count, all prompts of a file are used, or 16 prompts from a source. Without tokens, prompts of a file are
-    not cut, and prompts from a source have 64 tokens. If the source is a file of conversations, tokens is None and the
-    tokenizer has a chat template, the prompts are held-out conversations in this template: without count, at most 16.
+    A data source that is a file of conversations gives held-out conversations as prompts. This needs a tokenizer with a
+    chat template, and `tokens` must be None. Every other source gives prompts of equal length.
+
+    Args:
+        count: Number of prompts, which are evenly spaced in a file. None: all prompts of a file, or 16 from a source.
+        tokens: Number of tokens to which prompts are cut. None: prompts of a file are not cut, and prompts from a
+            source have 64 tokens.
+        chat: Whether to apply the chat template to the prompts of a file.
 
     Raises:
         UserError: There are fewer prompts than count, or a prompt cannot be used.
@@ -130,20 +135,19 @@ def file_prompts(
     system_prompt: str | None = None,
     split: data.Split | None = None,
 ) -> Prompts:
-    """Read a prompt from each row of a file, in any of the formats of data/text.py, with the row's `category`.
+    """Return the prompts in a file, whose rows have any of the formats of data/text.py.
 
-    A conversation that ends with an answer of the assistant gives a prompt for each answer: the messages before it.
+    A conversation that ends with an answer of the assistant gives several prompts: the messages before each answer.
 
     Args:
-        count: Largest number of rows to read, and of prompts to return. None: all.
+        count: Largest number of rows to read, and of prompts to return. None: no limit.
         tokens: Number of tokens to which every prompt is cut. None: prompts are not cut.
-        chat: Whether to apply the chat template. With the template, later turns of a row are kept for turns.answered.
-            Without the template, only the first turn is used.
-        split: Only rows of this split, train or heldout, are used. None: all rows are used.
+        chat: Whether to apply the chat template. Without it, only the first turn of a row with several turns is used.
+        split: Split of the rows to use, train or heldout. None: all rows are used.
 
     Raises:
-        UserError: The file is missing, a row has no text, a prompt is empty or too short or does not fit the chat
-            template, the tokenizer lacks a chat template that is asked for, or no row is in the split.
+        UserError: The file is missing, or no row is in the split. Or a prompt is empty, too short, or refused by the
+            chat template. Or `chat` is "on", but the tokenizer has no chat template.
     """
     on = _has_chat(chat, tokenizer, system_prompt, tokens)
     numbered = list(islice(rows_of(file, prompt_of), count))  # each row has at least one prompt
@@ -179,7 +183,7 @@ def file_prompts(
 def data_prompts(
     spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, seed: int
 ) -> Prompts:
-    """Return `count` prompts of `tokens` tokens each, from held-out documents of a data source: first their starts."""
+    """Return `count` prompts of `tokens` tokens each, from held-out documents of a data source (see heldout_prompts)."""
     rows = [
         Prompt(ids)
         for ids in data.heldout_prompts(spec, tokenizer, count=count, length=tokens, seed=seed)
@@ -196,7 +200,8 @@ def _has_chat(
     """Return whether to apply the chat template.
 
     Raises:
-        UserError: The tokenizer lacks a chat template that is asked for, or --prompt-tokens would cut conversations.
+        UserError: The user asks for a chat template, but the tokenizer has none. Or --prompt-tokens would cut
+            conversations.
     """
     if chat == "off":
         return False
@@ -209,8 +214,7 @@ def _has_chat(
         return False
     if tokens is not None:
         raise UserError(
-            f"--prompt-tokens {tokens} would cut conversations before their end; leave the option out, or add "
-            "--chat off"
+            f"--prompt-tokens {tokens} would cut conversations before their end; leave it out, or add --chat off"
         )
     return True
 

@@ -60,7 +60,7 @@ class Record(FileModel):
 
 
 class CurvePoint(FileModel, extra="ignore"):
-    """A point of a training curve: the mean over the steps up to this step, or an evaluation on held-out text.
+    """A point of a training curve: the mean over some steps that end at `step`, or an evaluation on held-out text.
 
     Attributes:
         loss: Loss in nats per token.
@@ -75,7 +75,7 @@ class CurvePoint(FileModel, extra="ignore"):
 
 
 class Stage(FileModel):
-    """One of the commands that made a draft.
+    """A command that made a draft, or an output from which the draft was made.
 
     Attributes:
         output: Name of the directory that the command wrote.
@@ -126,10 +126,10 @@ def read_record(directory: Path) -> Record | None:
 
 
 def lineage(directory: Path, target: Path) -> dict[Path, Stage]:
-    """Return the chain of commands that made an output, the earliest first, by the output directory of each command.
+    """Return the commands that made an output and its inputs, the earliest first, by output directory.
 
-    Commands that made the target or only converted a checkpoint are left out. Inputs that were moved, or written again
-    later, are left out as well. Without a record the result is {}.
+    Commands that made the target or only converted a checkpoint are left out. So are inputs that were moved or written
+    again later. If the output has no record, the result is {}.
     """
     stages: dict[Path, Stage] = {}
     _add_stages(directory.resolve(), target.resolve(), stages, before=datetime.max.isoformat())
@@ -162,7 +162,7 @@ def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before
 def _curve(log: Path) -> list[CurvePoint]:
     """Return the points of a training log: all evaluations, and at most CURVE_POINTS means over training steps.
 
-    Without a log, or with a damaged log, the result is [].
+    The result is [] if the log is missing or damaged.
     """
     if not log.exists():
         return []
@@ -185,7 +185,7 @@ def _curve(log: Path) -> list[CurvePoint]:
 
 
 def fingerprint(path: Path) -> str:
-    """Return the sha256 of a file. For a directory, hash the files that decide results: configs, weights, manifests.
+    """Return the sha256 of a file, or of the files in a directory that decide results: configs, weights, manifests.
 
     Raises:
         UserError: There is no such path, or a file is not regular.

@@ -26,7 +26,7 @@ class FileModel(BaseModel):
 def reading(what: object) -> Iterator[None]:
     """Turn any error of the block, except MemoryError, into a UserError of one line.
 
-    Parsers of other projects raise errors of many types for damaged files. The tokenizers package even panics in Rust.
+    This is for parsers of other projects, which raise errors of many types for damaged files.
 
     what: Start of the message, such as the path of the file.
 

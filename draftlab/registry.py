@@ -16,8 +16,8 @@ AnyKind = TypeVar("AnyKind")
 class Registry(Generic[Kind]):
     """A registry of kinds (classes or functions) by name, such as the drafters or the losses.
 
-    The first request for a kind imports the module of the kind, which registers it. A plug-in declares an entry point
-    in `group`: the entry point's name is the name of the kind, and its value is the module.
+    When a kind is first needed, its module is imported, and the module registers the kind. A plug-in declares an entry
+    point in `group`. The name of the entry point is the name of the kind, and its value is the module.
     """
 
     def __init__(self, group: str, what: str, builtin: Mapping[str, str]) -> None:

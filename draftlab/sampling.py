@@ -15,8 +15,8 @@ class SamplingParams:
     Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 have no effect. pydantic checks the bounds of values in files.
 
     Attributes:
-        seed: Prompt number i is sampled with seed + i.
-        stop_token_ids: Token ids that end a text. The text includes the id.
+        seed: Seed of prompt 0. The seed of prompt i is seed + i.
+        stop_token_ids: Token ids that end a text. The id is part of the text.
     """
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -34,7 +34,7 @@ class SamplingParams:
         return (self.temperature, self.top_k, self.top_p, self.min_p) == (1.0, 0, 1.0, 0.0)
 
     def unlimited(self) -> "SamplingParams":
-        """Return a copy that keeps the distribution, but has max_tokens 0, seed 0 and no stop tokens."""
+        """Return a copy with the same distribution, but with max_tokens 0, seed 0 and no stop tokens."""
         return replace(self, max_tokens=0, seed=0, stop_token_ids=())
 
     def describe(self) -> str:

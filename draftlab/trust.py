@@ -43,7 +43,7 @@ def is_name(text: object) -> bool:
 
 
 def checked_name(text: str, label: str) -> str:
-    """Return a name or version from a file or a server, after a check that it is safe to print.
+    """Check that a name or version from a file or a server is safe to print, and return it.
 
     label: What the text names, for the error.
 
@@ -73,7 +73,7 @@ def check_address(url: str | None) -> None:
     """Check that a text is the address of a server. None passes.
 
     Raises:
-        UserError: It is not an address. The message shows no part of a password.
+        UserError: The text is not an address. The message shows no part of a password.
     """
     if url is None:
         return

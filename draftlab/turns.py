@@ -35,13 +35,13 @@ def answered(
 ) -> Prompts:
     """Return one prompt for each turn of each conversation, with the target's answers to the earlier turns.
 
-    Prompts with one turn are unchanged. The target's answers are generated once and kept in a prompt file (see place),
-    so that all commands use the same requests.
+    Prompts with one turn are unchanged. The target's answers are generated once and stored in a prompt file (see
+    place), so that all commands use the same requests.
 
     Args:
         target: Text that identifies the target.
-        answer: Function that returns the token ids of the target's answers to prompts. Its second argument is a number
-            for each prompt, with which the sampling is seeded.
+        answer: Function that returns the token ids of the target's answers to prompts. Its arguments are the prompts,
+            and a number for each prompt, which seeds the sampling.
 
     Raises:
         UserError: The chat template rejects an answer, or the file of answers is damaged or cannot be written.
@@ -78,7 +78,7 @@ def answered(
 
 
 def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | None:
-    """Return the path of the prompt file that keeps a target's answers, or None if every prompt has one turn.
+    """Return the path of the prompt file in which a target's answers are stored, or None if every prompt has one turn.
 
     The name depends on the prompts, the target and the sampling parameters.
     """
@@ -93,9 +93,9 @@ def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | Non
 def _write(
     file: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: Answer
 ) -> list[Messages]:
-    """Let the target answer TOGETHER conversations at a time, and write the messages of all requests to a file.
+    """Let the target answer the turns, and write the messages of all requests to a file. Return these messages.
 
-    The work of a killed run is continued.
+    TOGETHER conversations are answered at a time. Answers that a killed run stored are not generated again.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".unfinished")
@@ -117,9 +117,9 @@ def _write(
 def _asked(
     prompts: list[Prompt], first: int, tokenizer: PreTrainedTokenizerBase, answer: Answer
 ) -> list[Prompt]:
-    """Return the requests of these conversations: all turns of the first conversation, then of the second, and so on.
+    """Return the requests of conversations: all turns of the first conversation, then of the second, and so on.
 
-    first: Number of the first request. Numbers seed the sampling.
+    first: Number of the first request. The number of a request seeds its sampling.
     """
     sizes = [1 + len(prompt.later) for prompt in prompts]
     talks = [[prompt] for prompt in prompts]

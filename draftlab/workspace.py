@@ -18,7 +18,7 @@ class Workspace(FileModel):
     """The defaults of commands: checkpoints, data, folder of outputs, device and dtype.
 
     Attributes:
-        draft: A ready draft, which commands use until another draft is made.
+        draft: Draft that commands use until the user makes a draft.
         runs: Folder of the outputs.
         device: auto is cuda if there is a GPU.
         dtype: auto is bfloat16 on cuda and float32 on a CPU.
@@ -70,9 +70,9 @@ def preset(name: str) -> Workspace:
     if Path(name).is_dir():
         raise UserError(f"{name} is a directory, not a preset; use draftlab init --target {name}")
     raise UserError(
-        f"no preset {name!r}{did_you_mean(name, PRESETS)}; for another checkpoint use draftlab init --target "
+        f"no preset {name!r}{did_you_mean(name, PRESETS)}; for another checkpoint, use draftlab init --target "
         "DIRECTORY "
-        "or --target ORGANISATION/NAME of the hub"
+        "or --target ORGANISATION/NAME"
     )
 
 
@@ -89,7 +89,7 @@ def load(folder: Path = Path()) -> Workspace:
 def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:
     """Return the newest output directory of these commands directly under `runs`, or None if there is no output.
 
-    Of outputs with the same time, the output of the command that is named first is returned.
+    If several outputs have the same time, return the output of the command that comes first in `commands`.
     """
     ages: dict[Path, tuple[str, int]] = {}
     for file in runs.glob("[!.]*/draftlab.json"):

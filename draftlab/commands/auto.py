@@ -38,21 +38,21 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     minutes: float = option(60.0, "Time to spend, approximately.", gt=0)
     draft: list[str] = option(
         [],
-        "Ready draft to compare: a smaller model, a pruned draft, or an EAGLE-3 head; repeat the option for several. "
-        "New drafts are then trained only if they may become faster.",
+        "Draft that exists already: a smaller model, a pruned draft, or an EAGLE-3 head; repeat the option for several. "
+        "New drafts are then trained only if they may become faster than these.",
     )
     server: ServerRule | None = option(
         None,
         (
-            f"Server that will run the draft: {', '.join(SERVERS.names())}. Only drafts that the server can run are "
-            "tried, with its verify rule. Default: draftlab's own engine."
+            f"Server that will run the draft: {', '.join(SERVERS.names())}. Only drafts that this server can run are "
+            "tried. Default: draftlab's own engine."
         ),
         flag="--for",
     )
     prompt_file: Path | None = option(
         None,
-        "JSON-lines file of your users' prompts; drafts are trained only with 96 or more. Default: draftlab's own "
-        "prompts for a chat model, else prompts cut from --data.",
+        "JSON-lines file of your users' prompts. To train drafts, it needs 96 prompts or more. Default: draftlab's own "
+        "prompts for a chat model; for other models, prompts cut from --data.",
         flag="--prompts",
     )
     data: str | None = option(
@@ -61,15 +61,15 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     )
     streams: Numbers = numbers(
         "1",
-        "Numbers of concurrent requests, as 1,4,16. The draft with the highest mean speed-up over all is chosen.",
+        "Numbers of concurrent requests, as 1,4,16. The draft with the highest mean speed-up over these is chosen.",
     )
     temperature: float = option(
-        0.0, "Temperature at which users' prompts are served; 0 is greedy.", ge=0
+        0.0, "Sampling temperature of your users' requests; 0 is greedy.", ge=0
     )
     verify_with: Path | None = option(
         None,
-        "Path of vllm or llama-server, in which the exported draft is verified. Default: the program on the PATH, "
-        "if any.",
+        "Path of the program vllm or llama-server, in which the exported draft is verified. Default: the program on the "
+        "PATH, if there is one.",
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: shared.Device = shared.device()
@@ -80,16 +80,16 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         Only(
             ("verify_with",),
             lambda c: c.server and c.server_kind.program,
-            "works only with --for vllm or llama.cpp, whose servers draftlab can start",
+            "works only with --for vllm or --for llama.cpp, whose servers draftlab can start",
         ),
     )
 
     @property
     def sampled_rule(self) -> str | None:
-        """Return the --server-rule of the server as the exported start script starts it.
+        """Return the verify rule (a value of --server-rule) of the server when the exported start script starts it.
 
-        It can differ from the server's default rule, because the script for vLLM makes the draft sample. None for
-        greedy decoding and for draftlab's own engine.
+        Return None for greedy decoding and for draftlab's own engine. The rule can differ from the server's default:
+        the script for vLLM makes the draft sample.
         """
         if self.temperature == 0 or self.server is None:
             return None
@@ -123,11 +123,11 @@ class Found(Outcome):
 def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     """Resolve and check the settings of auto, measure this machine, make the plan, and return the job.
 
-    An unfinished run keeps its plan.
+    If the directory has an unfinished run, use the plan of this run.
 
     Raises:
         UserError: The target, prompts or program cannot be used; the directory has a run with other settings; or time,
-            memory or disk are too small.
+            memory or disk are not enough.
     """
     with about("TARGET"):
         target = hub.locate(config.target, weights=False)
@@ -244,7 +244,7 @@ def _run(
 
 @command(AutoConfig, prepare=prepare_auto, dry_run=True, resumes=True)
 def auto(verdict: "Verdict", output: Output) -> Found:
-    """Find the draft that serves a target fastest on this machine, or report that none helps; a killed run resumes."""
+    """Find the draft with which this machine serves a target fastest, or report that no draft helps; a killed run resumes."""
     data = {"path": str(output.out), **verdict.model_dump(mode="json")}
     return Found(
         path=output.out, show=[*verdict.lines(), str(output.out)], data=data, verdict=verdict
@@ -269,6 +269,6 @@ def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
         flags = ", ".join(map(AutoConfig.flag, changed))
         raise UserError(
             f"{folder} has an unfinished auto run with other values of {flags}; choose another --out, or "
-            "remove that directory"
+            "remove this directory"
         )
     return before

@@ -1,4 +1,4 @@
-"""What every command has: settings, a step that checks them and prepares a library call, and an outcome to show."""
+"""The parts of a command: settings, a function that checks them and returns a job, and an outcome to show."""
 
 import errno
 import inspect
@@ -34,7 +34,7 @@ class Outcome:
         path: File or directory that the command wrote.
         show: Strings and rich tables, which the command line prints.
         data: Values for programs, which --json prints.
-        missed: Messages about what the result should reach but does not; the command then exits with code 3.
+        missed: Messages about thresholds that the result misses. If there are any, the exit code is 3.
         next: Command line that the user may run next.
     """
 
@@ -55,11 +55,11 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[Result]):
-    """A checked library call, which the prepare function of a command returns.
+    """The work of a command, with checked settings. The prepare function of the command returns it.
 
     Attributes:
         run: Function that does the work. If the command writes a directory, its argument is the Output.
-        name: Name of the output directory under the workspace's runs, which --out replaces.
+        name: Default name of the output directory, which is under the workspace's runs.
         facts: Function that returns the facts that a dry run shows. The dry run converts the facts "flops"
             (floating-point operations) and "bytes" (memory to read) to minutes.
     """
@@ -70,9 +70,9 @@ class Job(Generic[Result]):
 
 
 def fill(kind: Callable[..., Value], config: Config, /, **others: Any) -> Value:
-    """Call a library function or class. Its parameters that are named like a setting in `config` get that setting.
+    """Call a library function or class, and return its result. Parameters with the name of a setting get this setting.
 
-    others: Further arguments, which take precedence over settings of the same name.
+    others: Further arguments. They take precedence over settings of the same name.
     """
     same = (
         inspect.signature(kind).parameters.keys() & type(config).model_fields.keys() - others.keys()
@@ -81,7 +81,7 @@ def fill(kind: Callable[..., Value], config: Config, /, **others: Any) -> Value:
 
 
 def check_data(data: str, weights: bool) -> None:
-    """Check that the text of --data exists. weights: Whether the hub may be asked as well.
+    """Check that the text of --data exists. weights: Whether data sets on the hub are checked as well.
 
     Raises:
         UserError: The text is missing.
@@ -94,7 +94,7 @@ def check_program(path: Path | None) -> None:
     """Check that the program of --verify-with exists. Raises UserError: it is missing."""
     if path is not None and not path.is_file():
         raise UserError(
-            f"--verify-with {path}: there is no such program; give the path of vllm or llama-server"
+            f"--verify-with {path}: there is no such program; write the path of vllm or llama-server"
         )
 
 
@@ -104,9 +104,9 @@ class Command:
 
     Attributes:
         function: Function that makes the outcome from the result of the job. If the command writes a directory, its
-            second argument is the Output. Its docstring is the command's help.
-        prepare: Function that resolves and checks the settings, and returns the Job. Its second argument is False if
-            weight files may be missing. By default the job only returns the config.
+            second argument is the Output. The docstring of the function is the command's help.
+        prepare: Function that resolves and checks the settings, and returns the Job. Its second argument is whether
+            weight files must be present. By default the job only returns the config.
         dry_run: Whether the command has --dry-run, which shows its plan.
         resumes: Whether the command keeps unfinished work in its output directory and resumes there. Such a command
             has no --force.
@@ -170,7 +170,7 @@ class Command:
 def command(
     config: type[Config], *, name: str = "", **details: Any
 ) -> Callable[[Callable[..., Outcome]], Command]:
-    """Return a decorator that makes a function into a Command. details: Further fields of the Command."""
+    """Return a decorator that turns a function into a Command. details: Further fields of the Command."""
     return lambda function: Command(
         name=name or function.__name__.replace("_", "-"),
         config=config,
@@ -180,7 +180,7 @@ def command(
 
 
 def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:
-    """Return the outcome of a dry run: the facts, the time they imply, and the directory that would be written."""
+    """Return the outcome of a dry run: the facts, the estimated time, and the directory that would be written."""
     shown, minutes = dict(facts), {}
     flops, read_bytes = shown.pop("flops", 0), shown.pop("bytes", 0)
     if flops or read_bytes:

@@ -62,7 +62,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     )
     draft: str | None = option(
         None,
-        "Checkpoint to train. Default: the newest pruned draft; with --student eagle, a new head.",
+        "Checkpoint to train. Default: the newest pruned draft; for heads (--student eagle), a new head.",
     )
     target: str = shared.target()
     data: str = shared.data()
@@ -84,7 +84,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     loss_on: shared.LossOn | None = shared.loss_on(advanced=True)
     prompt_tokens: int = option(
         32,
-        "Number of tokens at the start of each sequence of data that the target or the draft continues.",
+        "Number of tokens of data at the start of each sequence, which the target or the draft continues.",
         ge=1,
         panel=GENERATED,
         advanced=True,
@@ -98,8 +98,8 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     )
     loss: shared.LossName = option(
         "fkl",
-        f"Loss: {', '.join([CROSS_ENTROPY, *LOSSES.names()])}; with a parameter, jsd(0.5); a sum, 0.9*fkl + 0.1*ce; "
-        "or several in turn, fkl@0.2 -> lk(3), in which fkl has the first 0.2 of the steps.",
+        f"Loss: {', '.join([CROSS_ENTROPY, *LOSSES.names()])}. With a parameter: jsd(0.5). A sum: 0.9*fkl + 0.1*ce. "
+        "A schedule: fkl@0.2 -> lk(3) uses fkl for the first 20 % of the steps, then lk(3).",
     )
     temperature: float = option(
         1.0, "Temperature of both distributions in the loss.", ge=0.01, advanced=True
@@ -107,7 +107,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     vocab: Vocab = shared.draft_vocab("the training text")
     top_logprobs: int = option(
         20,
-        "How many of the most probable tokens to request from the server at each position.",
+        "Number of most probable tokens that the server returns at each position.",
         ge=1,
         panel=SERVER,
         advanced=True,
@@ -119,7 +119,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     seq_len: int = option(256, "Length of each sequence in tokens.", ge=8, panel=TRAINING)
     optimizer: Optimizer = option(
         "muon",
-        "muon: Muon for the matrices of the layers, AdamW for all other weights.",
+        "adamw: AdamW for all weights; muon: Muon for the matrices of the layers, and AdamW for all other weights.",
         panel=TRAINING,
         advanced=True,
     )
@@ -139,7 +139,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     )
     warmup_ratio: float = option(
         0.03,
-        "Fraction of the steps, at the start, in which the learning rate rises to --lr.",
+        "Fraction of the steps in which the learning rate rises to --lr.",
         ge=0,
         le=1,
         panel=TRAINING,
@@ -211,7 +211,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         Only(
             ("prompt_file",),
             lambda c: c.text == "target" and c.outputs is None,
-            "works only with --text target and without --outputs, because the target answers these prompts",
+            "works only with --text target, and without --outputs",
         ),
         Only(
             ("data", "reweigh_steps", "prompt_tokens", "loss_on"),
@@ -306,7 +306,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
 
     @property
     def may_answer_data(self) -> bool:
-        """Return whether the target answers conversations of --data, in case the data has conversations."""
+        """Return whether the target would answer the conversations of --data, if there are any."""
         return self.text == "target" and self.outputs is None and self.data.endswith(ROW_FILES)
 
     @property
@@ -337,11 +337,11 @@ class Trained(Outcome):
     """The outcome of distill.
 
     Attributes:
-        acceptance_before: Rate at which the target accepts the student's tokens on held-out text, before training.
-            None if no target was compared.
-        acceptance: The same rate for the written weights.
+        acceptance_before: Acceptance rate of the student's tokens on held-out text, before training. None without a
+            target.
+        acceptance: Acceptance rate with the written weights.
         tokens: Number of training tokens.
-        lengths: Tokens per target pass for every K, before and after training. Empty if no target could write text.
+        lengths: Tokens per target pass for every K, before and after training. Empty if they were not measured.
     """
 
     acceptance_before: float | None
@@ -355,8 +355,8 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
     """Resolve and check the settings of distill, and return the job. weights: Whether weight files must be present.
 
     Raises:
-        UserError: A checkpoint, text, server or store of outputs is missing, two of them do not fit together, or a
-            model cannot be trained with these settings.
+        UserError: A checkpoint, the text, the server or the stored outputs are missing, two of them do not fit together,
+            or a model cannot be trained with these settings.
     """
     with note_if_slow("distill: loading torch and transformers"):
         from draftlab.data import loss_on_of, parse_mixture
@@ -420,7 +420,7 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
 
 @command(DistillConfig, prepare=prepare, dry_run=True)
 def distill(result: "TrainingResult", output: Output) -> Trained:
-    """Train a draft model to predict as the target does, or a head that reads the target's hidden states."""
+    """Train a draft model, or a head that reads the target's hidden states, to predict as the target does."""
     cost = f"{result.tokens:,} tokens in {result.seconds:.0f} s; {result.bits_per_byte:.3f} bits per byte held out"
     lines = [str(output.out), cost]
     before, after = result.before.acceptance, result.after.acceptance
@@ -469,7 +469,11 @@ def _check_models(
     reads_data: bool,
     weights: bool,
 ) -> None:
-    """Check that draft and target can read the sequences, share a vocabulary, and have usable weight files."""
+    """Check that draft and target can read sequences of this length, share a vocabulary, and have usable weight files.
+
+    Raises:
+        UserError: One of these checks fails.
+    """
     from draftlab.model import checkpoint
     from draftlab.model.hf_files import check_length, check_trimmable
     from draftlab.model.tokenizer import common_vocabulary
@@ -490,10 +494,10 @@ def _check_models(
 
 
 def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
-    """Return the prompts that the target answers before training, or None if there are none.
+    """Return the prompts that the target answers before training, or None without such prompts.
 
-    They come from --prompt-file, or from the conversations of --data with --text target. Held-out conversations are
-    left out, because `score` takes its prompts from them.
+    The prompts are those of --prompt-file. With --text target, they may also be the conversations of --data, without
+    held-out conversations, from which `score` takes its prompts.
     """
     from draftlab.data import is_chat_file
     from draftlab.data.text import check_prompts
@@ -508,8 +512,8 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
         file, of_data = Path(config.data), True
     elif config.is_set("max_new_tokens"):
         raise UserError(
-            f"--max-new-tokens: {config.data} has no conversations that the target could answer; name a file of "
-            "prompts by --prompt-file"
+            f"--max-new-tokens: {config.data} has no conversations that the target could answer; leave the option out, "
+            "or add --prompt-file FILE"
         )
     if file is None or target is None:
         return None
@@ -529,7 +533,7 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
 
 
 def _server(config: DistillConfig, weights: bool) -> "Server | None":
-    """Connect to the server of --server, and return it. Without --server, or in a dry run (weights=False), return None.
+    """Connect to the server of --server, and return it. Return None without --server and in a dry run (weights=False).
 
     Raises:
         UserError: The address or the key file is wrong, or the server does not answer.

@@ -67,7 +67,7 @@ class CheckConfig(DraftConfig):
     files_only: bool = option(False, "Only check the files, and do not run the draft.")
     server: str | None = option(
         None,
-        "Server that runs the draft, http://HOST:PORT; its answers are compared with those of the same draft here.",
+        "Server that runs the draft, http://HOST:PORT. Its answers are compared with the draft's answers on this machine.",
     )
     temperature: float = option(0.0, "Temperature of the requests to the server.", ge=0)
     api_key_file: Path | None = api_key_file()
@@ -95,9 +95,8 @@ class CheckConfig(DraftConfig):
 class ExportConfig(DraftConfig, OutputConfig):
     to: str = option(
         "hf",
-        "Format: hf, a Hugging Face directory; gguf, a GGUF file; the name of a server "
-        f"({', '.join(SERVERS.names())}), which writes its format with a start script; or speculators, the format "
-        "of an EAGLE-3 head for vLLM.",
+        "Format: hf, a Hugging Face directory; gguf, a GGUF file; speculators, an EAGLE-3 head for vLLM; or the name of "
+        f"a server ({', '.join(SERVERS.names())}), for the format of this server with a start script.",
     )
     outtype: str = option("f16", f"Data type of the matrices in a GGUF file: {', '.join(ROUNDED)}.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
@@ -105,12 +104,12 @@ class ExportConfig(DraftConfig, OutputConfig):
     )
     use_heterogeneous_vocab: bool = option(
         False,
-        "Keep the draft's vocabulary although the target has another; vLLM and transformers can translate.",
+        "Export a draft whose vocabulary differs from the target's; only vLLM and transformers can run it.",
         advanced=True,
     )
     k: int | None = option(
         None,
-        "Number of drafted tokens per step. Default: the best K of a score, or else 4.",
+        "Number of drafted tokens per step (K). Default: the best K of the newest score; without a score, 4.",
         ge=1,
         le=MAX_K,
     )
@@ -120,13 +119,13 @@ class ExportConfig(DraftConfig, OutputConfig):
     )
     scores: list[Path] = option(
         factory=list,
-        help="Scores of the draft, which decide K and fill the model card: score.json files, or directories with "
-        "them.",
+        help="Scores of the draft, for the choice of K and for the model card: score.json files, or directories that "
+        "have such files.",
         shown_default="the workspace's runs",
     )
     verify_with: Path | None = option(
         None,
-        "Path of vllm or llama-server. The program serves the export, whose acceptance must then equal its "
+        "Path of the program vllm or llama-server, in which the export is tested. Its acceptance there must equal its "
         "acceptance in draftlab's engine.",
     )
     temperature: float = option(
@@ -212,7 +211,7 @@ class Checked(Outcome):
 
     @property
     def fits(self) -> bool:
-        """Return whether nothing has to be fixed before the draft is served."""
+        """Return whether the draft can be served as it is."""
         return all(finding.level != "error" for finding in self.findings)
 
 
@@ -272,7 +271,7 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
 
 @command(CheckConfig, prepare=prepare_check)
 def check(found: tuple[Path, list[Finding]]) -> Checked:
-    """Check that a draft or head fits its target and that servers can run it; exit with code 3 if not."""
+    """Check that a draft or head fits its target and that servers can run it; exit with code 3 if a check fails."""
     draft, findings = found
     exported = hub.head_kind(draft) in (None, "eagle")  # servers load other heads as they are
     errors = sum(finding.level == "error" for finding in findings)
@@ -366,7 +365,7 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
 
 @command(ExportConfig, prepare=prepare_export, dry_run=True)
 def export(exported: "Exported", output: Output) -> Outcome:
-    """Write a draft or head as servers load it, with model card and start script; --verify-with tests the result."""
+    """Write a draft or head in the format of a server, with model card and start script; --verify-with tests the result."""
     script = next(output.out.glob("serve.*"), None)
     show = [*exported.lines, str(output.out), exported.advice]
     starts = "sh" if script and script.suffix == ".sh" else "python"
@@ -387,9 +386,11 @@ def _located(draft: str | None, target: str, *, weights: bool) -> tuple[Path, Pa
 
 
 def _scores_of(places: list[Path], draft: Path, target: Path) -> "list[Score]":
-    """Return the scores of exactly this draft or head (by hash) with this target: at most three, the newest first.
+    """Return the scores of a draft or head with a target: at most three, the newest first.
 
-    places: Files or directories of scores. If empty, the workspace's runs are searched.
+    A score belongs to the draft if the hash of the draft is the same.
+
+    places: Files or directories of scores. If there are none, the workspace's runs are searched.
     """
     from draftlab.provenance import fingerprint
     from draftlab.results.score import read_score, score_files

@@ -1,4 +1,4 @@
-"""The commands profile, which measures forward passes, and predict, which computes speed-up from such profiles."""
+"""The commands profile, which times forward passes, and predict, which computes speed-ups from these times."""
 
 import re
 from collections.abc import Sequence
@@ -54,8 +54,8 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
 
     models: list[str] = option(
         help="Checkpoints, or shapes, which are timed with random weights. With --law: one checkpoint or shape, which "
-        "is scaled down; several shapes; or a directory of measured profiles. With --server: the target and, for a "
-        "second server, its draft.",
+        "is scaled down; or several shapes; or a directory of measured profiles. With --server: the target, then the "
+        "draft if there is a second server.",
         argument=True,
     )
     law: bool = option(
@@ -80,13 +80,13 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
     )
     context: Numbers | None = option(
         None,
-        "Numbers of cached tokens before a pass, which are also the lengths of the timed prompts. Default: "
+        "Contexts: numbers of cached tokens before a pass. Prompts of these lengths are timed, too. Default: "
         "16,128,480; 16,256 with --law; 32,160 for servers.",
         typed=str,
     )
     repeats: int | None = option(
         None,
-        "How many times every pass is timed, after a warm-up. Default: 20; 10 with --law; 3 for servers.",
+        "Number of times that every pass is timed, after a warm-up. Default: 20; 10 with --law; 3 for servers.",
         ge=3,
     )
     mode: EngineMode = mode()
@@ -121,7 +121,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
 
     @property
     def profiles(self) -> Path | None:
-        """Return the directory of measured profiles to which a law is fitted, or None if passes are timed first."""
+        """Return the directory of measured profiles to which the law is fitted, or None if passes must be timed."""
         first = Path(self.models[0]) if len(self.models) == 1 else None
         if not self.law or first is None or not first.is_dir() or (first / "config.json").exists():
             return None
@@ -169,7 +169,7 @@ PREDICT = "draftlab predict --draft-profile DRAFT --target-profile TARGET --acce
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profiled(Outcome):
-    """The outcome of profile: a latency profile for each model. law: The law fitted to the profiles, with --law."""
+    """The outcome of profile: a latency profile for each model. law: With --law, the law fitted to the profiles."""
 
     profiles: "list[Profile]"
     law: "ScalingLaw | None" = None
@@ -286,12 +286,12 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
         acceptances = [_acceptance(text, config.max_new_tokens) for text in config.acceptance]
         if len(acceptances) not in (1, len(config.draft_profile)):
             raise UserError(
-                f"{len(acceptances)} values for {len(config.draft_profile)} drafts; give one value for all drafts, or "
-                "one per draft"
+                f"{len(acceptances)} values for {len(config.draft_profile)} drafts; write one value for all drafts, or "
+                "one value for each draft"
             )
     if config.is_set("max_new_tokens") and any(acceptance.model for acceptance in acceptances):
         raise UserError(
-            "--max-new-tokens: leave it out, because --acceptance names measured texts, which have a length"
+            "--max-new-tokens: leave it out, because the measured texts of --acceptance have their own lengths"
         )
     acceptances *= len(config.draft_profile) // len(acceptances)
     prompts: Sequence[int | None] = config.context or [None]
@@ -326,7 +326,7 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
 
 @command(PredictConfig, prepare=prepare_predict)
 def predict(drafts: "list[DraftPrediction]") -> Predicted:
-    """Predict the speed-up at every K from acceptance and latency profiles, even of different machines."""
+    """Predict the speed-up at every K from acceptance and latency profiles, which may be from different machines."""
     from draftlab.commands.latency_tables import best_k_table, draft_table, k_table
     from draftlab.latency.predict import verdict
 
@@ -343,12 +343,12 @@ def predict(drafts: "list[DraftPrediction]") -> Predicted:
 
 
 def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
-    """Return the acceptance that a value of --acceptance names: an output of replay or score, or 0.7, or 2.8@4.
+    """Parse a value of --acceptance: an output of replay or score, a probability, or tokens per pass at a K, as 2.8@4.
 
-    max_tokens: Assumed length of a generated text, for 0.7 and 2.8@4.
+    max_tokens: Assumed length of generated texts, if the value is a number.
 
     Raises:
-        UserError: The file is missing or cannot be read, or the probability or length is impossible.
+        UserError: The file is missing or cannot be read, or the number is impossible.
     """
     from draftlab.latency.cost_model import alpha_for
     from draftlab.latency.predict import DraftAcceptance
@@ -362,7 +362,7 @@ def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
         alpha = number if k is None else alpha_for(number, int(k))
         if alpha > 1:
             raise UserError(
-                f"{text} is above 1, so it is not a probability; write tokens per target pass with their K, as 2.8@4"
+                f"{text} is above 1, so it is no probability; write tokens per target pass with K, as 2.8@4"
             )
         return DraftAcceptance(
             work=constant_workload(alpha, tokens=max_tokens, prompt_tokens=ASSUMED_PROMPT)

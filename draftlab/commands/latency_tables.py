@@ -15,7 +15,7 @@ from draftlab.results.tables import terminal_table
 def profile_table(profile: Profile) -> Table:
     """Return a table of milliseconds per pass, by batch size, number of tokens and context.
 
-    The caption has the bandwidth and the matrix products that the device reaches.
+    The caption has the memory bandwidth of the device, and its speed in matrix products.
     """
     contexts = sorted({p.context for p in profile.forward})
     last = max(p.after for p in profile.steady)
@@ -45,16 +45,16 @@ def profile_table(profile: Profile) -> Table:
     table.caption = (
         f"{reached}{limits}Prompts: {prompts}. Host time per step in ms: {_ms(profile.host[0])}, or "
         f"{_ms(profile.host[-1])} "
-        f"to verify {profile.host[-1].width} tokens. Rows with steady: after {last} passes of the same model, as in "
-        "plain decoding. All other rows: right after other work, as in speculative decoding."
+        f"to verify {profile.host[-1].width} tokens. Rows marked steady are timed after {last} passes of the same model, "
+        "as in plain decoding. Other rows are timed right after other work, as in speculative decoding."
     )
     return table
 
 
 def law_table(law: ScalingLaw) -> Table:
-    """Return a table with a row per shape: the measured latency, the law's latency, and the error when held out.
+    """Return a table with a row per shape: the measured latency, the law's latency, and the law's error.
 
-    The error is that of a law that is fitted to all other shapes.
+    The error is that of a law that is fitted to all other shapes, without this shape.
     """
     first = law.profiles[0]
     rows = []
@@ -112,9 +112,9 @@ def k_table(prediction: Prediction) -> Table:
 
 
 def draft_table(predictions: list[Prediction]) -> Table:
-    """Return a table with a row per draft: its best K, and the tokens per pass with which it would equal the fastest.
+    """Return a table with a row per draft, and plain decoding as the last row.
 
-    The last row is plain decoding.
+    A row has the best K of the draft, and the tokens per target pass with which it would be as fast as the fastest.
     """
     fastest = max(predictions, key=lambda p: p.best.speedup.value)
     helps = fastest.best.speedup.value > 1
@@ -148,7 +148,7 @@ def draft_table(predictions: list[Prediction]) -> Table:
         heads, rows, best=predictions.index(fastest) if helps else len(predictions), title=title
     )
     table.caption = (
-        "* Fastest. Needed to be fastest: tokens per target pass at which this draft would equal the "
+        "* Fastest. Needed to be fastest: tokens per target pass with which this draft would be as fast as the "
         "fastest draft."
     )
     return table

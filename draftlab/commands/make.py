@@ -39,7 +39,7 @@ class InitConfig(Config):
     source: str | None = option(None, "Checkpoint from which drafts are cut. Default: the target.")
     draft: str | None = option(
         None,
-        "Ready draft, such as a smaller model of the same family: the default draft until you make a draft.",
+        "Draft that exists already, such as a smaller model of the same family. Commands use it until you make a draft.",
     )
     gguf: Path | None = option(None, "GGUF file of the target, which is imported under models/.")
     data: str | None = option(
@@ -62,7 +62,7 @@ class InitConfig(Config):
     def _names_one_target(self) -> Self:
         if (self.preset is None and self.gguf is None) == (self.target is None):
             raise ValueError(
-                "give the target in one way: --preset tiny, --preset smollm2, --target NAME or --gguf FILE"
+                "name the target in one way: --preset tiny, --preset smollm2, --target NAME or --gguf FILE"
             )
         return self
 
@@ -80,12 +80,12 @@ class ImportConfig(OutputConfig):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
-        "Data type of the written weights; auto: as stored, or bfloat16 for a quantised file.",
+        "Data type of the written weights; auto: that of the file, or bfloat16 for a quantised file.",
     )
 
 
 class DesignConfig(Config):
-    """The settings of design, which finds a shape for each number of layers, all with the same budget."""
+    """The settings of design, which finds shapes with the same budget, one for each number of layers."""
 
     params: shared.Count = option(
         None, "Budget: number of parameters of each shape, as 1.3b, 796m, 4m."
@@ -99,7 +99,9 @@ class DesignConfig(Config):
     vocab: shared.Vocab = shared.draft_vocab("the target's answers")
     multiple_of: int = option(64, "The FFN size is a multiple of this number.", ge=1, advanced=True)
     tensor_parallel: int = option(
-        1, "Number of devices over which heads, KV heads and FFN must split evenly.", ge=1
+        1,
+        "Number of tensor-parallel devices over which heads, KV heads and FFN must split evenly.",
+        ge=1,
     )
     law: Path | None = option(None, "Latency law: an output of draftlab profile --law.")
     out: Path | None = option(
@@ -119,7 +121,7 @@ class DesignConfig(Config):
     @model_validator(mode="after")
     def _has_one_budget(self) -> Self:
         if sum(budget is not None for budget in (self.params, self.kv_kib, self.latency_ms)) != 1:
-            raise ValueError("give one budget: --params 1.3b, --kv-kib 120 or --latency-ms 2")
+            raise ValueError("write one budget: --params 1.3b, --kv-kib 120 or --latency-ms 2")
         return self
 
 
@@ -175,7 +177,7 @@ def prepare_init(config: InitConfig, weights: bool) -> Job[NewWorkspace]:
     """Resolve and check the settings of init, and return the job.
 
     Raises:
-        UserError: draftlab.yaml exists and overwrite is off, or a checkpoint, file or text is missing.
+        UserError: draftlab.yaml exists and --force is off, or a checkpoint, file or text is missing.
     """
     from draftlab.importing.run import PUBLISHED, smollm2_file
 
@@ -223,7 +225,9 @@ def _write(space: Workspace, imports: dict[str, Path], *, fetch: bool, force: bo
         if gguf.parent == PUBLISHED:
             questions = PUBLISHED / "questions.jsonl"
         if is_imported(gguf, out):
-            note(f"{out} is kept, because it was imported from {gguf} before")
+            note(
+                f"{out} was imported from {gguf} before, so it is used as it is; remove it to import it again"
+            )
         else:
             import_checkpoint(source=str(gguf), out=out, force=force)
     if space.data == "stdlib" and is_chat_model(space.target, fetch=fetch):
@@ -266,7 +270,7 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
 
 @command(InitConfig, prepare=prepare_init)
 def init(written: NewWorkspace) -> Outcome:
-    """Write draftlab.yaml, which has the default target, source and data of all commands; also count local text."""
+    """Write draftlab.yaml with the default target, source and data of all commands; also show the size of local text."""
     space, sizes, questions = written
     show = [str(workspace.FILE)]
     for source, size in sizes.items():
@@ -287,7 +291,7 @@ def init(written: NewWorkspace) -> Outcome:
 
 
 def _size_lines(source: str, size: "SourceSize") -> list[str]:
-    """Return lines about the size of a text source, and about how much of it prune, distill and score use."""
+    """Return lines of text about the size of a text source, and about how much of it prune, distill and score use."""
     from draftlab.results.ranking import FEW_PROMPTS
 
     whole, train, heldout = size.whole, size.train, size.heldout
@@ -317,7 +321,10 @@ def _size_lines(source: str, size: "SourceSize") -> list[str]:
 
 
 def _layers(space: Workspace) -> int:
-    """Return how many layers a first draft may have: a third of the source's, or 2 if the source is not local."""
+    """Return the number of layers to suggest for a first draft.
+
+    It is a third of the source's layers, or 2 if the source is not on this machine.
+    """
     source = hub.local(space.source)
     layers = read_config(source).get("num_hidden_layers") if source is not None else None
     return max(1, layers // 3) if isinstance(layers, int) else 2

@@ -35,8 +35,8 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     weights: Whether weight files must be present, and a server must answer.
 
     Raises:
-        UserError: The target, text or log is missing, two of them do not fit together, or no draft could be distilled
-            from the store.
+        UserError: The target, the text or the log is missing, two of them do not fit together, or no draft could be
+            distilled from these outputs.
     """
     with note_if_slow("outputs build: loading torch and transformers"):
         from draftlab.target_outputs import build as building
@@ -65,7 +65,7 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
         text.check(k)
     elif not k:
         raise UserError(
-            "--top-logprobs 0: drafts cannot be distilled without stored probabilities; use 1 or more"
+            "--top-logprobs 0: drafts can be distilled only from stored probabilities; use 1 or more"
         )
     target = _target(config, directory, text.sampling, k) if weights or not served else None
     if target is not None and isinstance(text, building.TargetAnswers):
@@ -106,13 +106,13 @@ def _build_facts(
     OutputsBuildConfig, name="outputs build", prepare=prepare_build, dry_run=True, resumes=True
 )
 def build(manifest: "Manifest", output: Output) -> Outcome:
-    """Store a target's text and probabilities, on which drafts are distilled or replayed; a killed build resumes."""
+    """Store a target's text and probabilities, to distil drafts from them or to replay drafts on them; a killed build resumes."""
     then = f"distill --outputs {output.out}" if manifest.top_logprobs else f"replay {output.out}"
     return replace(_shown(output.out, manifest, {}), next=f"draftlab {then}")
 
 
 def _located(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
-    """Return the directory of a target. tokenizer_only: Whether a directory with a tokenizer but no model will do."""
+    """Return the directory of a target. tokenizer_only: Whether a directory that has only a tokenizer is accepted."""
     from draftlab.model import checkpoint
 
     with about("--target"):
@@ -256,10 +256,10 @@ def _served(
 def prepare_info(
     config: OutputsInfoConfig, weights: bool
 ) -> "Job[tuple[Path, StoreVerification | None]]":
-    """Check the settings of outputs info, and return the job, which with --verify compares the store with its target.
+    """Check the settings of outputs info, and return the job. With --verify, the job compares outputs with the target.
 
     Raises:
-        UserError: There is no store, or the target is missing.
+        UserError: The directory has no stored outputs, or the target is missing.
     """
     from draftlab.target_outputs.store import read_manifest
 
@@ -280,7 +280,7 @@ def prepare_info(
 
 @command(OutputsInfoConfig, name="outputs info", prepare=prepare_info)
 def info(verified: "tuple[Path, StoreVerification | None]") -> Outcome:
-    """Show what a store contains, and how many texts only repeat themselves; --verify compares it with the target."""
+    """Show what stored outputs contain, and how many texts mostly repeat themselves; --verify compares them with the target."""
     from draftlab.target_outputs.store import describe, read_manifest
 
     directory, result = verified
@@ -314,7 +314,8 @@ def prepare_replay(
     """Resolve and check the settings of replay, and return the job.
 
     Raises:
-        UserError: There is no store, two drafts have the same name, or a draft or verify rule does not fit the store.
+        UserError: The directory has no stored outputs, two drafts have the same name, or a draft or verify rule does
+            not fit the outputs.
     """
     from draftlab.model import checkpoint
     from draftlab.target_outputs.replay import Drafting, check, drafter_of, replay, rows_of
@@ -364,7 +365,7 @@ def prepare_replay(
 
 @command(ReplayConfig, prepare=prepare_replay)
 def replay(replays: "dict[str, tuple[Replay, list[AcceptanceRow]]]", output: Output) -> Replayed:
-    """Compute the acceptance of drafts for every K from stored target outputs; only heads need the target as well."""
+    """Compute the acceptance of drafts at every K from stored target outputs; only heads also need the target."""
     rows, show, data = dict[str, list["AcceptanceRow"]](), list[object](), []
     priced = [
         name for name, (each, _) in replays.items() if DRAFTERS.get(each.kind, "").is_priced()
@@ -418,8 +419,8 @@ def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
         cells.append([row.group, str(row.texts), str(row.k), *spreads, *by_position])
     title = f"{replayed.draft} on {replayed.target}, {replayed.sampling.describe()}"
     notes = [
-        "acceptance length: tokens per target pass, the target's own token included. acceptance rate: accepted over "
-        "drafted tokens. at i: the rate at position i if all earlier tokens are accepted. 95 % intervals over texts"
+        "acceptance length: tokens per target pass, including the target's own token. acceptance rate: accepted tokens "
+        "over drafted tokens. at i: the rate at position i if all earlier tokens are accepted. 95 % intervals over texts"
     ]
     if loops := int(replayed.degenerate.sum()):
         notes.append(

@@ -60,7 +60,7 @@ class PruneConfig(OutputConfig):
     vocab: Vocab = draft_vocab("--outputs or --data", panel=SHAPE)
     untie: bool = option(
         False,
-        "Give the draft a separate lm_head if the source ties lm_head to the embedding. Prune can then rotate the "
+        "Give the draft a separate lm_head, for a source that ties lm_head to the embedding. prune can then rotate the "
         "residual stream and refit lm_head.",
         panel=SHAPE,
         advanced=True,
@@ -69,8 +69,8 @@ class PruneConfig(OutputConfig):
     data: str = data("Calibration text: one SOURCE, or a mixture, SOURCE=WEIGHT,SOURCE=WEIGHT.")
     outputs: Path | None = option(
         None,
-        "Stored target outputs (draftlab outputs build) to calibrate on, in place of --data. --vocab keeps their "
-        "most frequent ids.",
+        "Stored target outputs (draftlab outputs build) to calibrate on, in place of --data. --vocab then keeps the most "
+        "frequent token ids of these outputs.",
         panel=CALIBRATION,
     )
     calibration_tokens: int = option(
@@ -81,15 +81,15 @@ class PruneConfig(OutputConfig):
     )
     refit: Literal["none", "norms", "layers", "head"] = option(
         "layers",
-        "Which weights to adjust after the cut. norms: scale the norms to the smaller width; layers: also fit o_proj "
-        "and down_proj to the source's residual stream; head: also fit lm_head to the source's logits.",
+        "Weights to adjust after the cut. none: no weights; norms: scale the norms to the smaller width; layers: also fit "
+        "o_proj and down_proj to the source's residual stream; head: also fit lm_head to the source's logits.",
         panel=CALIBRATION,
         advanced=True,
     )
     method: Literal["importance", "masks", "random", "first", "magnitude"] = option(
         "importance",
-        "How the weights to keep are chosen. importance: by activations; masks: by trained masks (Sheared LLaMA); "
-        "random, first and magnitude are baselines.",
+        "How to choose the weights to keep. importance: by activations; masks: by trained masks (Sheared LLaMA); "
+        "random, first, magnitude: baselines.",
     )
     depth: Literal["influence", "even"] = option(
         "influence",
@@ -99,7 +99,7 @@ class PruneConfig(OutputConfig):
     )
     scores_cache: Path | None = option(
         None,
-        "File that keeps the importance scores, so that other shapes need no calibration.",
+        "File for the importance scores. If it exists, the scores are read from it, and no calibration is needed.",
         panel=CALIBRATION,
         advanced=True,
     )
@@ -126,7 +126,7 @@ class PruneConfig(OutputConfig):
         Only(
             ("outputs",),
             lambda c: c.calibrates or c.vocab or c.shape,
-            "leave it out: this method reads no text, and without --vocab no ids are counted",
+            "leave it out: this method reads no text, except with --vocab, which counts token ids",
         ),
         Only(
             ("data",),
@@ -158,7 +158,7 @@ class PruneConfig(OutputConfig):
 
     @property
     def calibrates(self) -> bool:
-        """Return whether calibration text decides the draft's weights."""
+        """Return whether the draft's weights depend on calibration text."""
         return self.method == "importance" or self.refit != "none"
 
 
@@ -170,8 +170,8 @@ class Pruned(Outcome):
     """The outcome of prune.
 
     Attributes:
-        layers: Indices of the source's layers that were kept.
-        acceptance: Rate at which the source accepts the draft's tokens on held-out text. None if it was not measured.
+        layers: Indices of the source's layers that the draft keeps.
+        acceptance: Acceptance rate of the draft's tokens by the source on held-out text. None if it was not measured.
     """
 
     shape: Shape
@@ -224,7 +224,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         check(shape, llama=not have.options - {"untied"})
     if config.refit == "head" and have.tied:
         raise UserError(
-            "--refit head: the source ties lm_head to the embedding, which the refit would change as well; add "
+            "--refit head: the source ties lm_head to the embedding, so the refit would change the embedding, too; add "
             "--untie"
         )
     if config.outputs is not None:
@@ -266,12 +266,12 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
 def _prune(
     output: Output, *, cut: Callable[..., "Prune"], training: "MaskTraining | None", **how: Any
 ) -> "PrunedDraft":
-    """Cut the source with --method masks if `training` is set, or else with another method, and return the draft.
+    """Cut the source, and return the draft.
 
     Args:
         cut: Function that makes the Prune for an output.
         training: Settings of --method masks. None for other methods.
-        how: Arguments of Prune.by_scores, which all other methods call.
+        how: Arguments of Prune.by_scores, for other methods than masks.
     """
     from draftlab.pruning.masks.training import prune_by_masks
 
@@ -294,7 +294,7 @@ def _facts(
     Args:
         have: Shape of the source.
         shape: Shape of the draft.
-        shipped: Name of a shape that comes with draftlab, if it stands in for a source that cannot be downloaded.
+        shipped: Name of the shape that is used in place of a source that cannot be downloaded, or None.
     """
     from draftlab.pruning.run import HELDOUT_TOKENS
     from draftlab.pruning.source import kv_saving
@@ -340,8 +340,8 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
     ]
     if pruned.head is not None and pruned.head.coverage is not None:
         lines.append(
-            f"lm_head predicts {len(pruned.head.ids):,} of {shape.vocab:,} ids; the most frequent ids of one half "
-            f"of the text cover {pruned.head.coverage:.2%} of the other half"
+            f"lm_head predicts {len(pruned.head.ids):,} of {shape.vocab:,} token ids; a test: the most frequent ids of "
+            f"one half of the text cover {pruned.head.coverage:.2%} of the other half"
         )
     data = {
         "path": str(output.out),
@@ -373,9 +373,10 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
 
 
 def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
-    """Return the directory of a source, or its shape if it has no weights, and the name of a shipped shape or None.
+    """Return the directory of a source, or its shape if it has no weights.
 
-    A shape that comes with draftlab stands in for a source that cannot be downloaded, but only without weights.
+    In a dry run (weights=False), a shape that comes with draftlab is used in place of a source that cannot be
+    downloaded. The second result is the name of this shape, or None.
 
     Raises:
         UserError: There is no such source, or weights are required but the source is only a shape.
@@ -397,7 +398,7 @@ def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
 
 
 def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
-    """Return the shape of the draft that the settings ask for. have: Shape of the source.
+    """Return the shape of the draft, from the settings. have: Shape of the source.
 
     Raises:
         UserError: The shape cannot be cut from the source.
@@ -423,5 +424,7 @@ def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
             f"--vocab {size}: the source's lm_head is already trimmed to {have.draft_vocab:,} ids; leave --vocab out"
         )
     if size is not None and size >= have.vocab:
-        raise UserError(f"--vocab {size}: use fewer ids than the source has, {have.vocab:,}")
+        raise UserError(
+            f"--vocab {size}: the source has {have.vocab:,} token ids; use a smaller number"
+        )
     return shape.model_copy(update={"draft_vocab": size})

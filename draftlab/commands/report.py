@@ -1,4 +1,4 @@
-"""The command that ranks scores and shows them on a page."""
+"""The command report, which ranks scores and shows them on a page."""
 
 import json
 import shlex
@@ -35,7 +35,7 @@ class ReportConfig(Config):
     markdown: Path | None = option(None, "Markdown file to write: the tables.", panel=OUTPUT)
     min_speedup: float | None = option(
         None,
-        "Exit with code 3 if no draft reaches this speed-up of whole requests (prefill and decoding).",
+        "Exit with code 3 if no draft reaches this speed-up over plain decoding, prefill included.",
     )
     min_acceptance_length: float | None = option(
         None, "Exit with code 3 if the fastest draft has fewer tokens per target pass than this."
@@ -118,11 +118,11 @@ def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
 
 
 def _serve(fastest: "Ranked") -> str:
-    """Return the command that serves the target in vLLM with the fastest drafter.
+    """Return the command that serves the target in vLLM with the fastest drafter, or "" if there is no such command.
 
-    If no drafter is faster than plain decoding, or the fastest changed the target's text, the command serves the target
-    alone. The result is "" if the drafter has weights, servers made the score, the measurement is in doubt, or the
-    target's name is unknown.
+    The command serves the target alone if no drafter is faster, or if the fastest drafter changed the target's text.
+    There is no command for a drafter with weights, for scores of servers, for a doubtful measurement, or for a target
+    whose name is unknown.
     """
     from draftlab.config.kinds import parse_drafter
     from draftlab.results.report import target_named

@@ -49,7 +49,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
 
     draft: list[str] = option(
         factory=list,
-        help="Draft model; repeat the option for several. DRAFT@q8_0 rounds the weights to this GGUF type. Default: "
+        help="Draft model; repeat the option for several. DRAFT@q8_0 rounds its weights to the GGUF type q8_0. Default: "
         "the newest draft.",
     )
     drafter: list[Drafter] = option(
@@ -82,7 +82,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     max_new_tokens: int = option(128, "Largest number of tokens generated after each prompt.", ge=2)
     repeats: int = option(
         3,
-        "How many times every prompt is decoded, with each draft and K as well as without a draft.",
+        "Number of times that every prompt is decoded, for each draft and K and for plain decoding.",
         ge=1,
         advanced=True,
     )
@@ -105,15 +105,15 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     device_map: shared.DeviceMap = shared.device_map()
     int8: Literal["draft", "target", "both"] | None = option(
         None,
-        "Model whose weights are rounded to 8 bits, with --mode native. Plain decoding is then timed with rounded and "
-        "with full weights.",
+        "Round the weights of this model to 8 bits, with --mode native. Plain decoding is then timed twice: with rounded "
+        "and with full weights.",
         advanced=True,
     )
     threads: int | None = shared.threads()
     server: str | None = option(
         None,
-        "Server that runs the target alone, http://HOST:PORT. Without --speculative-server, the server's answers are "
-        "stored; later name their directory here in place of the address.",
+        "Server that runs the target alone, http://HOST:PORT, or a directory of its stored answers. Without "
+        "--speculative-server, the answers are stored for a later comparison.",
         panel=SERVER,
     )
     speculative_server: str | None = option(
@@ -127,7 +127,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     )
     task_limit: int = option(
         200,
-        "How many items of each task are evaluated, from the first item on.",
+        "Number of items of each task to evaluate, from the first item on.",
         ge=1,
         panel=TASKS,
         advanced=True,
@@ -151,7 +151,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     )
     min_speedup: float | None = option(
         None,
-        "Exit with code 3 if no draft reaches this speed-up of whole requests (prefill and decoding).",
+        "Exit with code 3 if no draft reaches this speed-up over plain decoding, prefill included.",
     )
 
     only = (
@@ -221,19 +221,19 @@ class Scored(Outcome):
 
     @property
     def interval(self) -> "Interval":
-        """Return the speed-up of the best score over whole requests (prefill and decoding), with its 95 % interval."""
+        """Return the speed-up of the best score with its 95 % interval. Times are those of whole requests."""
         return self.best.best_k_speedup
 
     @property
     def speedup(self) -> float:
-        """Return the speed-up of whole requests in the best score, over plain decoding."""
+        """Return the speed-up of the best score over plain decoding. Times are those of whole requests."""
         return self.interval.value
 
 
 def prepare(config: ScoreConfig, weights: bool) -> "Job[PlainAnswers | Score | list[Score]]":
     """Resolve and check the settings of score, and return the job.
 
-    weights: Whether weight files are downloaded; if not, only configurations and tokenizers are.
+    weights: Whether to download weight files. If False, only configurations and tokenizers are downloaded.
 
     Raises:
         UserError: A model, server, prompt file, task or data set is missing or does not fit the settings.
@@ -280,7 +280,7 @@ def score(result: "PlainAnswers | Score | list[Score]", output: Output) -> Score
 
 
 def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Comparison":
-    """Check the models, and return the comparison that this process runs."""
+    """Check the models, and return the comparison of drafts, which this process runs."""
     with about("--target"):
         target = hub.locate_model(config.target, weights)
     with about("--draft"):
@@ -352,13 +352,13 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     on_cpu = device.type == "cpu"
     if config.dtype == "auto" and on_cpu and checkpoint.is_fast(torch.bfloat16, device):
         note(
-            "weights are float32; if you serve in bfloat16, add --dtype bfloat16, in which this processor is fast, too"
+            "weights are float32; if you serve in bfloat16, add --dtype bfloat16, which is fast on this processor, too"
         )
     return comparison
 
 
 def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
-    """Connect to the servers, and return the comparison of them."""
+    """Connect to the servers, and return the comparison of their speeds."""
     from draftlab.reading import read_model
     from draftlab.servers.client import Server
 

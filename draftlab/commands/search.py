@@ -44,7 +44,7 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens per step to try, as 1-6 or 2,4,8.")
     parallel: bool = option(
         False,
-        "Search for parallel drafts, which learn to draft as many tokens as the largest --k in one pass.",
+        "Search for parallel drafts, which draft several tokens in one pass: as many as the largest --k.",
     )
     target: str = shared.target()
     source: str = shared.source()
@@ -61,7 +61,8 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     )
     first_steps: int = option(
         30,
-        "Distillation steps of every candidate on the first rung; each later rung has more.",
+        "Number of distillation steps of every candidate in the first round. Later rounds have fewer candidates and more "
+        "steps.",
         ge=1,
         advanced=True,
     )
@@ -185,7 +186,7 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
 
 @command(SearchConfig, prepare=prepare_search, dry_run=True)
 def search(result: "Search", output: Output) -> Searched:
-    """Find the draft's shape and K with which the target is fastest on this machine; a killed search resumes."""
+    """Find the draft shape and K with which the target is fastest on this machine; a killed search resumes."""
     draft = output.out / "draft"
     return Searched(
         path=output.out,
@@ -234,8 +235,8 @@ def _rung_table(search: "Search") -> "Table":
     title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}; the fastest is marked"
     table = terminal_table(heads, [*rows.values(), last], best=best, title=title)
     table.caption = (
-        f"{search.spent_seconds / 60:.1f} minutes. Predicted: speed-up of the tokens after the first, by a replay and "
-        "the latency law, at the best K and after as many training steps as the table says. Measured: speed-up of "
-        "whole requests, with a 95% interval over prompts."
+        f"{search.spent_seconds / 60:.1f} minutes. Predicted: speed-up of decoding without prefill, at the best K, from "
+        "a replay and the latency law, after the number of training steps in the table. Measured: speed-up of whole "
+        "requests, with a 95% interval over prompts."
     )
     return table

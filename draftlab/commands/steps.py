@@ -19,7 +19,7 @@ from draftlab.errors import UserError, did_you_mean, one_line
 
 @dataclass(frozen=True)
 class CommandStep:
-    """A command with its settings, as an entry of a recipe has them.
+    """A command with its settings, as in an entry of a recipe.
 
     where: Start of an error message about a setting.
     """
@@ -52,9 +52,9 @@ class CommandStep:
         return f"{self.command.name} {self.out or ''}".rstrip()
 
     def is_done(self) -> bool:
-        """Return whether the same command made the step's output, with the same settings, from the same inputs.
+        """Return whether the output exists and was made by this command, with the same settings and inputs.
 
-        A setting that an older version of draftlab did not record counts as its default.
+        A setting that an older version of draftlab did not record is taken to have its default value.
         """
         record = provenance.read_record(self.out) if self.out is not None else None
         if record is None or record.command != self.command.name:
@@ -82,7 +82,7 @@ def step_of(
 ) -> CommandStep:
     """Return the step that runs a command with these settings.
 
-    shared: Settings for all commands. Those that this command does not have are ignored.
+    shared: Settings for all commands. Settings that this command does not have are ignored.
 
     Raises:
         UserError: A setting is wrong.

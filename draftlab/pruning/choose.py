@@ -1,6 +1,6 @@
 """Choose the layers, hidden dimensions, heads and neurons to keep, by importance or by the rule of a baseline.
 
-L layers, D hidden, H heads, K kv heads, F ffn.
+Shapes: H query heads, K kv heads, G query heads per kv head.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,12 +15,15 @@ from draftlab.pruning.importance import Importance, Scores
 
 
 def choose(scores: Scores, source: Shape, shape: Shape, layers: list[int]) -> Keep:
-    """Choose the hidden dimensions, heads and neurons of the source with the highest scores, as many as `shape` has.
+    """Return the hidden dimensions, heads and neurons with the highest scores, as many as the draft's shape has.
 
-    Every kept kv head serves the same number of query heads. The best kv groups are chosen first, then the best query
-    heads in each group.
+    Every kv head of the draft has the same number of query heads. First the kv heads with the highest total score of
+    their query heads are chosen. Then the best query heads of each chosen kv head are chosen.
 
-    layers: Layers of the source to keep.
+    Args:
+        source: Shape of the source.
+        shape: Shape of the draft.
+        layers: Layers of the source to keep.
     """
     picked = [_keep_heads(scores.heads[layer], source, shape) for layer in layers]
     return Keep(
@@ -38,9 +41,9 @@ def top(scores: Tensor, count: int) -> list[int]:
 
 
 def influential(importance: Importance, count: int) -> list[int]:
-    """Return the `count` layers that change the direction of their input most.
+    """Return the `count` layers that change the direction of the residual stream most.
 
-    The first and the last layer are always included. With count=1, only the first layer is returned.
+    The first and the last layer are always among them. With count=1, the first layer is returned.
     """
     scores = importance.layers.clone()
     scores[0] = torch.inf
@@ -60,7 +63,7 @@ def random_scores(shape: Shape, seed: int) -> Scores:
 
 
 def first_scores(shape: Shape) -> Scores:
-    """Return scores that rank lower indices higher."""
+    """Return scores with which choose() keeps the lowest indices."""
     return _scores(shape, lambda *size: -torch.arange(size[-1], dtype=torch.float32).expand(size))
 
 

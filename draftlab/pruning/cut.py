@@ -1,6 +1,7 @@
 """Lazy views of a source's weights: cut to the kept indices, or rotated. model/shape.py names the axes of each tensor.
 
-D hidden dimensions of the source. A tensor is read, rotated and cut when it is looked up.
+A tensor is read, rotated and cut when it is looked up.
+Shapes: D hidden dimensions of the source, D' of the draft.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,9 +28,8 @@ READS = {
 class Keep(FileModel):
     """Indices of the layers, hidden dimensions, heads and neurons of the source to keep, ascending.
 
-    heads, kv_heads and ffn have one list for each kept layer.
-
-    If the residual stream is rotated, `hidden` has indices of principal components, of which 0 is the largest.
+    heads, kv_heads and ffn have one list for each kept layer. If the residual stream is rotated, `hidden` has indices
+    of principal components. Component 0 is the largest.
     """
 
     layers: list[int]
@@ -105,16 +105,22 @@ class Cut(TensorView):
 
 
 class Rotated(TensorView):
-    """The weights of the source after a rotation of its residual stream from x to x R. The logits stay the same.
+    """The weights of the source after its residual stream x, [T, D], is mapped to x R, [T, D'].
 
-    R is orthogonal, [D, D]. An RMSNorm commutes with a rotation once its scale is moved into the matrices that read its
-    output (SliceGPT, 2401.15024, eq. 2). One R for all layers keeps the model a plain LLaMA. A tied head cannot absorb
-    the last norm's scale, so only untied models can be rotated. Products are computed on the device of R.
+    R has orthonormal columns, [D, D']. If D' = D, R is a rotation, and the logits stay the same. If D' < D, the stream
+    keeps only D' directions.
+
+    An RMSNorm commutes with a rotation if its scale is first moved into the matrices after the norm (SliceGPT,
+    2401.15024, eq. 2). All layers share one R, so the model stays a plain LLaMA. A tied head cannot take the last
+    norm's scale, so tied models are refused. Products are computed on the device of R.
+
+    Raises:
+        ValueError: The embeddings are tied.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, rotation: Tensor) -> None:
         if shape.tied:
-            raise ValueError("a tied head cannot absorb the last norm's scale; untie it first")
+            raise ValueError("a model with tied embeddings cannot be rotated; untie the head first")
         super().__init__(weights, shape)
         self.rotation = rotation.float()
 

@@ -1,6 +1,7 @@
 """Importance of each layer, hidden dimension, head and neuron of a model, from one calibration pass.
 
-T tokens, L layers, D hidden, H heads, C head_dim, F ffn. Larger scores matter more.
+Parts with higher scores matter more.
+Shapes: T tokens, L layers, D hidden, H heads, F ffn, N features, n sampled tokens.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ SAMPLED_TOKENS = 512  # number of tokens whose residual streams are compared aro
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Scores of layers, hidden dimensions, heads and neurons. The highest are kept."""
+    """Scores of layers, hidden dimensions, heads and neurons. A draft keeps the parts with the highest scores."""
 
     layers: Tensor  # [L]
     hidden: Tensor  # [D]
@@ -37,16 +38,17 @@ class Scores:
 class Importance(Scores):
     """The scores of one calibration.
 
-    A layer's score is the mean of 1 - cosine between its input and its output (ShortGPT, 2403.03853). A hidden
-    dimension's score is its magnitude in the outputs of all norms. The score of a head or neuron is the magnitude of
-    its activations times the norm of the weights that read them, after Minitron (2407.14679, 3.1).
+    A layer's score is 1 minus the mean cosine between its input and its output (ShortGPT, 2403.03853). A hidden
+    dimension's score is its mean absolute value in the outputs of all norms. A neuron's score is its mean absolute
+    activation times the norm of its column in down_proj (after Minitron, 2407.14679, 3.1). A head's score is the sum of
+    such products over its features, with columns of o_proj.
     """
 
     # [D, D], sum over tokens of the outer products of the inputs of all norms, each scaled to mean square 1
     covariance: Tensor
 
     def principal(self, count: int, device: torch.device = CPU) -> tuple[Tensor, float]:
-        """Return the `count` largest principal directions, [D, count], and the share of the energy in them."""
+        """Return the `count` directions of highest variance, [D, count], and their share of the total variance."""
         covariance = self.covariance.to(device if device.type == "cuda" else "cpu").double()
         energy, directions = (part.cpu() for part in torch.linalg.eigh(covariance))
         directions = directions.flip(1)[:, :count]
@@ -57,7 +59,7 @@ class Importance(Scores):
 def calibrate(
     walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[[int], None]
 ) -> Importance:
-    """Run a model on chunks of token ids, [1, T] each, layer by layer, and return the importance of its parts.
+    """Return the importance of a model's parts, from one pass over chunks of token ids, [1, T] each.
 
     advance: Function that is called with the number of finished layers.
     """
@@ -92,7 +94,9 @@ def calibrate(
 
 
 def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> None:
-    """Write importance to a file, with `facts`, the settings that decide the scores.
+    """Write importance to a safetensors file.
+
+    facts: Settings that decide the scores. They are stored with the scores.
 
     Raises:
         UserError: The file cannot be written.
@@ -104,10 +108,12 @@ def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> No
 
 
 def load_scores(file: Path, facts: dict[str, str], shape: Shape) -> Importance:
-    """Read importance from a file that save_scores wrote with the same `facts`, the settings that decide the scores.
+    """Return the importance that save_scores wrote to a file.
+
+    facts: Settings that must equal the settings in the file.
 
     Raises:
-        UserError: The file has other facts, has scores of another shape, or is damaged.
+        UserError: The settings in the file differ, it has scores of another shape, or it is damaged.
     """
     layers, hidden = shape.layers, shape.hidden
     sizes = {
@@ -122,7 +128,7 @@ def load_scores(file: Path, facts: dict[str, str], shape: Shape) -> Importance:
         for key, value in facts.items():
             if stored.get(key) != value:
                 raise UserError(
-                    f"--scores-cache {file} was made with {key} = {stored.get(key)}, but this command has "
+                    f"--scores-cache {file} has scores for {key} = {stored.get(key)}, but this command has "
                     f"{value}; name another file"
                 )
         tensors = {field.name: handle.get_tensor(field.name) for field in fields(Importance)}
@@ -140,7 +146,7 @@ Listener = Callable[[Tensor, Tensor], object]  # a function of a module's input 
 
 
 class _Sums:
-    """Running sums of a calibration over tokens, on the device of the model."""
+    """Sums of activation magnitudes over the text of a calibration, on the device of the model."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         def zeros(*size: int) -> Tensor:
@@ -155,7 +161,7 @@ class _Sums:
         self.heads, self.ffn = zeros(shape.layers, shape.heads), zeros(shape.layers, shape.ffn)
 
     def listeners(self, layer: nn.Module, index: int) -> list[tuple[nn.Module, Listener]]:
-        """Return the submodules of a layer whose activations are summed, each with the function that sums them."""
+        """Return submodules of a layer, each with the function that adds its activations to the sums."""
         listeners: dict[str, Listener] = {
             "input_layernorm": self.norm,
             "post_attention_layernorm": self.norm,
@@ -171,7 +177,7 @@ class _Sums:
         self.covariance += x.T @ x
 
     def weigh(self, layer: nn.Module, index: int) -> None:
-        """Set the scores of a layer's heads and neurons: their summed activations times norms of weight columns."""
+        """Set the scores of a layer's heads and neurons from the sums and the layer's weights (see Importance)."""
         o, down = (
             layer.get_parameter(f"{name}.weight") for name in ("self_attn.o_proj", "mlp.down_proj")
         )

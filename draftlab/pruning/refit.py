@@ -1,9 +1,10 @@
 """Refit a draft after the cut, so that its residual stream follows the source's.
 
-Source and draft run side by side, one layer at a time. The matrices that write to the draft's residual stream are
-fitted by least squares.
+Source and draft run side by side, one layer at a time. The matrices that write to the draft's residual stream, o_proj
+and down_proj, are fitted by least squares.
 
-T tokens, D hidden of the source, D' of the draft, N input features of a matrix, V vocab. Streams are [1, T, D].
+Shapes: T tokens, D hidden dimensions of the source, D' of the draft, N inputs and M outputs of a matrix, V vocab.
+Residual streams are [1, T, D] in the source and [1, T, D'] in the draft.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ class Refit:
 
     @property
     def fits(self) -> bool:
-        """Return whether any adjustment is on. All adjustments need text."""
+        """Return whether any adjustment is on. Adjustments need calibration text."""
         return self.norms or self.layers or self.head
 
 
@@ -53,10 +54,14 @@ REFITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """A teacher-forced comparison of draft and source on held-out tokens, in means over tokens.
+    """How well a draft agrees with its source on held-out text, as means over the tokens.
 
-    source_cross_entropy, cross_entropy: Cross-entropy of source and draft in nats. acceptance: Mean of sum min(p, q).
-    top1: Share of tokens at which both have the same argmax.
+    Attributes:
+        source_cross_entropy: Cross-entropy of the source in nats per token.
+        cross_entropy: Cross-entropy of the draft in nats per token. Tokens that a trimmed head lacks count as 0 nats.
+        acceptance: Mean probability that the source accepts a token of the draft: the sum of min(p, q) over the
+            vocabulary, with p of the source and q of the draft.
+        top1: Share of tokens at which both models have the same argmax.
     """
 
     tokens: int
@@ -67,10 +72,10 @@ class Agreement:
 
 
 class Lockstep:
-    """A run of source and draft over the same text, layer by layer, that fits the draft's weights.
+    """Fit the draft's weights while source and draft run over the same text, layer by layer.
 
-    Layer j of the draft is fitted to the source's residual stream before the next kept layer, so layer j also makes up
-    for the dropped layers in between.
+    Each layer of the draft is fitted to the source's residual stream before the next kept layer. The fitted layer thus
+    also makes up for the dropped layers in between.
     """
 
     def __init__(
@@ -98,11 +103,11 @@ class Lockstep:
     def tensors(
         self, chunks: list[Tensor], heldout: list[Tensor], advance: Callable[[int], None]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the draft's tensors, fitted on chunks of token ids [1, T].
+        """Yield the names and fitted tensors of the draft. At the end, set `agreement`.
 
         Args:
-            heldout: Held-out token ids, [1, T + 1] each. A matrix keeps its cut weights unless the fit lowers the error
-                on this text.
+            chunks: Token ids to fit on, [1, T] each.
+            heldout: Held-out token ids, [1, T + 1] each. A fit that does not lower the error on this text is discarded.
             advance: Function that is called with the number of finished layers of the source.
         """
         self.fitted = len(chunks)
@@ -141,11 +146,11 @@ class Lockstep:
         return streams
 
     def _rescale(self, norm: nn.Module, streams: list[Stream]) -> None:
-        """Multiply a norm's weight by a factor, so that its output matches the cut output of the source's norm.
+        """Multiply a norm's weight by a factor, so that its output has the scale of the source's norm after the cut.
 
-        The mean square by which the norm divides is now over fewer dimensions.
+        The factor is needed because the draft's norm takes the mean square over fewer dimensions.
 
-        streams: The source's residual stream before the norm, for each chunk.
+        streams: The source's residual stream before the norm, [1, T, D] for each chunk.
         """
         if not self.refit.norms:
             return
@@ -162,10 +167,14 @@ class Lockstep:
         draft_streams: list[Stream],
         targets: list[Stream],
     ) -> None:
-        """Fit one matrix of a layer of the draft, so that the residual stream after it comes closer to `targets`.
+        """Fit o_proj or down_proj of a draft layer, so that the residual stream after it comes closer to the source's.
 
-        names: Name of the matrix, then the name of the norm that reads its result; the last matrix of a layer has no
-        such norm.
+        Args:
+            module: The draft layer.
+            run: Function that runs the draft layer.
+            names: Name of the matrix. For o_proj, also the name of the norm whose input is the stream after o_proj.
+            draft_streams: The draft's residual streams before the layer.
+            targets: The source's residual streams to come close to.
         """
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
@@ -207,7 +216,7 @@ class Lockstep:
 
 
 def _recorded(module: nn.Module, run: Run, stream: Stream, *names: str) -> list[Tensor]:
-    """Run a module on a stream. Return the inputs of the named submodules, and last the output of the module."""
+    """Run a module on a residual stream. Return the inputs of the named submodules, then the output of the module."""
     inputs: dict[str, Tensor] = {}
 
     def hook(name: str) -> Callable[..., None]:
@@ -226,12 +235,14 @@ def _recorded(module: nn.Module, run: Run, stream: Stream, *names: str) -> list[
 def _fit_matrix(
     linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitted: int, ridge: float
 ) -> None:
-    """Fit a weight matrix by adding the dW that minimises |E - X dW|^2 + ridge |dW|^2.
+    """Change a weight matrix, so that its outputs come closer to wanted outputs.
 
-    The weight stays as it is if dW does not lower the error on held-out chunks.
+    X is the input of the matrix, [T, N], and E the wanted change of its output, [T, M]. The change dW of the weights
+    minimises |E - X dW|^2 + ridge |dW|^2. If dW does not lower the error on held-out chunks, the weights stay.
 
-    pairs: For each chunk, the inputs X of the matrix, [T, N], and the errors E of its output, [T, M]. The first
-    `fitted` chunks are for the fit, and all other chunks are held out. ridge: Penalty relative to the mean square of X.
+    Args:
+        pairs: X and E of each chunk. The first `fitted` chunks are for the fit, and the others are held out.
+        ridge: Penalty, as a multiple of the mean of the diagonal of X'X.
     """
     weight = linear.get_parameter("weight")  # [M, N]
     gram = torch.zeros(weight.shape[1], weight.shape[1], device=weight.device)
@@ -255,7 +266,9 @@ def _fit_matrix(
 
 
 def ridge_solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """Solve a ridge regression from X to E in fp64: return (X'X + ridge mean(diag X'X) I)^-1 X'E, or zeros if X is 0.
+    """Return the coefficients of a ridge regression from X, [T, N], to E, [T, M], computed in fp64, [N, M].
+
+    The result is (X'X + ridge mean(diag X'X) I)^-1 X'E. If X is 0, the result is 0.
 
     gram: X'X, [N, N]. cross: X'E, [N, M].
     """
@@ -274,9 +287,11 @@ def _rms(x: Tensor) -> Tensor:
 def _agreement(
     rows: Iterator[tuple[Tensor, Tensor, Tensor]], head_ids: list[int] | None
 ) -> Agreement:
-    """Compare the draft with the source by their logits. Tokens that a trimmed head lacks add nothing to the sums.
+    """Compare the draft with the source by their logits.
 
-    rows: For each chunk, the logits of source and draft, [1, T, V] each, and the token ids, [1, T + 1].
+    Args:
+        rows: For each chunk, the logits of source and draft, [1, T, V] each, and the token ids, [1, T + 1].
+        head_ids: Token ids of the draft's trimmed head. None for a complete head.
     """
     sums, tokens = torch.zeros(4, dtype=torch.float64), 0
     for source, draft, ids in rows:

@@ -39,9 +39,12 @@ COUNTED_TOKENS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """Text to calibrate and refit on: a mixture of data, or stored outputs of the target.
+    """The text for calibration and refit: a mixture of data sources, or stored outputs of the target.
 
-    outputs: Directory of stored outputs, which replace `data`. tokens: Number of tokens to calibrate on.
+    Attributes:
+        data: The mixture, as in "a=0.7,b=0.3".
+        outputs: Directory of stored target outputs, which are used in place of `data`.
+        tokens: Number of tokens to calibrate on.
     """
 
     data: str
@@ -74,7 +77,13 @@ class Text:
         return [torch.from_numpy(part.ids[:, :-1]) for part in text.batch(0).split(1)]
 
     def heldout(self, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
-        """Return chunks of held-out token ids, [1, seq_len + 1] each, or a shorter chunk if there is less text."""
+        """Return chunks of held-out token ids, [1, seq_len + 1] each.
+
+        If a data source has less held-out text than a chunk, return one shorter chunk.
+
+        Raises:
+            UserError: The held-out text of the data source is too short.
+        """
         rows = max(1, HELDOUT_TOKENS // self.seq_len)
         if self.outputs is not None:
             own = self.outputs / HELDOUT
@@ -90,7 +99,7 @@ class Text:
         return [torch.from_numpy(batch.ids) for batch in text.batches]
 
     def counted(self, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-        """Return the token ids of texts, which are counted to find the frequent ids of a trimmed head."""
+        """Return the token ids of texts. A trimmed head keeps the most frequent ids of these texts."""
         if self.outputs is not None:
             return [output.ids for output in read_texts(self.outputs)]
         text = open_batches(self.data, tokenizer, rows=1, seq_len=COUNTED_TOKENS, steps=1, seed=0)
@@ -103,7 +112,7 @@ class Text:
 def joined(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[Tensor]:
     """Join texts in random order, and return at most `rows` chunks of token ids, [1, length] each.
 
-    If all texts together are shorter than a chunk, the texts are repeated to fill a single chunk.
+    If all texts together are shorter than one chunk, they are repeated to fill it.
     """
     order = np.random.default_rng(seed).permutation(len(texts))
     ids = np.concatenate([texts[i] for i in order])
@@ -115,7 +124,7 @@ def joined(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[T
 
 
 def _whole(outputs: list[TargetOutput]) -> list[np.ndarray]:
-    """Return each prompt with the target's answer, in the order of the prompts' numbers."""
+    """Return the token ids of each prompt and its answer, joined, in the order of the prompt numbers."""
     ordered = sorted(outputs, key=lambda output: output.number)
     return [np.concatenate([output.prompt, output.ids]).astype(np.int64) for output in ordered]
 
@@ -128,12 +137,12 @@ Depth = Literal["influence", "even"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What to keep of the source.
+    """The parts of the source that a draft keeps, and the weights to cut them from.
 
     Args:
         keep: Indices of the source to keep.
-        basis: Map from the source's residual stream to the draft's, [D of the source, D of the draft].
-        weights: The source's weights, which are not cut yet, but may be rotated or multiplied by masks.
+        basis: Map from the source's residual stream to the draft's, [source's hidden size, draft's hidden size].
+        weights: The source's weights before the cut. They may be rotated or multiplied by masks.
         save: Function that writes further files to the draft's directory.
     """
 
@@ -145,9 +154,10 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadIds:
-    """The token ids of a trimmed head.
+    """The token ids of a trimmed head, which can propose only these ids.
 
-    coverage: Share of tokens that are among the ids (see frequent_ids). None if the source's head has the same ids.
+    coverage: Share of the text's tokens that are among the ids (see frequent_ids). None if the ids come from the
+    source, whose head is trimmed already.
     """
 
     ids: list[int]
@@ -156,10 +166,14 @@ class HeadIds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunedDraft:
-    """A finished draft.
+    """The result of pruning.
 
-    keep: Indices of the source that were kept. agreement: Comparison with the source on held-out text. None for a copy
-    of the source. disk_bytes: Size of the draft's weights on disk. head: Ids of a trimmed head.
+    Attributes:
+        source, shape: Shapes of the source and of the draft.
+        keep: Indices of the source that the draft keeps.
+        agreement: Comparison with the source on held-out text. None if the draft is a copy of the source.
+        disk_bytes: Size of the draft's weights on disk.
+        head: Token ids of a trimmed head. None for a complete head.
     """
 
     source: Shape
@@ -172,9 +186,9 @@ class PrunedDraft:
 
 @dataclass(frozen=True, kw_only=True)
 class Prune:
-    """A draft to cut from a source. The draft has the dtype of the source.
+    """The pruning of a source to a smaller shape. The draft is stored in the dtype of the source.
 
-    A draft with the shape of the source is an exact copy of the source's weights.
+    If both shapes are equal, the draft is an exact copy of the source's weights.
     """
 
     source: Source
@@ -198,7 +212,7 @@ class Prune:
             depth: Whether "importance" keeps the most influential layers or evenly spaced layers.
             rotate: Whether to rotate the residual stream to its principal directions before cutting the width. A model
                 with tied embeddings is never rotated.
-            scores_cache: File that stores the importance for later runs.
+            scores_cache: File with the importance. If it does not exist, it is written, for later runs.
         """
         if self.is_copy():
             return self.copy()
@@ -219,9 +233,9 @@ class Prune:
         return self.write(self._unrotated(choose.choose(scores, have, self.shape, layers)))
 
     def is_copy(self) -> bool:
-        """Return whether the draft is a copy of the source, except for a trimmed head.
+        """Return whether draft and source have the same shape. A trimmed head is no difference.
 
-        Also check the disk and the text, before hours of work.
+        Also check that there is enough space on the disk and enough text, before hours of work.
 
         Raises:
             UserError: There is too little space on the disk, or too little held-out text.
@@ -235,7 +249,7 @@ class Prune:
         return is_copy
 
     def copy(self) -> PrunedDraft:
-        """Write the source's weights unchanged, except that the draft's head may be separate or trimmed."""
+        """Write the source's weights without changes as the draft. Only the head may be made separate or trimmed."""
         source, keep = self.source, keep_all(self.source.shape)
         with self.output.directory() as work:
             weights = source.with_head(checkpoint.Weights(source.directory)).items()
@@ -245,7 +259,7 @@ class Prune:
             return self._record(work, keep, size, None)
 
     def write(self, selection: Selection) -> PrunedDraft:
-        """Cut the source to a selection, refit the draft, and write it."""
+        """Cut the selected parts from the source, refit the draft, and write it."""
         source, keep, head = self.source, selection.keep, self._head
         draft_config = source.config_for(self.shape, keep.layers)
         draft = Walk(
@@ -282,7 +296,11 @@ class Prune:
 
     @cached_property
     def _head(self) -> HeadIds | None:
-        """Return the token ids of a trimmed head, or None for a complete head. Raises the errors of frequent_ids."""
+        """Return the token ids of the draft's trimmed head, or None for a complete head.
+
+        Raises:
+            UserError: The token ids cannot be chosen (see frequent_ids).
+        """
         directory, vocab = self.source.directory, self.source.shape.vocab
         if self.shape.draft_vocab is None:
             return None
@@ -290,8 +308,8 @@ class Prune:
             return HeadIds(ids=ids, coverage=None)
         if self.text.outputs is None:
             note(
-                f"lm_head keeps the most frequent ids of {self.text.data}; those of the target's answers (--outputs) "
-                "would fit better"
+                f"lm_head keeps the token ids that are most frequent in {self.text.data}; add --outputs DIRECTORY to "
+                "count them in the target's answers, which fits better"
             )
         special = template_ids(self._tokenizer) | set(checkpoint.eos_token_ids(directory))
         ids, coverage = frequent_ids(
@@ -302,7 +320,7 @@ class Prune:
     def _record(
         self, work: Path, keep: Keep, size: int, agreement: Agreement | None
     ) -> PrunedDraft:
-        """Write a draft's record, and all its files except the weights."""
+        """Write draftlab.json, the kept indices and the ids of a trimmed head. Return the result of pruning."""
         (work / KEEP_FILE).write_text(keep.model_dump_json())
         notes: dict[str, object] = {"params": self.shape.params()}
         if agreement is not None:

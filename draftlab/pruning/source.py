@@ -22,9 +22,9 @@ TOLERANCE = 1e-3
 
 
 def prunable_shape(name: str) -> tuple[str, Shape]:
-    """Return the short name and the shape of a source to prune. The source's weights are not needed.
+    """Return the short name and the shape of a source to prune. No weights are read.
 
-    name: Name of a known shape, or name or directory of a checkpoint.
+    name: Name of a known shape, or hub name or directory of a checkpoint.
 
     Raises:
         UserError: There is no such source, or drafts cannot be cut from it.
@@ -38,7 +38,7 @@ def prunable_shape(name: str) -> tuple[str, Shape]:
 
 
 def check_buildable(config: dict[str, object], shape: Shape) -> None:
-    """Check that transformers builds a config with the sizes of a shape.
+    """Check that the model that transformers builds from a config has the tensor sizes of a shape.
 
     Raises:
         UserError: The size of a tensor differs. The message names the tensor.
@@ -56,11 +56,11 @@ def check_buildable(config: dict[str, object], shape: Shape) -> None:
 
 
 def check_prunable(config: dict[str, object], source: Shape) -> None:
-    """Refuse a model that has LLaMA's tensors but computes something else with them, such as Gemma's norms.
+    """Check that a model computes with its tensors as LLaMA does, so that a cut of unused dimensions is exact.
 
-    Half of the hidden dimensions and heads of a small random model are zeroed. Cutting them, and rescaling the norms
-    to the smaller width, must not change the model's logits. A norm that adds 1 to its scale changes the logits, and so
-    does an embedding that is scaled by the width.
+    The check builds a small random model of this kind, in which half of the hidden dimensions and heads are zero. If
+    these are cut and the norms are rescaled, the logits must stay the same. The logits change, for example, if a norm
+    adds 1 to its scale, as in Gemma, or if the embedding is multiplied by the width.
 
     Raises:
         UserError: The logits change, or transformers cannot build the small model.
@@ -110,7 +110,7 @@ def check_prunable(config: dict[str, object], source: Shape) -> None:
 class Source:
     """A checkpoint to cut a draft from.
 
-    untied: Whether the draft gets a separate head although the checkpoint ties its head to the embedding.
+    untied: Whether to give the draft a separate head. The checkpoint's head is tied to the embedding.
     """
 
     directory: Path
@@ -130,24 +130,24 @@ class Source:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the cut weights and of the draft's passes.
+        """Return the dtype in which weights are cut and the draft runs.
 
-        This is the stored dtype, or float32 if the device computes the stored dtype slowly.
+        It is the dtype of the checkpoint, or float32 if that dtype is slow on the device.
         """
         return checkpoint.compute_dtype(self.directory, self.device)
 
     @cached_property
     def planned_dtype(self) -> torch.dtype:
-        """Predict `dtype` from the dtype that config.json names, without reading weights."""
+        """Return `dtype` as config.json predicts it. No weights are read."""
         stored = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
         return checkpoint.computed_dtype(checkpoint.resolve_dtype(stored, self.device), self.device)
 
     @cached_property
     def pass_dtype(self) -> torch.dtype:
-        """Return the dtype of the source's passes.
+        """Return the dtype in which the source runs.
 
-        This is `dtype`, or bfloat16 on a CPU that computes the stored dtype (float16) slowly, but bfloat16 fast. The
-        source only runs for calibration and for the refit, so no weight of the draft is rounded to bfloat16.
+        Usually it is `dtype`. A float16 checkpoint runs in bfloat16 on a CPU that is slow in float16 but fast in
+        bfloat16. The source runs only for calibration and refit, so the draft's weights are not rounded to bfloat16.
         """
         slow = self.dtype != self.stored_dtype and self.device.type == "cpu"
         return (
@@ -161,7 +161,7 @@ class Source:
         return self.with_head(checkpoint.Weights(self.directory, self.dtype))
 
     def with_head(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the weights. If `untied` is set, a copy of the embedding is added as a separate head."""
+        """Return a checkpoint's weights. If `untied` is set and there is no head, add a copy of the embedding."""
         return (
             Untied(weights, self.shape)
             if self.untied and "lm_head.weight" not in weights

@@ -17,9 +17,9 @@ Run = Callable[[Tensor], Tensor]
 
 
 class Walk:
-    """A model that runs as embedding, layers and head. Each module is in memory only inside its `with` block.
+    """A model that is run in steps: the embedding, each layer, then the head.
 
-    Residual streams are [1, T, D] and have the same T.
+    The weights of a step are in memory only inside its `with` block. All residual streams, [1, T, D], have the same T.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Walk:
 
     @contextlib.contextmanager
     def layer(self, index: int) -> Iterator[tuple[nn.Module, Run]]:
-        """Yield a layer, which is in memory inside the `with` block, and a function that runs the layer."""
+        """Load a layer for the `with` block. Yield the layer, and a function that runs it on a stream, [1, T, D]."""
         with self._loaded(f"model.layers.{index}"):
             module, arguments = self.layers[index], self._arguments[index]
 
@@ -70,7 +70,10 @@ class Walk:
 
     @contextlib.contextmanager
     def head(self) -> Iterator[tuple[nn.Module, Run]]:
-        """Yield the model with its last norm and head in memory, and a function from a stream to logits, [1, T, V]."""
+        """Load the last norm and the head for the `with` block. Yield the model and a function from stream to logits.
+
+        The function takes a residual stream, [1, T, D], and returns logits, [1, T, V].
+        """
         norm = self.model.get_submodule("model.norm")
 
         @torch.inference_mode()
@@ -109,7 +112,10 @@ class Walk:
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[list[tuple[Tensor, dict[str, Any]]]]:
-        """Yield a list that records the calls of layers, which return their inputs unchanged in the `with` block."""
+        """Yield a list to which every call of a layer adds the layer's input and keyword arguments.
+
+        In the `with` block, layers return their inputs unchanged.
+        """
         calls: list[tuple[Tensor, dict[str, Any]]] = []
 
         def record(stream: Tensor, **arguments: Any) -> Tensor:

@@ -1,7 +1,7 @@
-"""Run the steps of auto's plan, from a target to a served draft. Fast early steps let later steps do more.
+"""Run the steps of auto's plan, from a target to a served draft. Time that early steps save goes to later steps.
 
-All decisions depend only on the plan and the records of steps. A run that resumes after a kill therefore decides the
-same.
+All decisions depend only on the plan and on the records of finished steps. A killed run therefore decides in the same
+way when it resumes.
 """
 
 import math
@@ -62,9 +62,11 @@ MOST_FASTER = 4.0  # largest factor by which generation is taken to be faster or
 
 @dataclass(frozen=True, kw_only=True)
 class AutoRun:
-    """One run of a plan of auto.
+    """The execution of auto's plan.
 
-    left_out: Candidates that are not tried, each with the reason. notes: Sentences to add to the verdict.
+    Attributes:
+        left_out: Candidates that are not tried, each with the reason.
+        notes: Sentences to add to the verdict.
     """
 
     request: Request
@@ -159,9 +161,9 @@ class AutoRun:
         return self.plan.seconds_for(step, self.steps.seconds())
 
     def _candidates(self) -> tuple[list[Arm], TrainingRounds | None]:
-        """Make all candidates of the plan, and return them with the training rounds of the draft model.
+        """Make the candidates of the plan. Return them, and the training rounds of the draft model.
 
-        Candidates that fail are added to left_out instead.
+        A candidate that cannot be made is added to left_out, with the reason.
         """
         kinds, training = self.plan.candidates, None
         candidates: list[Arm] = []
@@ -196,10 +198,14 @@ class AutoRun:
         return candidates, training
 
     def _worth_training(self, kinds: list[str], existing: list[Arm]) -> list[str]:
-        """Return the kinds of candidates that are worth making, beside the user's drafts.
+        """Return the kinds of candidates that are worth making in addition to the user's drafts.
 
-        Measure the candidates that exist. If no trained draft can become faster than the best of them, leave out all
-        kinds that need training.
+        First measure the candidates that exist already. If no trained draft can become faster than the best of them,
+        leave out all kinds that need training.
+
+        Args:
+            kinds: Kinds of candidates in the plan.
+            existing: Candidates that need no training.
         """
         trained = [kind for kind in kinds if kind in (*CUT, *HEADS)]
         cheapest = self._costs.cheapest(trained)
@@ -234,7 +240,10 @@ class AutoRun:
 
     @cached_property
     def _texts(self) -> Path:
-        """Store the target's answers to the prompts for the choice, on which drafts are replayed. Return the store."""
+        """Store the target's answers, on which drafts are replayed. Return their directory.
+
+        The prompts are those by which a draft is chosen.
+        """
         return self._run(
             "texts",
             "outputs build",
@@ -248,10 +257,10 @@ class AutoRun:
 
     @cached_property
     def _answers(self) -> Path:
-        """Store target outputs to train on, as many as the time allows, and return the store.
+        """Store as many target outputs to train on as the time allows. Return their directory.
 
-        The time of the texts for replays shows how many answers the target can write. Without training prompts the
-        target only reads data, which is about ten times as fast.
+        With prompts for training, the target writes answers to them. How fast it wrote the answers for replays shows how
+        many it can write. Without such prompts, the target only reads data, which is about ten times faster.
         """
         costs, prompts, slower = self._costs, self.request.prompts, 1.0
         if "draft" in self.plan.candidates:
@@ -275,7 +284,7 @@ class AutoRun:
     def _drafts(self) -> tuple[list[Arm], TrainingRounds]:
         """Search for a draft, train it in rounds, and make its variants: fallback, parallel and trimmed.
 
-        Return the draft and its variants, and the rounds.
+        Return the draft with its variants as candidates, and the training rounds.
         """
         kinds = self.plan.candidates
         searched = self._run(
@@ -310,9 +319,13 @@ class AutoRun:
         return drafts, training
 
     def _rounds(self, draft: Path, name: str, k: int) -> tuple[Path, TrainingRounds]:
-        """Train a draft in rounds, each as long as all rounds before it. Return the best draft, and the rounds.
+        """Train a draft in rounds. Each round has as many tokens as all earlier rounds together.
 
-        Training stops when a round gains too little, or when the time is over. k: K of the replays that compare rounds.
+        Training stops when a round gains too little, or when the time is over. Return the best draft, and the rounds.
+
+        Args:
+            name: Name of the draft's shape.
+            k: Number of drafted tokens per step (K) in the replays that compare rounds.
         """
         until = self.steps.seconds() + self._seconds_for("train")
         per_step = _tokens_per_step(draft)
@@ -362,7 +375,7 @@ class AutoRun:
     def _tried(
         self, kind: str, steps: int, *, student: StudentSpec, **settings: Any
     ) -> Path | None:
-        """Train a candidate, and return its directory. If that fails, add the reason to left_out and return None."""
+        """Train a candidate, and return its directory. If training fails, add the error to left_out and return None."""
         try:
             return self._trained(kind, steps, student=student, **settings)
         except UserError as error:
@@ -370,10 +383,10 @@ class AutoRun:
             return None
 
     def _scores(self, step: str, candidates: list[Arm], k: int | None = None) -> Scores:
-        """Measure candidates at every number of streams, and return the scores.
+        """Measure candidates at every number of streams (concurrent requests), and return the scores.
 
-        k: K of the chosen candidate, which is measured on the prompts for the final measurement. None measures every K
-        on the prompts for the choice.
+        k: Best K of the chosen candidate, for the final measurement on other prompts. None measures every K, on the
+        prompts by which a candidate is chosen.
         """
         streams, chosen = self.request.streams, k is not None
         together = math.lcm(*streams)

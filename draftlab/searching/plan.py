@@ -1,7 +1,8 @@
 """The plan of auto, made before any step runs: the work that fits into the user's time on this machine.
 
-Times are estimated from the machine's matrix products and memory bandwidth. While the plan runs, each step gets a fixed
-fraction of the spare time, and the steps before it show how much work fits into that time.
+Times are estimated from the speed of matrix products and the memory bandwidth of the machine. Each step has a minimum
+of work. The time that remains is the spare time, of which each step gets a fixed fraction. While the plan runs, the
+measured times of earlier steps decide how much work later steps do.
 """
 
 import math
@@ -49,9 +50,9 @@ TTT_STEPS, HEAD_SHARE = (4, 1.5)
 
 
 class Machine(FileModel, extra="ignore"):
-    """What was measured of the machine: speed, and free memory and disk in bytes.
+    """The measured speed of the machine, and its free memory and disk in bytes.
 
-    slowdown: Wall time over CPU time of the measurement. It is above 1 while other work runs.
+    slowdown: Wall time over CPU time of the measurement. It is above 1 while other programs use the CPU.
     """
 
     device: str
@@ -72,7 +73,7 @@ class Machine(FileModel, extra="ignore"):
             f"{self.training_dtype}; {self.free_memory / 1e9:.3g} GB of memory and "
             f"{self.free_disk / 1e9:.3g} GB of disk free"
             + (
-                f"; other work now makes the machine {self.slowdown:.1f} times slower"
+                f"; other programs now make the machine {self.slowdown:.1f} times slower"
                 if self.slowdown > 1.5
                 else ""
             )
@@ -92,11 +93,11 @@ class Costs:
 
     @property
     def start(self) -> float:
-        """Return the seconds that every command takes to start."""
+        """Return the seconds that a command takes to start."""
         return self.machine.slowdown * START_SECONDS
 
     def write(self, sequences: int, tokens: int, batch: int) -> float:
-        """Return the seconds in which the target generates `sequences` texts of `tokens` tokens, `batch` at once."""
+        """Return the seconds in which the target generates `sequences` texts of `tokens` tokens, `batch` at a time."""
         passes = math.ceil(sequences / batch) * tokens
         computed = WRITING * batch * self._token_flops / (1e12 * self.machine.tflops)
         return passes * (max(self._reading(self.size), computed) + self._layers(self.size))
@@ -106,9 +107,9 @@ class Costs:
         return self._reading(size) + self._layers(size)
 
     def cheapest(self, kinds: Sequence[str]) -> float:
-        """Return the seconds of a pass over one token, for the cheapest draft that can be trained.
+        """Return the seconds of a pass over one token, for the cheapest draft of these kinds.
 
-        kinds: Kinds of candidates that can be trained, as in LABELS.
+        kinds: Kinds of candidates (keys of LABELS) that can be trained.
         """
         head = HEAD_SHARE / self.size.layers * self.pass_seconds(self.size)
         draft = self.pass_seconds(guessed_draft(self.size)) if {*kinds} & {*CUT} else head
@@ -122,12 +123,12 @@ class Costs:
         return self._train(3 * draft.flops_per_token(SEQ_LEN // 2), steps)
 
     def train_head(self, steps: int) -> float:
-        """Return the seconds to train an EAGLE-3 head for this many steps, with the passes of the target."""
+        """Return the seconds to train an EAGLE-3 head for this number of steps. The target's passes are included."""
         layer = HEAD_SHARE * self.size.params() / self.size.layers
         return self._train(self._token_flops + 6 * layer * TTT_STEPS, steps)
 
     def candidate(self, draft: Shape, first_steps: int) -> float:
-        """Return the seconds to cut a draft shape, train it for the first steps of a search, and replay it twice."""
+        """Return the seconds to cut a draft, train it for `first_steps` steps, and replay it twice."""
         tokens = 8192 * draft.flops_per_token(0) + CHOOSE * WRITTEN * draft.flops_per_token(64)
         seconds = self.machine.slowdown * CANDIDATE_SECONDS + self.train(draft, first_steps)
         return seconds + 2 * tokens / (1e12 * self.machine.tflops)
@@ -137,9 +138,11 @@ class Costs:
         return self.machine.slowdown * LAW_SECONDS + LAW_PASSES * self.write(1, 1, 1)
 
     def score(self, arms: int, prompts: int, streams: Sequence[int], repeats: int = 1) -> float:
-        """Return the seconds of draftlab score. Each way to decode has a warm-up of about five prompts.
+        """Return the seconds of draftlab score. A warm-up of about five prompts for each way to decode is included.
 
-        arms: Number of ways to decode that are timed: plain decoding, and each draft with each K.
+        Args:
+            arms: Number of ways to decode that are timed: plain decoding, and each draft with each K.
+            streams: Numbers of concurrent requests.
         """
         answer = self.write(1, MAX_TOKENS, 1)
         return self.start + len(streams) * arms * (5 + repeats * prompts) * answer
@@ -163,11 +166,11 @@ class Costs:
 def measure_machine(
     size: Shape | ApproximateSize, device: torch.device, dtype: torch.dtype, folder: Path
 ) -> Machine:
-    """Measure the speed of matrix products, and the memory bandwidth of reading about as many weights as a target has.
+    """Measure the speed of matrix products, the memory bandwidth, and the free memory and disk of this machine.
 
     Args:
-        size: Size of the target. Fewer weights are read if the target is above a limit.
-        folder: Folder for the drafts; its free disk space is measured.
+        size: Size of the target. The bandwidth is measured by reading as many weights, up to a limit.
+        folder: Folder for the drafts, whose free disk space is measured.
     """
     trained = checkpoint.DTYPES[training_dtype("auto")]
     disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -192,7 +195,7 @@ def measure_machine(
 
 
 def guessed_draft(size: Shape | ApproximateSize) -> Shape:
-    """Return the shape of the draft that a plan assumes before the search: a sixth of the target's layers.
+    """Return the shape that a plan assumes for the draft before the search: a sixth of the target's layers.
 
     size: Shape of the target.
     """
@@ -252,14 +255,14 @@ LARGE_VOCAB = 16_384  # smallest vocabulary with which a trimmed lm_head saves t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the user asks of auto: the target, and how it is served.
+    """The user's request to auto: the target, the prompts, and how the target is served.
 
     Args:
-        name: Target as the user typed it.
+        name: Name of the target as the user typed it.
         target: Directory of the target.
         server: Name of the server, or None for draftlab's own engine.
-        streams: Numbers of concurrent requests.
-        program: Program of the server, which verifies the export. None if it is not installed.
+        streams: Numbers of concurrent requests at which drafts are measured.
+        program: Program of the server, with which the export is verified. None if it is not installed.
         ready: The user's drafts and heads, in the order of --draft.
     """
 
@@ -296,9 +299,9 @@ class PlannedStep(FileModel, extra="ignore"):
     """A step of a plan.
 
     Args:
-        what: What the step does, shown to the user.
-        minutes: Planned minutes: least_minutes, and the step's fraction of the spare time.
-        least_minutes: Minutes of the least useful amount of work.
+        what: Description of the step for the user.
+        minutes: Planned minutes: least_minutes plus the step's fraction of the spare time.
+        least_minutes: Minutes of the smallest amount of work that is useful.
     """
 
     name: str
@@ -308,11 +311,11 @@ class PlannedStep(FileModel, extra="ignore"):
 
 
 class Plan(FileModel, extra="ignore"):
-    """The contents of plan.json.
+    """The content of plan.json.
 
     Args:
         settings: Settings of the auto command that made the plan.
-        prompts: Source of the prompts, shown to the user.
+        prompts: Source of the prompts, as text for the user.
         candidates: Kinds of candidates to make, as in LABELS.
         ready: Names of the user's drafts that are compared.
         left_out: Candidates that are not tried, each with the reason.
@@ -341,7 +344,7 @@ class Plan(FileModel, extra="ignore"):
         return sum(step.minutes for step in self.steps)
 
     def seconds_for(self, name: str, spent: float) -> float:
-        """Return the seconds that the step with this name may take. spent: Seconds that earlier steps took."""
+        """Return the seconds that a step may take. name: Name of the step. spent: Seconds that earlier steps took."""
         names = [step.name for step in self.steps]
         later = {step.name: 60 * step.least_minutes for step in self.steps[names.index(name) :]}
         return seconds_of_steps(later, 60 * self.minutes - spent)[name]
@@ -370,9 +373,9 @@ def served_by(server: str | None) -> list[str]:
 
 
 def not_tried(left_out: Mapping[str, str]) -> list[str]:
-    """Return one line for each reason, with all candidates that are left out for this reason.
+    """Return a line for each reason, with the candidates that are not tried for this reason.
 
-    left_out: Candidates that are not tried, each with the reason.
+    left_out: Reason for each candidate that is not tried.
     """
     labels: dict[str, list[str]] = {}
     for kind, reason in left_out.items():
@@ -381,7 +384,7 @@ def not_tried(left_out: Mapping[str, str]) -> list[str]:
 
 
 def in_words(kind: str, shape: str = "") -> str:
-    """Return the label of a kind of candidate, with the shape of its draft. A draft of the user keeps its name."""
+    """Return the label of a kind of candidate, with the name of its shape. The user's draft is labelled by its name."""
     return " ".join(LABELS.get(kind, kind).replace("{}", shape).split())
 
 
@@ -393,7 +396,7 @@ def streams(numbers: Sequence[int]) -> str:
 def make_plan(request: Request, machine: Machine, minutes: float, settings: dict[str, Any]) -> Plan:
     """Return a plan of work that fits into `minutes` on this machine. Candidates are left out until the plan fits.
 
-    settings: Settings of the auto command, which the plan records.
+    settings: Settings of the auto command, which are stored in the plan.
 
     Raises:
         UserError: The target cannot be used, memory is too small, or the time is too short for any candidate.
@@ -420,8 +423,8 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
         least = _least(costs, request, candidates, len(ready))
     if sum(least.values()) > 60 * minutes:
         raise UserError(
-            f"--minutes {minutes:g} is too short: even to compare prompt lookup with no draft takes "
-            f"{math.ceil(sum(least.values()) / 60)} minutes"
+            f"--minutes {minutes:g} is too short: even a comparison without any training takes "
+            f"{math.ceil(sum(least.values()) / 60)} minutes; give at least this number"
         )
     seconds = seconds_of_steps(least, 60 * minutes)
     layers, widths, first_steps = (
@@ -457,15 +460,18 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
 
 
 def seconds_of_steps(least: Mapping[str, float], total: float) -> dict[str, float]:
-    """Return the seconds of each step: its least seconds, and its fraction (see STEPS) of the spare time."""
+    """Return the seconds of each step: its least seconds plus its fraction (see STEPS) of the spare time.
+
+    least: Least seconds of each step, by the name of the step. total: Seconds of all steps together.
+    """
     left, shares = max(0.0, total - sum(least.values())), sum(STEPS[name][0] for name in least)
     return {name: needed + left * STEPS[name][0] / shares for name, needed in least.items()}
 
 
 def _unsuitable(request: Request) -> dict[str, str]:
-    """Return the kinds of candidates that are not made for this target or request, each with the reason.
+    """Return the kinds of candidates that auto does not make for this request, each with the reason.
 
-    A candidate is not made if the target cannot have it, the server refuses it, or there are no prompts to train on.
+    Reasons are a target that cannot have such a candidate, a server that cannot run it, or too few training prompts.
     """
     target, server = request.target, request.server
     prompts = request.prompts
@@ -495,7 +501,7 @@ def _unsuitable(request: Request) -> dict[str, str]:
 
 
 def _refused(artifact: Artifact, server: str | None) -> str:
-    """Return why a server cannot run a draft or head, or "" if it can. The files need not exist yet."""
+    """Return the reason why a server cannot run a draft or head, or "" if it can. The files need not exist yet."""
     if server is None:
         return ""
     return "; ".join(finding.text for finding in refusals(artifact, SERVERS.get(server, "--for")))
@@ -504,7 +510,7 @@ def _refused(artifact: Artifact, server: str | None) -> str:
 def ready_drafts(names: Sequence[str], target: Path, weights: bool) -> list[ReadyDraft]:
     """Return the drafts and heads that the user named by --draft.
 
-    weights: Whether weight files are downloaded; if not, only configurations are.
+    weights: Whether to download weight files. If False, only configuration files are downloaded.
 
     Raises:
         UserError: A draft is missing, its vocabulary differs from the target's, or two drafts have the same name.
@@ -533,7 +539,7 @@ def arms(candidates: int) -> int:
 def _least(
     costs: Costs, request: Request, candidates: Sequence[str], ready: int
 ) -> dict[str, float]:
-    """Return the seconds of the least useful amount of work in each step, by the name of the step.
+    """Return the seconds of the smallest useful amount of work in each step, by the name of the step.
 
     ready: Number of the user's drafts to compare.
     """
@@ -564,9 +570,10 @@ def _least(
 
 
 def _grid(target: Path, costs: Costs, seconds: float) -> tuple[list[int], list[int], int]:
-    """Return settings of a search whose first rungs take at most 3/4 of its `seconds`, or else the cheapest settings.
+    """Return settings of a search: the numbers of layers, the widths, and the first number of distillation steps.
 
-    Returns: the numbers of layers, the widths, and the distillation steps on the first rung.
+    To cut all shapes and to train them for the first time takes at most 3/4 of `seconds`. If no settings are cheap
+    enough, return the cheapest.
     """
     source = checkpoint.planned_shape(target)
     depths = [n for n in default_depths(source) if n <= max(2, 3 * source.layers // 8)]

@@ -1,4 +1,4 @@
-"""The prompts of auto, in three groups: to choose a draft by, to measure the chosen draft with, and to train on."""
+"""The prompts of auto, in three groups: for the choice of a draft, for the final measurement, and for training."""
 
 import json
 import math
@@ -23,13 +23,15 @@ BUILT_IN = 12_000  # number of draftlab's own prompts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSplit:
-    """Prompts for a search: first those to choose a draft by, next those for the final measurement, then for training.
+    """The prompts of auto, in three groups.
+
+    The first `choose` prompts are for the choice of a draft. The next `measure` prompts are for the final measurement,
+    and all later prompts are for training.
 
     Attributes:
-        about: Source of the prompts, shown to the user.
-        rows: Rows of a prompt file, empty if the prompts are cut from data.
+        about: Source of the prompts, as text for the user.
+        rows: The prompts, as rows of a prompt file. Empty if the prompts are cut from `data`.
         data: Text source from which the prompts are cut, or None.
-        choose, measure: Number of prompts for the choice, and for the measurement.
     """
 
     about: str
@@ -44,7 +46,7 @@ class PromptSplit:
         return None if self.data else len(self.rows) - self.choose - self.measure
 
     def write(self, folder: Path, target: Path) -> None:
-        """Write choose.jsonl, measure.jsonl and train.jsonl. Files that exist are kept.
+        """Write the groups to choose.jsonl, measure.jsonl and train.jsonl. Files that exist are not changed.
 
         target: Checkpoint of the target, whose tokenizer cuts prompts from data.
         """
@@ -84,8 +86,9 @@ def find_prompts(
         file: Prompt file of the user.
         text: Text source from which prompts are cut, if there is no file.
         default_text: Text source for a target without a chat template, if there is neither file nor text.
-        streams: Numbers of prompts that are decoded at once. Each number divides the sizes of the first two groups.
-        trains: Whether drafts must be trained, so that a file needs prompts for training as well.
+        target: Checkpoint of the target.
+        streams: Numbers of concurrent requests. The sizes of the first two groups are multiples of each number.
+        trains: Whether the file needs prompts for training.
 
     Raises:
         UserError: The file cannot be used or is too short, or there is no text.
@@ -123,7 +126,7 @@ def _of_file(
     """Return the distinct prompts of a file, in an order that depends only on their text.
 
     Args:
-        least: Number of prompts that each use needs, by the words for this use in the error.
+        least: Number of prompts that each use needs. The keys name the uses in the error message.
         batched: Whether prompts are decoded in batches. Later turns are then left out.
 
     Raises:

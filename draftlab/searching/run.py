@@ -1,7 +1,8 @@
 """Search for the draft shape and K with which a target is fastest: cut, distil, replay and measure candidates.
 
-Every step is a command whose output is in the state directory of the search. All decisions depend only on the records
-of these steps. A search that resumes after a kill therefore decides the same, and repeats no finished step.
+K is the number of drafted tokens per step. Every step of the search is a command with its output in the state directory
+of the search. All decisions depend only on the records of these steps. A killed search therefore decides in the same
+way when it resumes, and repeats no finished step.
 """
 
 import shutil
@@ -59,17 +60,17 @@ REPLAYED_TEXTS, PROMPT_TOKENS, MAX_TOKENS = 48, 64, 96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What to search for: the models, the shapes to consider, the text, and the time.
+    """The settings of a search: the models, the shapes to consider, the text, and the time.
 
     Args:
-        minutes: Time to spend, approximately.
+        minutes: Approximate time to spend.
         ks: Numbers of drafted tokens per step to try.
-        offsets: Number of tokens that a draft learns to draft in one pass.
-        first_steps: Distillation steps of every candidate on the first rung after the cut.
-        tried: Shapes to consider. Those with cheap passes become candidates.
-        text: Settings of commands (data or outputs) for the text on which drafts are calibrated and trained.
-        prompts: Settings of commands for the prompts on which drafts are replayed and measured.
-        inputs: Files and directories of the user that decide the result.
+        offsets: Number of tokens that a draft learns to draft in one pass. More than 1 makes parallel drafts.
+        first_steps: Number of distillation steps when candidates are trained for the first time.
+        tried: Shapes to consider. Shapes with cheap passes become candidates.
+        text: Settings (data or outputs) for the text on which drafts are calibrated and trained.
+        prompts: Settings for the prompts on which drafts are replayed and measured.
+        inputs: Further files and directories that decide the result.
     """
 
     target: Path
@@ -92,7 +93,7 @@ class Wanted:
 def shapes_to_try(
     source: Shape, layers: Sequence[int] | None, widths: Sequence[int] | None
 ) -> list[Shape]:
-    """Return a shape for every pair of a number of layers and a width, or for default pairs.
+    """Return a shape for every combination of a number of layers and a width. None takes default numbers or widths.
 
     Raises:
         UserError: The source has fewer layers or a smaller width.
@@ -102,20 +103,20 @@ def shapes_to_try(
 
 
 def default_depths(source: Shape) -> list[int]:
-    """Return the numbers of layers that are tried by default: 1, 2, 3, 4, 6, 8, 12, 16 ... to half of the source's."""
+    """Return the numbers of layers to try by default: 1, 2, 3, 4, 6, 8, 12, 16, ..., up to half of the source's."""
     powers = [2**i for i in range(8)]
     depths = {1, *(2 * n for n in powers), *(3 * n for n in powers)}
     return sorted(n for n in depths if n <= max(1, source.layers // 2))
 
 
 def default_widths(source: Shape) -> list[int]:
-    """Return the widths that are tried by default: half, three quarters and all of the source's, in whole heads."""
+    """Return the widths to try by default: half, three quarters and all of the source's, rounded down to whole heads."""
     heads = {max(1, source.heads * n // 4) for n in (2, 3, 4)}
     return sorted(n * source.hidden // source.heads for n in heads)
 
 
 def search(wanted: Wanted, steps: StepRunner, output: Output) -> Search:
-    """Run a search, and write its output: the fastest draft, the target's texts, the scores and search.json.
+    """Run a search. Write its output: the fastest draft, the target's texts, the scores and search.json.
 
     Raises:
         UserError: Too few shapes are cheap enough, or a step fails.
@@ -161,16 +162,17 @@ class Searcher:
 
     @cached_property
     def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the candidates, by name. Shapes of medium cost come first."""
+        """Return the shapes that are cheap enough to be candidates, by name. Shapes of medium cost come first."""
         parallel, target_ms = self.wanted.offsets > 1, self._pass_ms(self._target_cost)
         share = MAX_WIDE_SHARE if parallel else MAX_PASS_SHARE
         pass_ms = self._wide_ms if parallel else self._law.ms
         return candidates(self.wanted.source_shape, self.wanted.tried, pass_ms, target_ms, share)
 
     def _halve(self) -> list[Rung]:
-        """Cut all candidates, distil them for a few steps, and on each further rung distil the best third for longer.
+        """Run the rungs of successive halving, and return them.
 
-        Return the rungs.
+        All candidates are cut on rung 0 and distilled for a few steps on rung 1. On each later rung, the best third is
+        distilled again, from the cut draft and for more steps.
         """
         rungs = [self._rung(None, 0, 0, list(self.shapes))]
         steps, names = self.wanted.first_steps, [trial.name for trial in rungs[0].trials]
@@ -190,7 +192,9 @@ class Searcher:
     def _rung(self, before: Rung | None, index: int, steps: int, names: Sequence[str]) -> Rung:
         """Make and replay candidates, in the order of `names`, while time is left. Return them as a rung.
 
-        before: The previous rung. steps: Distillation steps of each candidate; 0 only cuts.
+        Args:
+            before: The previous rung.
+            steps: Number of distillation steps of each candidate. With 0, candidates are only cut.
         """
         until = TRIED_SHARES[min(index, 1)] * 60 * self.wanted.minutes
         works: dict[str, Workload] = {}
@@ -205,7 +209,7 @@ class Searcher:
         return Rung(steps=steps, trials=sorted(trials, key=lambda trial: -trial.promise))
 
     def _replayed(self, rung: int, name: str, steps: int) -> Workload:
-        """Make a candidate, replay it, and return the target's texts with the acceptance probability of each token."""
+        """Make and replay a candidate. Return the target's texts with the acceptance probability of each token."""
         draft = self._distilled(rung, name, steps) if steps else self._cut(name)
         replayed = self.steps.run(
             f"replay-{rung}/{name}",
@@ -217,11 +221,12 @@ class Searcher:
         return workload_of_replay(read_replay(replayed / draft.name))
 
     def _trial(self, name: str, work: Workload, rejection: float, left: float) -> ShapeTrial:
-        """Predict the speed of a candidate as it is, and after one more rung.
+        """Return a candidate with its predicted speed, now and after one more rung.
 
-        work: The target's texts with the acceptance probability of each token.
-        rejection: Mean probability that a drafted token is rejected.
-        left: Factor by which one more rung is expected to multiply the candidate's rejections.
+        Args:
+            work: The target's texts with the acceptance probability of each token.
+            rejection: Mean probability that a drafted token is rejected.
+            left: Factor by which one more rung is expected to change the probability of rejection.
         """
         cost, ks = self._shape_cost(self.shapes[name]), self.wanted.ks
         k, speedup, rate = best_k(cost, self._target_cost, work, ks)
@@ -238,9 +243,14 @@ class Searcher:
         )
 
     def _last_steps(self, rung: int, steps: int, names: Sequence[str]) -> int:
-        """Return the number of distillation steps of each candidate on the last rung, which must fit the time left.
+        """Return the number of distillation steps of each candidate on the last rung.
 
-        rung, steps, names: The previous rung, its number of steps, and the candidates of the last rung.
+        It is as large as the remaining time allows, but from first_steps to MOST_STEPS.
+
+        Args:
+            rung: Number of the previous rung.
+            steps: Number of distillation steps on the previous rung.
+            names: Candidates of the last rung.
         """
         step_seconds, overhead = 0.0, 0.0
         for name in names:
@@ -256,7 +266,7 @@ class Searcher:
         return int(max(self.wanted.first_steps, min(MOST_STEPS, (left - overhead) / step_seconds)))
 
     def _measure(self, rung: int, leaders: Sequence[ShapeTrial]) -> list[MeasuredDraft]:
-        """Score the best candidates of a rung in one run, and return them, the fastest first."""
+        """Measure the best candidates of a rung by draftlab score. Return them, the fastest first."""
         scores = self.steps.run(
             "score",
             "score",
@@ -284,7 +294,7 @@ class Searcher:
 
     @cached_property
     def _law(self) -> ScalingLaw:
-        """Return a latency law for drafts, measured for all passes up to the widest pass of a parallel draft."""
+        """Measure and return a latency law for drafts. It covers passes as wide as a parallel draft's widest pass."""
         k = 2 * self.wanted.offsets - 1
         return read_law(
             self.steps.run(
@@ -311,7 +321,7 @@ class Searcher:
         return float(cost.forward_ms(1, 1, np.array(self._law.context)))
 
     def _wide_ms(self, shape: Shape) -> float:
-        """Return the milliseconds of a parallel draft's pass after a step that accepted half of the drafted tokens."""
+        """Return the milliseconds of a pass of a parallel draft, if the last step accepted half of the drafted tokens."""
         width = 3 * self.wanted.offsets // 2
         return float(self._shape_cost(shape).forward_ms(width, 1, np.array(self._law.context)))
 

@@ -1,9 +1,10 @@
 """The records of a search for the fastest draft, the choice of its candidates, and the steps that make them. No torch.
 
-The search is successive halving. On each rung, every candidate is made (cut on rung 0, distilled on later rungs) and
-replayed on the target's text, and a latency law predicts its speed. The best candidates advance to the next rung, and
-the best of the last rung are measured. A step is a command with its settings, which runs once in one directory. auto
-uses the same steps.
+The search is successive halving, in rounds that are called rungs. On rung 0 every candidate is cut, and on each later
+rung it is distilled for more steps. Each candidate is replayed on the target's text, and a latency law predicts its
+speed. The best candidates advance to the next rung, and the best of the last rung are measured.
+
+A step is a command with its settings, which runs once and writes one directory. auto runs its steps in the same way.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,17 +31,18 @@ MAX_WIDE_SHARE = 1.0
 
 
 class NoCheapShape(UserError):
-    """The error for too few shapes whose passes are fast enough to draft for the target."""
+    """The error for a search in which too few shapes have passes that are fast enough."""
 
 
 class ShapeTrial(FileModel):
     """A candidate on one rung, with its predicted speed at its best K.
 
     Args:
+        k: Best number of drafted tokens per step.
         length: Tokens per target pass.
         rejection: Mean probability that a drafted token is rejected.
         draft_ms: Milliseconds of one pass of the draft, by the latency law.
-        promise: Predicted tokens per second if the next rung multiplies rejections by the same factor as this rung.
+        promise: Predicted tokens per second after the next rung, if rejections fall by the same factor as on this rung.
     """
 
     name: str
@@ -66,7 +68,8 @@ class MeasuredDraft(FileModel):
     Args:
         length: Tokens per target pass.
         gain: Speed-up of whole requests over plain decoding.
-        changed: Whether the target's output changed, as it may by ties in bfloat16. Such drafts are ranked last.
+        changed: Whether the output differs from plain decoding, which ties in bfloat16 may cause. Such drafts are
+            ranked last.
     """
 
     name: str
@@ -78,7 +81,7 @@ class MeasuredDraft(FileModel):
 
 
 class Search(FileModel):
-    """The contents of search.json: the rungs, and the drafts that were measured, the fastest first."""
+    """The content of search.json: the rungs, and the drafts that were measured, the fastest first."""
 
     version: Literal[2] = 2
     target: str
@@ -152,12 +155,14 @@ def candidates(
 
 
 def remaining_rejections(before: Rung | None, rejections: dict[str, float]) -> float:
-    """Return the factor by which training on this rung has lowered the rejections of the median candidate, at most 1.
+    """Return the factor by which rejections changed from the previous rung to this rung, as the median of candidates.
 
-    On the first rung the factor is 1. Rungs rank candidates by the rejections that are expected after more training,
-    because otherwise the cheapest drafts would win while all drafts are still poor.
+    The factor is at most 1, and it is 1 on the first rung. It predicts the rejections after more training, by which
+    candidates are ranked. Otherwise the cheapest drafts would win while all drafts are still poor.
 
-    rejections: Mean probability that a drafted token is rejected on this rung, by the name of the candidate.
+    Args:
+        before: The previous rung. None on the first rung.
+        rejections: Mean probability that a drafted token is rejected on this rung, by the name of the candidate.
     """
     if before is None:
         return 1.0
@@ -175,7 +180,7 @@ def write_search(search: Search, folder: Path) -> None:
 
 
 class Runnable(Protocol):
-    """What a StepRunner needs of a step, which is a command with its settings. entry: The step's entry in a recipe."""
+    """A step: a command with its settings. entry: The step as an entry of a recipe."""
 
     @property
     def entry(self) -> dict[str, dict[str, Any]]: ...
@@ -186,11 +191,13 @@ class Runnable(Protocol):
 class StepRunner:
     """Runs steps whose outputs are in one folder.
 
-    search and auto decide by the records in these outputs, so that a resumed run decides as the killed run did.
+    search and auto decide by the records in these outputs. A resumed run thus decides in the same way as the killed
+    run.
 
     Args:
-        make: Function that returns a step, from the name of a command and settings. It adds settings that all steps
-            share.
+        folder: Folder of the outputs.
+        make: Function that returns a step, from the name of a command and its settings. It adds the settings that all
+            steps share.
         label: Function that returns the line to print before a step, from the names of the output and the command.
         done: Finished steps, by the name of their output.
     """
@@ -201,7 +208,10 @@ class StepRunner:
     done: dict[str, Runnable] = field(default_factory=dict)
 
     def run(self, name: str, command: str, **settings: Any) -> Path:
-        """Run a command unless its output exists, and return the output directory. name: Name of the output."""
+        """Run a command, unless the step is finished already. Return its output directory.
+
+        name: Name of the output directory.
+        """
         out = self.folder / name
         if name not in self.done:
             step = self.make(command, settings | {"out": out})
@@ -212,7 +222,7 @@ class StepRunner:
     def seconds(self, part: str = "") -> float:
         """Return the seconds that all finished steps took.
 
-        part: Name of a step, or of a folder of steps; only their seconds then count.
+        part: Name of a step, or of a folder of steps, to which the sum is limited.
         """
         names = [name for name in self.done if not part or name.split("/")[0] == part]
         return sum(record_of(self.folder / name).total_seconds for name in names)

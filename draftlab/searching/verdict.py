@@ -1,6 +1,6 @@
-"""The verdict of auto: which draft to serve and why, or why no draft helps. Also export the draft, and make the page.
+"""The verdict of auto: which draft to serve and why, or why no draft helps. The module also exports the draft.
 
-The export is verified in the server if the server is installed.
+The export is verified in the server if the server is installed. The verdict is also written as an HTML page.
 """
 
 import json
@@ -38,7 +38,7 @@ Scores = Mapping[int, Mapping[str, Score]]  # scores by number of streams, then 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """One way to draft, which auto compares with other ways: a draft model, a head or another drafter.
+    """A candidate of auto: a draft model, a head or another drafter.
 
     Args:
         kind: Kind of candidate, a key of LABELS in plan.py.
@@ -54,7 +54,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """Return the name under which scores list this way to draft."""
+        """Return the name of the candidate in scores."""
         if self.drafter is not None:
             return self.drafter.name
         assert self.draft is not None
@@ -62,7 +62,7 @@ class Arm:
 
     @property
     def label(self) -> str:
-        """Return this way to draft as text for the user."""
+        """Return the candidate as text for the user."""
         return in_words(self.kind, self.shape)
 
 
@@ -71,15 +71,16 @@ REACHED = 0.62
 
 
 class Choice(FileModel):
-    """A way to draft with its best K, as measured.
+    """A measured candidate at its best K.
 
     Args:
         kind: Kind of candidate, a key of LABELS in plan.py.
-        name: Name under which scores list this way to draft.
-        label: This way to draft as text for the user.
-        speedup: Speed-up of whole requests: the geometric mean over all numbers of streams.
-        at_fewest: Speed-up at the fewest streams, where tokens_per_pass and tokens_per_second are measured as well.
-        changed: Whether the target's output changed. The speed-up then does not count.
+        name: Name of the candidate in scores.
+        label: The candidate as text for the user.
+        speedup: Speed-up of whole requests: the geometric mean over all numbers of concurrent requests.
+        at_fewest: Speed-up at the lowest number of concurrent requests.
+        tokens_per_pass, tokens_per_second: Speed at the lowest number of concurrent requests.
+        changed: Whether the output differs from the target's output. If so, the speed-up does not count.
     """
 
     kind: str
@@ -94,16 +95,19 @@ class Choice(FileModel):
 
 
 class Round(FileModel, extra="ignore"):
-    """A draft after a round of training. tokens: Number of training tokens so far. length: Tokens per target pass."""
+    """A draft after a round of training.
+
+    tokens: Number of training tokens up to this round. length: Tokens per target pass.
+    """
 
     tokens: float
     length: float
 
 
 class TrainingRounds(FileModel):
-    """The rounds in which a draft was trained, each as long as all rounds before it.
+    """The rounds in which a draft was trained. Each round has about as many tokens as all earlier rounds together.
 
-    k: K at which the rounds are compared. stopped: Why training ended, as text.
+    k: K at which the rounds are compared. stopped: Reason why training ended.
     """
 
     k: int
@@ -119,16 +123,17 @@ class TrainingRounds(FileModel):
 
 
 class Verdict(FileModel, extra="ignore"):
-    """The contents of auto.json.
+    """The content of auto.json.
 
     Args:
         use: Whether to serve the target with a draft.
-        choice: Label of the way to draft that is chosen, or "no draft".
-        speedups: Speed-ups of whole requests by number of streams, on prompts that were not used for the choice.
+        choice: Label of the chosen candidate, or "no draft".
+        speedups: Speed-ups of whole requests by number of concurrent requests, on prompts that were not used for the
+            choice.
         precision: Precision of target and draft, as text.
-        reason: Why the choice is served or not, as text.
-        doubt: Why the measurement decides nothing, as text, or "".
-        would_change: What would make a draft faster, as sentences.
+        reason: Reason why the choice is served or not.
+        doubt: Reason why the measurement decides nothing, or "".
+        would_change: Sentences about what would make a draft faster.
         left_out: Candidates that were not tried, each with the reason.
         draft: Directory of the chosen draft model or head.
         drafter: Value of score --drafter for the choice. Empty for a draft model that drafts alone.
@@ -162,8 +167,8 @@ class Verdict(FileModel, extra="ignore"):
         choice = f"use {self.choice} with K = {self.k}" if self.use else "do not use a draft here"
         if self.doubt:
             return (
-                f"Cannot tell, because {self.doubt}; measure again on a machine without other work. By this "
-                f"measurement, {choice}"
+                f"The measurement is not certain, because {self.doubt}; measure again on a machine without other work. "
+                f"By this measurement, {choice}"
             )
         return choice[0].upper() + choice[1:]
 
@@ -185,9 +190,11 @@ class Verdict(FileModel, extra="ignore"):
 
 
 def ranking(arms: Sequence[Arm], scores: Scores) -> list[Choice]:
-    """Return each arm (a way to draft) with the K that is fastest on average over all tested numbers of streams.
+    """Return each candidate at the K that is fastest on average over all numbers of concurrent requests.
 
-    The fastest arm is first. Arms that changed the target's text are last.
+    The fastest candidate is first. Candidates that changed the target's text are last.
+
+    arms: The candidates. scores: Their scores.
     """
     choices = [_at_best_k(arm, [names[arm.name] for names in scores.values()]) for arm in arms]
     return sorted(choices, key=lambda choice: (choice.changed, -choice.speedup))
@@ -212,12 +219,12 @@ def _at_best_k(arm: Arm, scores: Sequence[Score]) -> Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling:
-    """An upper limit on the speed-up of a draft that auto may train, and the fastest way to draft without training.
+    """A comparison of drafts that auto could train with the candidates that exist already.
 
     Args:
-        name: Draft of the user from whose measurement the limit is computed.
-        speedup: The limit.
-        best: The fastest way to draft that exists already.
+        name: Label of the user's draft from whose measurement `speedup` is computed.
+        speedup: Upper limit on the speed-up of a draft that auto could train.
+        best: The fastest candidate that exists already.
     """
 
     name: str
@@ -226,7 +233,10 @@ class Ceiling:
 
     @property
     def may_gain(self) -> bool:
-        """Return whether a trained draft may become significantly faster than the best: above its 95 % interval."""
+        """Return whether a trained draft may become significantly faster than `best`.
+
+        It may if the limit is above the 95 % interval of the speed-up of `best`.
+        """
         return (
             self.speedup > self.best.speedup * self.best.at_fewest.high / self.best.at_fewest.value
         )
@@ -245,14 +255,15 @@ class Ceiling:
 
 
 def training_ceiling(arms: Sequence[Arm], scores: Scores, relative: Mapping[str, float]) -> Ceiling:
-    """Return an upper limit on the speed-up of a draft that auto may train.
+    """Return the comparison of drafts that auto could train with the candidates that exist already.
 
-    The limit assumes the cheapest draft, with the acceptance of a draft of the user or with REACHED if that is higher.
+    The upper limit assumes the cheapest draft. Its acceptance is that of the user's draft, but at least REACHED.
 
     Args:
-        arms: Ways to draft that exist already, with their scores.
-        relative: Time of a pass of the cheapest draft over the time of a pass of each draft of the user, at most 1, by
-            the name of the draft's scores.
+        arms: Candidates that exist already.
+        scores: Scores of these candidates.
+        relative: For each of the user's drafts, by name in scores: the time of a pass of the cheapest draft, divided by
+            the time of a pass of this draft. At most 1.
     """
     choices, ceilings = ranking(arms, scores), dict[str, float]()
     for name, cheaper in relative.items():
@@ -266,7 +277,10 @@ def training_ceiling(arms: Sequence[Arm], scores: Scores, relative: Mapping[str,
 
 
 def _at_ceiling(score: Score, k: int, cheaper: float) -> float:
-    """Return the speed-up at K if drafting took `cheaper` times its time, and if acceptance were at least REACHED."""
+    """Return the speed-up at K under two assumptions.
+
+    The time of drafting is multiplied by `cheaper`, and the acceptance rate per token is at least REACHED.
+    """
     length, share = score.tokens_per_pass(k), score.time_shares(k).get("draft", 0.0)
     longer = max(1.0, (1 - REACHED ** (k + 1)) / (1 - REACHED) / length)
     return score.speedup_value(k) * longer / (1 - share * (1 - cheaper))
@@ -290,14 +304,14 @@ def would_change(
     if any("minutes" in reason for reason in left_out.values()):
         changes.append("more --minutes, because some candidates were not tried")
     return changes or [
-        "prompts whose answers repeat parts of the prompt, or a larger target, compared with which a draft costs less"
+        "prompts whose answers repeat parts of the prompt, or a larger target, for which a draft costs relatively less"
     ]
 
 
 def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
-    """Return whether to serve the fastest way to draft, and why.
+    """Return whether to serve the fastest candidate, and the reason.
 
-    speedups: Speed-ups of this way to draft, by number of streams.
+    speedups: Speed-ups of this candidate, by number of concurrent requests.
     """
     gains = [n for n, gain in speedups.items() if gain.low > 1]
     losses = [n for n, gain in speedups.items() if gain.value < 1]
@@ -332,10 +346,10 @@ def serve(
     Without a server, the command runs draftlab score with the draft.
 
     Args:
-        chosen: The chosen way to draft.
-        k_by_streams: Best K by number of streams. 0 stands for no draft.
-        k: Best K over all numbers of streams.
-        int8: Whether weights were rounded to 8 bits in the scores.
+        chosen: The chosen candidate.
+        k_by_streams: Best K by number of concurrent requests. 0 stands for no draft.
+        k: Best K on average over all numbers of concurrent requests.
+        int8: Whether the scores were measured with weights rounded to 8 bits.
     """
     prompts, server = steps.folder / "prompts/measure.jsonl", request.server
     scores = [str(steps.folder / name) for name in ("score", "final")]
@@ -392,7 +406,7 @@ def serve(
 
 
 def unverified(request: Request) -> list[str]:
-    """Return a sentence about why the export is not verified in the server, or [] if it can be verified."""
+    """Return the reason why the export is not verified in the server, as one sentence, or [] if it can be verified."""
     if request.server is None or request.program is not None:
         return []
     if not SERVERS.get(request.server, "--for").program:
@@ -400,7 +414,7 @@ def unverified(request: Request) -> list[str]:
             f"not verified in {request.server}, because draftlab can start only vLLM and llama.cpp"
         ]
     return [
-        f"the export is not verified, because {request.server} is not on the PATH; name its program by --verify-with"
+        f"the export is not verified, because {request.server} is not on the PATH; add --verify-with PROGRAM"
     ]
 
 

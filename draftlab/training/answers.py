@@ -27,8 +27,11 @@ from draftlab.training.loop import Hardware
 class PromptFile:
     """A file of prompts that the target answers, so that a student can learn from the answers.
 
-    name: Value of the option --target. target: Checkpoint of the target. of_data: Whether --data names the file. The
-    held-out conversations of such a file stay unanswered, because `draftlab score` takes its prompts from them.
+    Attributes:
+        name: Value of the option --target.
+        target: Checkpoint of the target.
+        of_data: Whether the file comes from --data. If so, the target answers only its training split, because
+            `draftlab score` takes prompts from the held-out split.
     """
 
     name: str
@@ -43,20 +46,20 @@ class PromptFile:
     hardware: Hardware
 
     def check(self, loss_temperature: float) -> None:
-        """Check that a loss at this temperature can use stored answers.
+        """Check that stored answers can be used with a loss at this temperature.
 
         Raises:
-            UserError: Stored answers have no log-normalisers for this temperature.
+            UserError: Target outputs are not stored for this temperature.
         """
         if loss_temperature not in TEMPERATURES:
             known = ", ".join(f"{value:g}" for value in TEMPERATURES)
             raise UserError(
-                f"--temperature {loss_temperature:g}: answers can be distilled only at the "
+                f"--temperature {loss_temperature:g}: a student can learn from stored answers only at the "
                 f"temperatures {known}"
             )
 
     def prompts(self) -> Prompts:
-        """Read the prompts that the target answers. Raises UserError: the errors of file_prompts."""
+        """Return the prompts that the target answers. Raises UserError: the file cannot be used (see file_prompts)."""
         return file_prompts(
             self.file,
             checkpoint.load_tokenizer(self.target),
@@ -66,16 +69,16 @@ class PromptFile:
         )
 
     def describe(self) -> str:
-        """Return a phrase for a dry run that says what the target will answer. Raises UserError: see prompts."""
+        """Return a phrase for a dry run that names the prompts. Raises UserError: the file cannot be used."""
         return f"the target's answers to {len(self.prompts().rows)} prompts of {self.file}"
 
     def store(self) -> Path:
-        """Return the directory of the stored answers. If answers are missing, the target writes them first.
+        """Return the directory of the stored answers. If an earlier run did not store them, the target writes them now.
 
-        Only the main process writes answers, and all other processes wait.
+        Only the main process lets the target write. The other processes wait.
 
         Raises:
-            UserError: The errors of target_outputs.build.
+            UserError: The answers cannot be written (see target_outputs.build).
         """
         settings = self._settings()
         out = settings.out
@@ -115,7 +118,10 @@ class PromptFile:
         )
 
     def _settings(self) -> OutputsBuildConfig:
-        """Return the settings of `draftlab outputs build` for the answers. A hash of all inputs names the directory."""
+        """Return the settings with which `draftlab outputs build` stores the answers.
+
+        The name of the output directory has a hash of the prompts, the target and the sampling settings.
+        """
         text = (
             {"data": str(self.file), "text": "target"}
             if self.of_data

@@ -40,9 +40,9 @@ PATIENCE = timedelta(days=1)
 
 
 def process_state(*, cpu: bool = False) -> PartialState:
-    """Return accelerate's PartialState, which the first call creates. Without a GPU, the run trains on CPUs.
+    """Return accelerate's PartialState, which the first call creates. Without a GPU, training runs on CPUs.
 
-    cpu: Whether to train on CPUs even if there is a GPU. Later calls cannot change this.
+    cpu: Whether to train on CPUs even if there is a GPU. Only the first call can choose this.
     """
     cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
     if processes() == 1:
@@ -51,9 +51,9 @@ def process_state(*, cpu: bool = False) -> PartialState:
 
 
 def select_device(name: str) -> torch.device:
-    """Choose the device to train on, and return it. Call this before any use of accelerate.
+    """Set the device to train on, and return it. Call this before any use of accelerate.
 
-    name: Device such as cuda:1, or auto, which lets accelerate choose.
+    name: Device such as cuda:1, or auto. With auto, accelerate chooses.
     """
     if name == "auto":
         return cast(torch.device, process_state().device)
@@ -65,14 +65,14 @@ def select_device(name: str) -> torch.device:
 
 @atexit.register
 def _destroy_process_group() -> None:
-    """Destroy the process group before Python ends. A thread that frees a tensor later would abort the process."""
+    """Destroy the process group before Python ends. Otherwise a thread may free a tensor later and abort Python."""
     if dist.is_available() and dist.is_initialized():
         gc.collect()  # because FSDP2 keeps its last transfers in reference cycles
         dist.destroy_process_group()
 
 
 class Best:
-    """The best evaluation of a run so far. Every checkpoint stores its metric and its step."""
+    """The metric and the step of the best evaluation so far. Checkpoints store both."""
 
     def __init__(self) -> None:
         self.metric, self.step = -math.inf, 0
@@ -82,7 +82,7 @@ class Best:
     ) -> None:
         """Save the trained weights to the directory `state` if `metric` is the highest so far.
 
-        Every process must call this.
+        Every process of a distributed run must call this.
         """
         if not metric > self.metric:
             return
@@ -107,7 +107,9 @@ class Best:
 def best_weights(state: Path, part: str) -> dict[str, Tensor]:
     """Return the trained weights of the best evaluation, by parameter name.
 
-    state: Directory of the run's checkpoints. part: Module to return, "student" or "constraint" (pruning masks).
+    Args:
+        state: Directory with the checkpoints of the training run.
+        part: Name of the module whose weights are returned: "student", or "constraint" for pruning masks.
     """
     prefix = part + "."
     return {n.removeprefix(prefix): w for n, w in load(state, BEST).items() if n.startswith(prefix)}
@@ -117,7 +119,7 @@ def best_weights(state: Path, part: str) -> dict[str, Tensor]:
 class Training:
     """The objects of a training run that checkpoints save and restore.
 
-    counters: Objects whose state_dict has plain values instead of tensors.
+    counters: Objects whose state_dict has plain values, no tensors.
     """
 
     accelerator: Accelerator
@@ -127,7 +129,10 @@ class Training:
 
     @property
     def sharded(self) -> bool:
-        """Return whether FSDP or DeepSpeed shards the weights. Accelerate then saves them, in a format with pickles."""
+        """Return whether FSDP or DeepSpeed shards the weights.
+
+        Accelerate saves sharded weights in files with pickles.
+        """
         return self.accelerator.distributed_type in (
             DistributedType.FSDP,
             DistributedType.DEEPSPEED,
@@ -138,7 +143,7 @@ class Training:
 
         The checkpoint has a temporary name until it is complete.
 
-        ended: Whether all steps are done. This last checkpoint has no weights.
+        ended: Whether training has ended. The checkpoint at the end has no weights.
 
         Raises:
             UserError: `state` cannot be written.
@@ -171,11 +176,11 @@ class Training:
         self.accelerator.wait_for_everyone()
 
     def restore(self, state: Path) -> int | None:
-        """Load the newest checkpoint of the directory `state`, and return its step, or None without a checkpoint.
+        """Load the newest checkpoint in the directory `state`, and return its step. Return None without a checkpoint.
 
         Raises:
-            UserError: The checkpoint is damaged, belongs to another run, comes from another version of draftlab or
-                torch, or has pickles that are not trusted.
+            UserError: The checkpoint is damaged, or it is from another run or version of draftlab or torch, or it has
+                pickles and --trust-remote-code is not set.
         """
         if self.accelerator.is_main_process:
             shutil.rmtree(state / WRITING, ignore_errors=True)
@@ -192,12 +197,12 @@ class Training:
                 self._restore(newest, content)
         except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
             raise UserError(
-                f"cannot resume from {newest} ({one_line(error, 200)}); give --force to start again"
+                f"cannot resume from {newest} ({one_line(error, 200)}); add --force to start again"
             ) from error
         return content["step"]
 
     def _content(self, step: int, ended: bool) -> dict[str, Any]:
-        """Return the content of state.pt: the checkpoint without accelerate's own files."""
+        """Return the content of state.pt: all parts of a checkpoint that draftlab saves without accelerate."""
         content = {
             "step": step,
             "ended": ended,
@@ -237,7 +242,7 @@ class Training:
             )
 
     def _own_weights(self) -> dict[str, Tensor]:
-        """Return the trained parameters and the buffers. A resumed run loads frozen parameters from its inputs."""
+        """Return the trained parameters and the buffers. Frozen parameters are not saved: they come from the inputs."""
         module = self.accelerator.unwrap_model(self.module)
         parameters = dict(module.named_parameters(remove_duplicate=False))
         # tied parameters appear under one name here
@@ -250,7 +255,7 @@ class Training:
 
 
 def save(state: Path, name: str, content: Mapping[str, Any]) -> None:
-    """Write tensors and numbers atomically to the file `name` in `state`, the directory of this unfinished run.
+    """Write tensors and numbers to the file `name` in `state`, the state directory of the run, atomically.
 
     Raises:
         UserError: torch cannot write the file, because the disk is full or for another reason.
@@ -274,7 +279,7 @@ def load(state: Path, name: str) -> dict[str, Any]:
         UserError: The file is missing or damaged, or belongs to another run.
     """
     file = state / name
-    advice = f"give --force to start again, or remove {file.parent}"
+    advice = f"add --force to start again, or remove {file.parent}"
     try:
         with zipfile.ZipFile(file) as parts:
             damaged = parts.testzip()  # checked here, because torch does not compare checksums
@@ -292,9 +297,10 @@ def load(state: Path, name: str) -> dict[str, Any]:
 def load_or_make(
     state: Path, name: str, make: Callable[[], dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """Return the arrays in the file `name` of the directory `state`. If there is no file, `make` computes the arrays.
+    """Return the arrays that `make` computes, by name. They are stored in the file `name` of the directory `state`.
 
-    Only the main process calls `make`. A resumed run reads the same arrays from the file.
+    If the file exists, its arrays are returned, and `make` is not called. A resumed run thus gets the same arrays. Of
+    several processes, only the main process calls `make`.
     """
     with process_state().main_process_first():
         if not (state / name).exists():
@@ -303,7 +309,7 @@ def load_or_make(
 
 
 def check_resumable(state: Path) -> None:
-    """Check that a run may load its newest checkpoint, before time is spent on loading models.
+    """Check that the newest checkpoint may be loaded. The check comes before models are loaded, which takes time.
 
     Raises:
         UserError: The checkpoint has pickles, and --trust-remote-code is not set.
@@ -316,8 +322,8 @@ def check_resumable(state: Path) -> None:
 def _check_trusted(folder: Path) -> None:
     if not trusts_remote_code():
         raise UserError(
-            f"{folder} is a checkpoint of FSDP or DeepSpeed with pickles, which can run code; if it is yours, "
-            "give --trust-remote-code"
+            f"{folder} is a checkpoint of FSDP or DeepSpeed with pickles, which can run code; if you made it, "
+            "add --trust-remote-code"
         )
 
 
@@ -327,7 +333,7 @@ def _checkpoints(state: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """Yield a list that collects SIGTERM, SIGHUP and the first Ctrl-C, so that a run can save a checkpoint and stop.
+    """Yield a list to which SIGTERM, SIGHUP and the first Ctrl-C are added, so that a run can stop with a checkpoint.
 
     A second Ctrl-C raises KeyboardInterrupt.
     """
@@ -357,18 +363,18 @@ def deferred_signals() -> Iterator[list[int]]:
 
 
 def check(*, optimizer: str = "adamw", masks: bool = False) -> None:
-    """Check that DeepSpeed or FSDP, if the launcher chose one of them, can run this training.
+    """Check that the launcher's choice of DeepSpeed or FSDP can run this training.
 
     masks: Whether pruning masks are trained.
 
     Raises:
-        UserError: DeepSpeed and FSDP cannot train with Muon, and DeepSpeed cannot train masks.
+        UserError: The optimizer is Muon with DeepSpeed or FSDP, or masks are trained with DeepSpeed.
     """
     chosen = next((name for name in ("DeepSpeed", "FSDP") if _chosen(name)), None)
     if chosen and optimizer == "muon":
         raise UserError(
-            f"--optimizer muon consists of two optimizers, but {chosen} can run only one; use --optimizer adamw, "
-            "or DDP"
+            f"--optimizer muon: Muon consists of two optimizers, but {chosen} can run only one; use --optimizer adamw, "
+            "or launch with DDP"
         )
     if chosen == "DeepSpeed" and masks:
         raise UserError(
@@ -379,9 +385,9 @@ def check(*, optimizer: str = "adamw", masks: bool = False) -> None:
 def new_accelerator(dtype: str, clip: float) -> Accelerator:
     """Return an Accelerator that computes in `dtype` with fp32 weights.
 
-    The command's settings overwrite those of the launcher and of DeepSpeed's configuration.
+    The command's settings take precedence over the settings of the launcher and of DeepSpeed's configuration.
 
-    clip: Largest gradient norm, which DeepSpeed needs because it clips gradients itself.
+    clip: Largest gradient norm. Only DeepSpeed uses it here, because DeepSpeed clips gradients itself.
     """
     if not _chosen("DeepSpeed"):
         # the training loop accumulates gradients, so the launcher's setting is overwritten
@@ -413,7 +419,7 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
 
 
 def _chosen(name: str) -> bool:
-    """Return whether the launcher chose `name`, "DeepSpeed" or "FSDP". On CPUs accelerate uses only DDP."""
+    """Return whether the launcher chose `name`, "DeepSpeed" or "FSDP". On CPUs the choice has no effect."""
     return parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}") and not parse_flag_from_env(
         "ACCELERATE_USE_CPU"
     )

@@ -1,8 +1,10 @@
 """Train a DFlash head in the common training loop, on many blocks of each text in one pass.
 
-B rows, T positions, A blocks of a row, M tokens of a block, K drafted tokens, N predictions, D hidden, H query heads in
-G groups, C head_dim, L layers of the target that the head reads. A block begins at an anchor, a random token of the
-text. The block consists of the anchor and mask tokens, and reads the target's states of the tokens before the anchor.
+A block begins at an anchor, a random token of the text. The block consists of the anchor and mask tokens. Its tokens
+read the target's hidden states of the tokens before the anchor.
+
+Shapes: B rows, T positions, A blocks of a row, M tokens of a block, K drafted tokens, N predictions, D hidden, H query
+heads, G kv heads, C head_dim, V vocab, L layers of the target that the head reads.
 """
 
 import math
@@ -45,11 +47,14 @@ from draftlab.training.trainer import TrainingSetup
 def run_layer(
     layer: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor
 ) -> Tensor:
-    """Return the output of a Qwen3DecoderLayer for A blocks of M tokens, which attend to context and blocks.
+    """Return the output of a layer for the tokens of all blocks, [B, A M, D].
 
-    x: Input of the blocks' tokens, [B, A M, D]. context: The target's states after fc, [B, T, D]. rotary: Cosines and
-    sines for the positions of the context and then of the blocks, [B, T + A M, C] each. mask: Whether each token of a
-    block attends to each position of context and blocks, [B, 1, A M, T + A M].
+    Args:
+        layer: A Qwen3DecoderLayer.
+        x: Input of the tokens of the blocks, [B, A M, D].
+        context: The target's states after the head's fc and norm, [B, T, D].
+        rotary: Cosines and sines of the positions, first of the context, then of the blocks, [B, T + A M, C] each.
+        mask: Whether a token of a block attends to a position of the context or the blocks, [B, 1, A M, T + A M].
     """
     attention, own = layer.self_attn, layer.input_layernorm(x)
     both = torch.cat([context, own], 1)
@@ -71,9 +76,9 @@ def run_layer(
 
 
 class BlockHead(StatesStudent):
-    """A DFlash head to train. It uses the frozen embedding and LM head of the target.
+    """A DFlash head to train. It uses the target's embedding and LM head, which are frozen.
 
-    The parameters have the names of z-lab's checkpoints.
+    The parameters are named as in z-lab's checkpoints.
     """
 
     def __init__(
@@ -81,8 +86,11 @@ class BlockHead(StatesStudent):
     ) -> None:
         """Create a head with random weights.
 
-        layer: Qwen3Config of the head's layers. embedding: The target's embedding, [V, D]. output: The target's LM
-        head.
+        Args:
+            config: Sizes of the head.
+            layer: Qwen3Config of the head's layers.
+            embedding: The target's embedding, [V, D].
+            output: The target's LM head.
         """
         super().__init__()
         self.config = config
@@ -99,7 +107,7 @@ class BlockHead(StatesStudent):
     def forward(
         self, ids: Tensor, states: Tensor, anchors: Tensor, positions: Tensor | None = None
     ) -> Tensor:
-        """Return the input of the LM head for the K drafted tokens of each block, [B, A, K, D].
+        """Return the hidden states from which the LM head predicts the K drafted tokens of each block, [B, A, K, D].
 
         Args:
             ids: Token ids, [B, T].
@@ -126,12 +134,16 @@ class BlockHead(StatesStudent):
     def _mask(
         self, window: int | None, causal: bool, anchors: Tensor, positions: Tensor, at: Tensor
     ) -> Tensor:
-        """Return whether each token of a block attends to each state of the text, and then to each token of the blocks.
+        """Return the attention mask of the blocks' tokens, [B, 1, A M, T + A M].
 
-        The mask is [B, 1, A M, T + A M].
+        The first T columns are the tokens of the text, and the other columns are the tokens of the blocks.
 
-        positions: Position of each token of the text in its sequence, [B, T]. at: The same for the tokens of the
-        blocks, [B, A M].
+        Args:
+            window: Size of the sliding window. None for full attention.
+            causal: Whether tokens of a block see only earlier tokens of their block.
+            anchors: Index of the first token of each block in its row, [B, A].
+            positions: Position of each token of the text in its sequence, [B, T].
+            at: Position of each token of the blocks in its sequence, [B, A M].
         """
         size = self.config.block_size
         block = torch.arange(at.shape[1], device=at.device) // size
@@ -150,9 +162,11 @@ class BlockHead(StatesStudent):
 
 @dataclass(frozen=True, slots=True)
 class Anchors:
-    """A rule that draws random anchors in each batch. A block of drafted tokens begins at each anchor.
+    """A random choice of anchors in each batch. A block of drafted tokens begins at each anchor.
 
-    share: Share of the predicted positions that become anchors. most: Number of drafted tokens of a block, K.
+    Attributes:
+        share: Share of the positions in the batch's mask that become anchors.
+        most: Number of drafted tokens of a block, K.
     """
 
     share: float
@@ -160,7 +174,7 @@ class Anchors:
     seed: int
 
     def drawn(self, batch: Batch, number: int) -> Batch:
-        """Return the batch with random anchors. The run's seed and `number` decide the draw.
+        """Return the batch with random anchors, marked by their depths. The draw depends only on `seed` and `number`.
 
         The depth of an anchor is the number of tokens to predict after it, at most K. Other positions have depth 0.
         """
@@ -172,9 +186,10 @@ class Anchors:
 
 
 class BlockObjective(Objective):
-    """A DFlash head with its loss. Drafted token k of a block has the weight exp(-(k - 1) / gamma).
+    """A DFlash head with its loss.
 
-    The weights are scaled to a mean of 1.
+    The drafted token at place k of a block, counted from 1, has the weight exp(-(k - 1) / gamma) in the loss. The
+    weights are scaled to a mean of 1.
     """
 
     takes_packed = True
@@ -193,9 +208,9 @@ class BlockObjective(Objective):
         positions: Tensor | None,
         depths: Tensor,
     ) -> Tensor:
-        """Return the sums that DistillStep.forward returns, here over all predictions of the blocks, [1, 6].
+        """Return the six sums of DistillStep.forward over all predictions of the blocks, [1, 6].
 
-        In evaluation, without gradients, each of the K drafted tokens has its own sums, [K, 6], and gamma is not used.
+        Without gradients, as in evaluation, return the sums for each place in the block, [K, 6], without gamma.
 
         Args:
             ids: Token ids, [B, T + 1].
@@ -233,9 +248,12 @@ class BlockObjective(Objective):
         teacher: TargetPass,
         decay: Tensor | float = 1.0,
     ) -> Tensor:
-        """Return the sums over N predictions, [6].
+        """Return the six sums of DistillStep.forward over N predictions, [6].
 
-        predicted: Index of the token before each predicted token in the flattened mask, [N].
+        Args:
+            hidden: Inputs of the LM head, [N, D].
+            predicted: Index of each prediction in the flattened mask, [N].
+            decay: Weight of each prediction by its place in the block, [N] or a number.
         """
         weights = mask.flatten()[predicted] * decay
         target = chosen(teacher.distributions, mask.flatten().nonzero().squeeze(1), predicted)
@@ -264,10 +282,10 @@ class OpenBlockHead:
 
 
 def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], DFlashShape, Any]:
-    """Return the config.json of the head to train, its sizes, and the configuration of its layers.
+    """Return the content of config.json of the head to train, its sizes, and the Qwen3Config of its layers.
 
     Raises:
-        UserError: The head does not fit the target, or predicts only some of the target's ids.
+        UserError: The head does not fit the target, or predicts only some of the target's token ids.
     """
     target = job.target
     assert target is not None  # a head reads the target's states
@@ -275,8 +293,8 @@ def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], 
         config, layer, content = dflash.read_shape(job.draft, target, "dflash")
         if config.draft_vocab < config.vocab:
             raise UserError(
-                f"--draft {job.draft} predicts only {config.draft_vocab} ids, but distill trains DFlash heads that "
-                "predict all ids of the target"
+                f"--draft {job.draft} predicts only {config.draft_vocab} token ids, but distill trains only DFlash heads "
+                "that predict all token ids of the target; name another head, or leave --draft out for a new head"
             )
         return dict(content), config, layer
     sizes = TargetSizes.of(target)
@@ -300,7 +318,7 @@ def facts(spec: DFlashStudent, job: Distillation) -> Mapping[str, object]:
 
 
 def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenBlockHead:
-    """Load the frozen target, and return the DFlash head to train with its text.
+    """Load the target and freeze it. Return the DFlash head with its teacher, loss and text.
 
     Raises:
         UserError: The target, the text or the head of --draft cannot be used.
@@ -323,7 +341,8 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenBlockH
         config.check_tensors(found, job.draft, "a DFlash head")
         if own := sorted(tensors.keys() - config.sizes().keys()):
             raise UserError(
-                f"--draft {job.draft} has its own {own[0]}, but distill trains only heads that use the target's"
+                f"--draft {job.draft} has its own {own[0]}, but distill trains only DFlash heads that use the target's; "
+                "name another head, or leave --draft out for a new head"
             )
         student.load_state_dict(tensors)
     note(f"the mask token has the id {config.mask_token_id}")

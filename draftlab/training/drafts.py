@@ -1,4 +1,4 @@
-"""Train ordinary and parallel draft models, with the target as teacher in memory, from stored outputs or a server."""
+"""Train ordinary and parallel draft models. The teacher is the target in memory or on a server, or its stored outputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,8 +38,10 @@ from draftlab.training.trainer import TrainingSetup
 class OpenDraft:
     """A draft model in training.
 
-    like: Checkpoint that training starts from. offsets: Offsets that a parallel draft learns. vocab: Number of logits
-    of the written draft. None writes as many logits as `like` has.
+    Attributes:
+        like: Checkpoint that training starts from.
+        offsets: The distances at which a parallel draft learns to predict. None for an ordinary draft.
+        vocab: Number of logits of the written draft. None writes as many logits as `like` has.
     """
 
     module: PreTrainedModel
@@ -49,7 +51,7 @@ class OpenDraft:
     vocab: int | None
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the weights of the best evaluation in the dtype of `like`. Return notes for the record."""
+        """Write the draft of the best evaluation, in the dtype of `like`. Return notes for draftlab.json."""
         trained = checkpointer.best_weights(state, "student")
         dtype, config = checkpoint.stored_dtype(self.like), checkpoint.read_config(self.like)
         if self.offsets is not None:
@@ -68,7 +70,7 @@ class OpenDraft:
 def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
     """Return facts on the models and the cost of a distillation, for a dry run.
 
-    Text that is on this machine is opened as in training, so that a dry run reports its errors.
+    Text on this machine is opened, so that a dry run reports the same errors as training.
 
     Raises:
         UserError: The text cannot be read.
@@ -86,7 +88,7 @@ def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
     described = models | text | cost
     if offsets is not None:
         described["in parallel"] = (
-            f"the draft reads {offsets.cost:.2f} tokens for each training token, because mask tokens count, too"
+            f"the draft reads {offsets.cost:.2f} tokens for each training token, because it also reads mask tokens"
         )
     return described
 
@@ -95,8 +97,7 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenD
     """Load the draft in fp32, and return it with its teacher and text.
 
     Raises:
-        UserError: The stored outputs, the server or the text cannot be used (see stored_setup, served_teacher and
-            TrainingText.open).
+        UserError: The stored outputs, the server or the text cannot be used.
     """
     assert job.draft is not None  # because of starts_from_draft
     student = _load(job, job.draft, offsets)
@@ -122,8 +123,8 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenD
 def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrainedModel:
     if parallel.pard_token(draft) is not None and offsets is None:
         note(
-            f"{hub.checkpoint_name(draft)} is a parallel draft, but is trained as an ordinary draft here and will "
-            "lose its ability to draft in parallel; add --student parallel"
+            f"{hub.checkpoint_name(draft)} is a parallel draft, but this run trains it as an ordinary draft, so it "
+            "forgets how to draft in parallel; to keep this, add --student parallel"
         )
     student = checkpoint.load_model(draft, torch.float32)
     if job.gradient_checkpointing:
@@ -138,9 +139,13 @@ def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrained
 def stored_setup(
     outputs: Path, draft: Path, loss: str, temperature: float, *, rows: int, seed: int
 ) -> TrainingSetup:
-    """Return a training setup that reads stored target outputs in place of running the target.
+    """Return a training setup whose teacher is stored target outputs.
 
-    temperature: Temperature of both distributions in the loss. rows: Sequences per batch.
+    Args:
+        outputs: Directory of the stored outputs.
+        draft: Checkpoint of the draft.
+        temperature: Temperature of both distributions in the loss.
+        rows: Number of sequences per batch.
 
     Raises:
         UserError: The vocabularies differ, or the outputs are unfinished, corrupt, or unusable at this temperature.
@@ -162,13 +167,13 @@ def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
     """Return a teacher that asks a server for the k most probable tokens at each position of a text.
 
     Raises:
-        UserError: The tokenizers differ, or the server returns no log-probabilities of a given text.
+        UserError: The tokenizers differ, or the server returns no log-probabilities of prompt tokens.
     """
     check_server_tokenizer(server, draft)
     if not server.adapter.has_prompt_logprobs:
         raise UserError(
-            f"{server.kind} returns no log-probabilities of a given text; use a vLLM or SGLang server, or store "
-            "target outputs and give --outputs"
+            f"{server.kind} returns no log-probabilities of prompt tokens; use a vLLM or SGLang server, or store "
+            "target outputs and add --outputs"
         )
     return ServedTeacher(server, k, logits_of(draft))
 
@@ -178,8 +183,8 @@ def _text_setup(
 ) -> TrainingSetup:
     """Return the training setup for text. The teacher is the target in memory, the target on a server, or none.
 
-    The target first writes its text, which is stored in the directory `state`. Only then is the target loaded as the
-    teacher, so it is never in memory twice.
+    If text of the target is needed, the target first generates it, and it is stored in the directory `state`. The
+    target is loaded as teacher afterwards, so it is never in memory twice.
     """
     tokenizer, loss = checkpoint.load_tokenizer(draft), parse_loss(job.loss)
     served = None if job.server is None else served_teacher(job.server, draft, job.top_logprobs)
@@ -211,7 +216,7 @@ def _mixed(
     author: Author | None,
     state: Path,
 ) -> Batches:
-    """Return batches that take turns between data, text of the target and text of the draft, by shares of the steps."""
+    """Return training batches. The steps are shared out among data, text of the target and text of the draft."""
     text, sources = job.text, {"data": data}
     if author is not None and "target" in text.shares:
         sources["target"] = target_text(text, data, author, state)
@@ -232,7 +237,10 @@ def _mixed(
 def _with_target(
     job: Distillation, setup: TrainingSetup, student: PreTrainedModel, target: Path
 ) -> TrainingSetup:
-    """Load the target, and return the setup with the target as teacher and with held-out batches that fit memory."""
+    """Load the target. Return the setup with the target as teacher, and with smaller held-out batches if need be.
+
+    The logits of a held-out batch must fit in memory.
+    """
     dtype, seq_len = training_dtype(job.loop.dtype), job.text.seq_len
     operations = 2 * (Weights(target).parameters + student.num_parameters()) * seq_len
     note(f"loading {hub.checkpoint_name(target)} as teacher in {dtype}")

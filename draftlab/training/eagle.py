@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 head in the common training loop. The frozen target computes its states in each step."""
+"""Train an EAGLE-3 head in the common training loop. In each step the frozen target computes its hidden states."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -42,9 +42,9 @@ HELDOUT_SHARE = 0.05  # share of the stored texts that is held out if a store ha
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """Batches of stored sequences in a new random order each epoch. The batch of a step depends only on seed and step.
+    """Batches of stored sequences, in a new random order each epoch. A batch depends only on seed and step.
 
-    rows: Sequences per batch.
+    rows: Number of sequences per batch.
     """
 
     outputs: list[TargetOutput]
@@ -64,9 +64,9 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class ChainBatches:
-    """Batches in which the first `steps` positions of a row predict nothing.
+    """Batches in which the mask of the first `steps` positions of each row is 0.
 
-    A head learns a token as the end of a chain of `steps` drafted tokens, and no such chain ends at these positions.
+    Training predicts a token at the end of a chain of `steps` drafted tokens, and such a chain needs earlier tokens.
     """
 
     batches: Batches
@@ -85,11 +85,11 @@ def within_chains(batch: Batch, steps: int) -> Batch:
 def open_texts(
     directory: Path, target: Path, seq_len: int, loop: Loop
 ) -> tuple[StoredRows, HeldOut]:
-    """Read training rows and held-out text from a store of target outputs. Log-probabilities are not read.
+    """Return batches to train on, and held-out text, from stored target outputs. Log-probabilities are not read.
 
     Raises:
-        UserError: The store has another tokenizer than the target or is unfinished, or too few answers begin within
-            seq_len tokens.
+        UserError: The stored outputs have another tokenizer than the target or are unfinished, or fewer than two
+            answers begin within seq_len tokens.
     """
     check_tokenizer(finished_manifest(directory), target)
     outputs = _sequences(directory, seq_len)
@@ -118,9 +118,11 @@ BYTES = 16  # bytes per trained weight: the fp32 weight, its gradient and two op
 class OpenHead:
     """An EAGLE-3 head in training.
 
-    begun: Trained head that this run trains further. None for a new head. ids: The target's token id for each of W
-    draft ids, [W]. coverage: Share of the training tokens that are draft ids. k: Number of tokens that the head learns
-    to draft.
+    Attributes:
+        begun: Head of an earlier run, which is trained further. None for a new head.
+        ids: The target's token id for each of the W draft ids, [W].
+        coverage: Share of the training tokens that are draft ids.
+        k: Number of tokens that the head learns to draft.
     """
 
     module: EagleHead
@@ -167,8 +169,11 @@ def costs(
 ) -> Mapping[str, object]:
     """Return facts on the text, a head and the cost of its training, for a dry run.
 
-    described: Further facts on the head, in words. weights: Number of the head's parameters. passes: Number of tokens
-    that the head reads for each token of the text.
+    Args:
+        described: Further facts on the head, in words.
+        layer_ids: Layers of the target that the head reads.
+        weights: Number of the head's parameters.
+        passes: Number of tokens that the head reads for each token of the text.
     """
     assert job.target is not None  # a head reads the target's states
     dtype, size = checkpoint.DTYPES[training_dtype(job.loop.dtype)], read_size(job.target)
@@ -190,7 +195,7 @@ def costs(
 
 
 def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
-    """Load the frozen target, and return the EAGLE-3 head to train with its text.
+    """Load the target and freeze it. Return the EAGLE-3 head with its teacher, loss and text.
 
     Raises:
         UserError: The target, the text or the head of --draft cannot be used.
@@ -230,7 +235,10 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
 def texts_of(job: Distillation, target: Path, state: Path) -> tuple[Batches, HeldOut]:
     """Return the text to train a head on, and held-out text.
 
-    The text is stored target outputs, data, or data that the target continues.
+    The text is stored outputs of the target, data, or data that the target continues.
+
+    Raises:
+        UserError: The text cannot be used.
     """
     text, loop = job.text, job.loop
     if job.outputs is not None:
@@ -250,13 +258,13 @@ def texts_of(job: Distillation, target: Path, state: Path) -> tuple[Batches, Hel
 def _draft_ids(
     head: HeadShape, begun: Head | None, batches: Batches, steps: int, target: Path, state: Path
 ) -> tuple[np.ndarray, float]:
-    """Return the ids that the head predicts, and the share of the training tokens that these ids cover.
+    """Return the token ids that the head predicts, and the share of the training tokens that are among them.
 
-    A new head predicts the most frequent ids of the training text. A head that is trained further (`begun`) keeps its
-    ids. The ids are stored in the directory `state`.
+    A new head predicts the most frequent ids of the training text. If `begun` is set, the head keeps the ids of
+    `begun`. The ids are stored in the directory `state`.
 
     Raises:
-        UserError: The head has too few ids for the special tokens.
+        UserError: The special tokens are more than the ids that the head predicts.
     """
 
     def find() -> dict[str, np.ndarray]:
@@ -282,9 +290,9 @@ def start_head(
     seq_len: int,
     state: Path,
 ) -> EagleHead:
-    """Return the head to train: `begun`, or a new head whose initial weights are found by least squares.
+    """Return the head to train: `begun`, or a new head with initial weights from least squares (see eagle_start.py).
 
-    The initial weights are stored in the directory `state`, so that a resumed run has the same.
+    The initial weights are stored in the directory `state`, so that a resumed run starts from the same weights.
     """
     torch.manual_seed(loop.seed)
     if begun is None:

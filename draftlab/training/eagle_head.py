@@ -1,12 +1,13 @@
 """EAGLE-3 heads as modules to train with training-time test: a head reads its own states in training, as in decoding.
 
-B rows, T positions, N tokens that count, L steps, D hidden, E hidden of the target, A layers of the target that the
-head reads, V vocab, W draft vocab.
+At position i, the head reads the target's hidden states of token i and the embedding of token i + 1, and predicts token
+i + 2. This is step 0 of a chain of steps that begins at i. In each later step l, the head reads the embedding of token
+i + 1 + l and its own state of step l - 1, at rotary position i + l. As in servers, it attends to the inputs from the
+target up to position i, and to the steps of its own chain. One pass of the target gives the distributions to learn
+from and the hidden states.
 
-The head at position i reads the target's states of token i and the token at i + 1, and predicts the token at i + 2. In
-step l of a chain that begins at i, the head reads the token at i + 1 + l and its own state of step l - 1, at rotary
-position i + l. As in servers, the head attends to the target's states up to i and to its own states of the chain. One
-pass of the target gives the distributions and the states.
+Shapes: B rows, T positions, N tokens that count in the loss, L steps, D hidden, E hidden of the target, A layers of the
+target that the head reads, H query heads, C head_dim, V vocab, W draft vocab.
 """
 
 from collections.abc import Sequence
@@ -37,9 +38,11 @@ from draftlab.training.teachers import LocalTeacher, logits_of
 
 @dataclass(frozen=True, slots=True)
 class TargetPass:
-    """Outputs of the target that a head learns from: distributions over the draft ids, and states.
+    """The outputs of the target that a head learns from.
 
-    states: States after each of the A layers that the head reads, joined, [B, T, A E].
+    Attributes:
+        distributions: Distributions over the draft ids, at the positions in the mask.
+        states: Hidden states after each of the A layers that the head reads, joined, [B, T, A E].
     """
 
     distributions: Dense
@@ -50,8 +53,10 @@ class TargetPass:
 class Places:
     """Rotary embeddings and attention masks of the steps of training-time test.
 
-    rotary: Cosines and sines of each step. masks: For each step, whether a position attends to another, [B, 1, T, T].
-    A mask separates the sequences of a row, and applies the sliding window. None is a plain causal mask.
+    Attributes:
+        rotary: Cosines and sines of each step.
+        masks: Attention mask of each step, [B, 1, T, T], for several sequences in a row and for the sliding window.
+            None stands for a causal mask.
     """
 
     rotary: list[tuple[Tensor, Tensor]]
@@ -81,9 +86,12 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, at: "Places", step: int, earlier: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Return the attention output for x [B, T, 2 D], and append the step's keys and values to `earlier`.
+        """Return the attention output, [B, T, D]. Append the step's keys and values to `earlier`.
 
-        earlier: Keys and values of the steps before, [B, H, T, C] each.
+        Args:
+            x: Token embeddings and states, joined, [B, T, 2 D].
+            step: Number of the step, from 0 on.
+            earlier: Keys and values of all earlier steps, [B, H, T, C] each.
         """
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -103,11 +111,14 @@ class Attention(nn.Module):
 def _attend_along_chains(
     q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Tensor | None
 ) -> Tensor:
-    """Return the attention output for the queries of a step, [B, H, T, C].
+    """Return the attention output of a step after step 0, [B, H, T, C].
 
     Position i attends to positions up to i of step 0, and only to position i of later steps.
 
-    steps: Keys and values of each step, [B, H, T, C] each.
+    Args:
+        q: Queries of the step, [B, H, T, C].
+        steps: Keys and values of the steps up to this one, [B, H, T, C] each.
+        mask: Attention mask to the positions of step 0. None stands for a causal mask.
     """
     (first_k, first_v), *own = steps
     width, scale = q.shape[2], q.shape[3] ** -0.5
@@ -153,10 +164,10 @@ class Layer(nn.Module):
 
 
 class StatesStudent(nn.Module):
-    """A head in training, whose first layer `fc` reads the target's states.
+    """A head in training. Its first layer, `fc`, reads the target's hidden states.
 
     scale: Root mean square of each feature of the states, [A E]. In training, fc reads the states divided by `scale`,
-    because some features are a thousand times as large as others.
+    because some features are a thousand times larger than others.
     """
 
     fc: nn.Linear
@@ -170,7 +181,7 @@ class StatesStudent(nn.Module):
         return self
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of an equivalent head that reads the states without dividing them by `scale`."""
+        """Return the weights to store. They contain `scale`, so that the stored head reads the states undivided."""
         tensors = self.state_dict()
         return tensors | {"fc.weight": tensors["fc.weight"] / self.scale}
 
@@ -178,7 +189,7 @@ class StatesStudent(nn.Module):
 class EagleHead(StatesStudent):
     """An EAGLE-3 head to train. Its embedding is frozen.
 
-    The parameters have the names of the library speculators.
+    The parameters are named as in the speculators library.
     """
 
     def __init__(self, config: HeadShape, embedding: Tensor) -> None:
@@ -205,7 +216,7 @@ class EagleHead(StatesStudent):
 
     @property
     def norms_before_fc(self) -> list[nn.Module]:
-        """Return the norms before fc: one for all states, one for the states of each layer, or none."""
+        """Return the norms before fc: one norm for all states, a norm for each layer that the head reads, or none."""
         return [self.input_norm] if self.input_norm is not None else list(self.fc_norm or ())
 
     def get_output_embeddings(self) -> nn.Module:
@@ -214,9 +225,9 @@ class EagleHead(StatesStudent):
     def forward(
         self, ids: Tensor, states: Tensor, steps: int, positions: Tensor | None = None
     ) -> list[Tensor]:
-        """Return the input of lm_head for each step of training-time test, [B, T, D] each.
+        """Return the input of lm_head in each step of training-time test, [B, T, D] each.
 
-        In step l, counted from 0, the last 1 + l positions of a sequence are invalid.
+        The last 1 + l positions of each sequence are invalid in step l, because their next tokens are unknown.
 
         Args:
             ids: Token ids, [B, T].
@@ -280,9 +291,9 @@ class EagleObjective(Objective):
         positions: Tensor | None = None,
         depths: None = None,
     ) -> Tensor:
-        """Return the sums that DistillStep.forward returns, here as means over the L steps, [1, 6].
+        """Return the six sums of DistillStep.forward as means over the L steps, [1, 6].
 
-        In evaluation, without gradients, each step has its own sums, [L, 6].
+        Without gradients, as in evaluation, return the sums of each step, [L, 6].
 
         Args:
             ids: Token ids, [B, T + 1].
@@ -317,9 +328,9 @@ ROWS = 256  # number of positions whose logits over the whole vocabulary are in 
 
 
 class EagleTeacher:
-    """A frozen target that transformers runs, with hooks on the layers that the head reads.
+    """The frozen target of a head. transformers runs it, with hooks on the layers that the head reads.
 
-    accelerate may spread the target over devices and disk. All returned tensors are on `device`, the student's device.
+    accelerate may spread the target over devices and disk. Returned tensors are on `device`, the student's device.
     """
 
     def __init__(
@@ -332,8 +343,10 @@ class EagleTeacher:
     ) -> None:
         """Freeze the model, and add the hooks.
 
-        ids: The target's token id for each draft id, [W]. None if the head predicts all ids. temperature: Temperature
-        of the loss.
+        Args:
+            layer_ids: Layers that the head reads.
+            ids: The target's token id for each draft id, [W]. None if the head predicts all token ids.
+            temperature: Temperature of the loss.
 
         Raises:
             UserError: The model's layers are not found.
@@ -374,7 +387,10 @@ class EagleTeacher:
 
     @torch.no_grad()
     def states_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the states that the head reads, [B, T, A E], and the input of the target's lm_head, [B, T, E]."""
+        """Run the target on token ids, [B, T]. Return the states that the head reads, [B, T, A E], and the last states.
+
+        The last states are the input of the target's lm_head, [B, T, E].
+        """
         decoder, ids = cast(Any, self.model.get_decoder()), ids.to(self.model.device)
         read = decoder(input_ids=ids, use_cache=False).last_hidden_state
         return self._joined(), read.to(self.device)

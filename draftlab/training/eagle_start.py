@@ -1,20 +1,22 @@
 """Initial weights of an EAGLE-3 head, fitted by least squares to predict the target's next state.
 
-N tokens, D hidden (of head and target), A layers of the target that the head reads, R rank of the values, C head_dim.
-
-A head with random weights spends most of a short run on a linear map that least squares finds at once. u(i) is the
-input of the target's lm_head at position i, with each feature divided by its root mean square. The parts start so:
+A head with random weights spends most of a short run on learning a linear map, which least squares gives at once. Let
+u(i) be the input of the target's lm_head at position i, with each feature divided by its root mean square. These are
+the initial weights:
 
 * norms before fc: with weights that give the inputs of fc a mean square of 1
 * fc: as the best linear map from the states of the A layers to u(i)
 * q_proj, k_proj: so that each position attends only to itself
 * v_proj, o_proj: as the best map of rank R from the output of fc and the next token's embedding to u(i + 1) - u(i)
-* MLP: with an output of 0
-* last norm: as the best scale of the output, which is the smaller, the worse u(i + 1) is predicted
+* MLP: so that its output is 0
+* last norm: as the scale of each feature that fits the target's states best
 * lm_head: with the target's weights
 
-With norm_output, the state that is fed back has the scale of the target's states. fc and attention therefore write
-states of this scale, and hidden_norm divides by it.
+If the head has norm_output, it reads back states with the scale of the target's states. fc and attention therefore
+write states of this scale, and hidden_norm divides by it.
+
+Shapes: N tokens, D hidden of the head, E hidden of the target (E = D here), A layers of the target that the head reads,
+R rank of the values, I inputs and O outputs of a regression.
 """
 
 import math
@@ -42,8 +44,10 @@ LARGE = 8.0
 class Sample:
     """Data for the least squares: N pairs of neighbouring positions i and i + 1.
 
-    states: The target's states at i, after each of the A layers that the head reads, [N, A E]. embedded: Embeddings of
-    the tokens at i + 1, [N, E]. now, after: Inputs of the target's lm_head at i and at i + 1, [N, E].
+    Attributes:
+        states: The target's states at i, after each of the A layers that the head reads, [N, A E].
+        embedded: Embeddings of the tokens at i + 1, [N, E].
+        now, after: Inputs of the target's lm_head at i and at i + 1, [N, E].
     """
 
     states: Tensor
@@ -54,7 +58,9 @@ class Sample:
 
 @torch.no_grad()
 def sample(teacher: EagleTeacher, batches: Batches, loop: Loop, seq_len: int, what: str) -> Sample:
-    """Run the target on the first batches, and return pairs of neighbouring positions without outliers.
+    """Run the target on the first batches, and return its states at pairs of neighbouring positions.
+
+    Positions with outliers, that is, unusually large states, are left out.
 
     what: Label of the progress bar.
     """
@@ -114,9 +120,9 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
 
 @torch.no_grad()
 def start_again(student: EagleHead, sampled: Sample) -> None:
-    """Set `scale` so that the inputs of a trained head's fc have mean square 1, without changing the head's outputs.
+    """Set `scale` of a trained head so that the inputs of fc have mean square 1.
 
-    fc.weight is multiplied by `scale` in return. A head with norms before fc stays as it is.
+    fc.weight is multiplied by `scale`, so the head's outputs stay the same. A head with norms before fc is not changed.
     """
     if not student.norms_before_fc:
         _measure_scale(student, sampled)
@@ -124,7 +130,7 @@ def start_again(student: EagleHead, sampled: Sample) -> None:
 
 
 def _measure_scale(student: EagleHead, sampled: Sample) -> None:
-    """Scale the inputs of fc to mean square 1: by the weights of the norms before fc, or else by the head's `scale`."""
+    """Give the inputs of fc a mean square of 1. Change the norms before fc or, without such norms, the head's `scale`."""
     size = student.features(sampled.states).pow(2).mean(0).sqrt().clamp_min(student.config.eps)
     norms = student.norms_before_fc
     if not norms:
@@ -135,10 +141,15 @@ def _measure_scale(student: EagleHead, sampled: Sample) -> None:
 
 
 def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, size: int) -> None:
-    """Make one query head per key head attend to its own position only: query and key are the same map of a token.
+    """Make one query head of each kv head attend only to its own position.
 
-    q, k: Weights of q_proj and k_proj. own: Index of the query head for each key head. embedded: Normed token
-    embeddings, [N, D]. size: head_dim.
+    Query and key become the same linear map of a token's embedding, so a token's score with itself is the highest.
+
+    Args:
+        q, k: Weights of q_proj and k_proj.
+        own: Index of the query head for each kv head.
+        embedded: Token embeddings after the norm, [N, D].
+        size: head_dim.
     """
     hidden = embedded.shape[1]
     mean = torch.nn.functional.normalize(embedded.mean(0), dim=0)
@@ -157,7 +168,7 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
 
 
 def ridge(x: Tensor, y: Tensor) -> Tensor:
-    """Return the matrix [I, O] of a ridge regression from x [N, I] to y [N, O], solved in fp64."""
+    """Return the coefficients of a ridge regression from x, [N, I], to y, [N, O], solved in fp64, [I, O]."""
     x, outputs = exact(x), exact(y)
     gram = x.T @ x
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())

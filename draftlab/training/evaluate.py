@@ -1,6 +1,7 @@
-"""Measure a student's acceptance length (tokens per target pass) on the target's text. One pass per text serves all K.
+"""Measure a student's acceptance length (tokens per target pass) on text that the target wrote.
 
-R texts, P prompt tokens, N generated tokens of all texts.
+The student makes one pass over each text. This pass gives the acceptance length for every K, the number of drafted
+tokens. Shapes: R texts, n generated tokens of a text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,10 +35,11 @@ CPU_OPERATIONS = 7e11
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthComparison:
-    """Tokens per target pass with k drafted tokens, before and after training.
+    """The tokens per target pass with k drafted tokens, before and after training.
 
-    low, high: 95 % interval of `after` over texts. gain_low: Lower bound of after / before, from the same bootstrap
-    draws.
+    Attributes:
+        low, high: 95 % bootstrap interval of `after` over texts.
+        gain_low: Lower end of the 95 % bootstrap interval of after / before.
     """
 
     k: int
@@ -52,8 +54,10 @@ class LengthComparison:
 class TargetText:
     """Text that the target wrote.
 
-    texts: Token ids of each prompt and of its continuation. log_p: Log-probabilities of each continuation's tokens.
-    temperature: Temperature of the sampling and of log_p. 0 is greedy.
+    Attributes:
+        texts: For each text, the token ids of the prompt and of the target's continuation.
+        log_p: For each text, the target's log-probabilities of the continuation's tokens.
+        temperature: Temperature of the sampling and of log_p. 0 is greedy.
     """
 
     texts: list[tuple[np.ndarray, np.ndarray]]
@@ -62,7 +66,7 @@ class TargetText:
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], temperature: float = 0.0) -> "TargetText":
-        """Build the text from the arrays that arrays_of returns."""
+        """Return the text that arrays_of turned into arrays."""
         ends, starts = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["prompt_lengths"])[:-1]
         texts = list(
             zip(np.split(arrays["prompts"], starts), np.split(arrays["ids"], ends), strict=True)
@@ -73,8 +77,8 @@ class TargetText:
 def arrays_of(prompts: Sequence[np.ndarray], texts: Sequence[Completion]) -> dict[str, np.ndarray]:
     """Return R prompts and their continuations as flat arrays to store.
 
-    prompts and ids join the tokens of all prompts and of all continuations. prompt_lengths and lengths [R] divide them
-    into texts. log_p has a log-probability for each of ids.
+    The array "prompts" joins the token ids of all prompts, and "prompt_lengths", [R], has their lengths. "ids" and
+    "lengths" are the same for the continuations. "log_p" has the log-probability of each id in "ids".
     """
     return {
         "prompts": np.concatenate(prompts),
@@ -88,12 +92,14 @@ def arrays_of(prompts: Sequence[np.ndarray], texts: Sequence[Completion]) -> dic
 def acceptance_probabilities(
     student: PreTrainedModel, text: TargetText, memory: float = 2.0, offsets: Offsets | None = None
 ) -> list[np.ndarray]:
-    """Return the acceptance probabilities of each text's generated tokens, [n] each.
+    """Return the acceptance probabilities of each text's n generated tokens, [n - 1] each.
 
-    The first generated token is left out, because the prefill emits it.
+    The first generated token is left out, because the prefill emits it. For a parallel draft the result of a text is
+    [n - 1, K], with a column for each offset.
 
-    memory: Gigabytes for the logits of a pass. offsets: Offsets of a parallel draft. The result for a text is then
-    [n, K], with one column for each offset.
+    Args:
+        memory: Gigabytes for the logits of a pass.
+        offsets: Offsets of a parallel draft. None for an ordinary draft.
     """
     was_training, vocab = student.training, int(student.config.get_text_config().vocab_size)
     sampling = SamplingParams(temperature=text.temperature)
@@ -112,7 +118,9 @@ def acceptance_probabilities(
 
 
 def affordable(most: int, operations: float, device: torch.device) -> int:
-    """Return how many texts to evaluate on: `most`, or on a CPU fewer if texts are costly, but at least a quarter.
+    """Return how many texts to evaluate on, `most` or fewer.
+
+    On a CPU, costly texts are reduced to what it computes in a few seconds, but at least to a quarter of `most`.
 
     operations: Floating-point operations per text.
     """
@@ -125,10 +133,12 @@ def affordable(most: int, operations: float, device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TargetTextEvaluator:
-    """A function that measures the acceptance length of a student on the target's text.
+    """A function that measures the acceptance length of a student on text that the target wrote.
 
-    state: Directory that stores the acceptance probabilities of every evaluation. memory: Gigabytes for the logits of a
-    pass. offsets: Offsets of a parallel draft.
+    Attributes:
+        state: Directory in which the acceptance probabilities of every evaluation are stored.
+        memory: Gigabytes for the logits of a pass.
+        offsets: Offsets of a parallel draft. None for an ordinary draft.
     """
 
     text: TargetText
@@ -146,9 +156,9 @@ class TargetTextEvaluator:
         offsets: Offsets | None = None,
         temperature: float = 0.0,
     ) -> "TargetTextEvaluator | None":
-        """Let the target write the texts to evaluate on.
+        """Let the target write the texts to evaluate on, and return the evaluator.
 
-        Return None if no prompt fits the context, or if the target ends every text with its first token.
+        Return None if no prompt fits in the context, or if every text has only one token.
         """
         context = min(max_model_len(author.target), max_model_len(draft))
         prompt = min(EVALUATED_PROMPT, context // 2)
@@ -159,7 +169,7 @@ class TargetTextEvaluator:
         windows = [ids for ids in windows if len(ids) + sampling.max_tokens <= context]
         if not windows:
             note(
-                f"acceptance length is not measured, because no held-out conversation fits into {context} tokens"
+                f"acceptance length is not measured, because no held-out conversation fits in {context} tokens"
             )
             return None
 
@@ -176,7 +186,7 @@ class TargetTextEvaluator:
         return cls(TargetText.of(arrays, temperature), state, author.hardware.memory, offsets)
 
     def __call__(self, student: PreTrainedModel, step: int) -> float:
-        """Return the tokens per target pass at K = 4, or at the number of offsets of a parallel draft with fewer."""
+        """Return the tokens per target pass at K = 4. For a parallel draft with fewer than 4 offsets, K is lower."""
         chances = acceptance_probabilities(student, self.text, self.memory, self.offsets)
         checkpointer.load_or_make(
             self.state, _file(step), lambda: {f"{i:04d}": row for i, row in enumerate(chances)}

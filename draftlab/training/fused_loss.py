@@ -1,16 +1,19 @@
 """Loss and gradients in one pass, a chunk of tokens at a time, so that logits of all tokens never exist at once.
 
-N tokens, c tokens in a chunk, b tokens in a block, D hidden, V vocab, k listed tokens. The forward pass computes the
-gradients with respect to hidden states and head (as Liger's fused linear losses, 2410.10989) by the rule of losses.py.
-The backward pass only scales these gradients. The teacher's head is applied once per token. Heads are applied to a
-chunk. The loss goes through a chunk in blocks that fit the processor's cache, and overwrites logits with gradients.
+The forward pass also computes the gradients of hidden states and head, by the rule of losses.py. The backward pass only
+scales them, as in Liger's fused linear losses (2410.10989). Heads are applied to a chunk of tokens at a time, and the
+teacher's head only once per token. The loss goes through a chunk in blocks that fit in the processor's cache. It
+overwrites the logits with their gradients.
 
-A student with a trimmed head has S of the V logits. The teacher's distribution is not renormalised over these S ids.
-Acceptance is then the same as in the engine, which never accepts a lost id (an id outside the head). An additional
-column, whose probability rounds to 0, stands for all lost ids. No gradient goes through this column. The losses are
-then divergences of measures whose mass is less than 1. fkl leaves out the infinite part, p log p / q of the lost ids,
-and counts their p. All other losses are exact, up to a constant. Cross-entropy leaves out tokens that the head lacks.
-If the teacher lists k tokens, the bucket for all tokens that are not listed includes lost ids.
+A student with a trimmed head has only S of the V logits. An id outside the head is called a lost id. The teacher's
+distribution is not renormalised over the S ids, so acceptance is the same as in the engine, where lost ids are never
+drafted. One more column, whose probability rounds to 0, stands for all lost ids, and gets no gradient. The two
+distributions then sum to less than 1 over the S ids. The loss fkl would be infinite, so it leaves out p log(p / q) of
+lost ids. The other losses are exact, up to a constant. Cross-entropy leaves out lost ids.
+
+A teacher may list only its k most probable tokens. All other tokens, lost ids included, then form one bucket.
+
+Shapes: N tokens, c tokens in a chunk, b tokens in a block, D hidden, V vocab, S ids of a trimmed head, k listed tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,10 +44,13 @@ SLICE = 512
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Distributions over all ids, as hidden states [N, D] and head [V, D]. Without a head, `hidden` has logits [N, V].
+    """Distributions over all token ids, stored as hidden states and head.
 
-    rows: Row of `hidden` for each token, ascending, if several tokens share a distribution. log_total: Log-normalisers
-    over all ids at the loss's temperature, [N], if the logits cover only the S ids of a trimmed student.
+    Attributes:
+        hidden: Hidden states, [N, D], or logits, [N, V], if there is no head.
+        head: Weight of the head, [V, D].
+        rows: Row of `hidden` for each token, ascending, if several tokens share a distribution.
+        log_total: Log of the sum of exp(logits / temperature) over all V ids, [N], if the logits cover only S ids.
     """
 
     hidden: Tensor
@@ -66,7 +72,10 @@ class Dense:
         return self.hidden.new_empty(rows, self.vocab, dtype=self.dtype)
 
     def logits(self, rows: slice, buffer: Tensor | None = None) -> Tensor:
-        """Return the logits of a slice of tokens, [c, V]. With a head, logits are written into `buffer`, if given."""
+        """Return the logits of a slice of tokens, [c, V].
+
+        buffer: Tensor to which the product of hidden states and head is written. None makes a new tensor.
+        """
         if self.rows is None:
             return self._product(self.hidden[rows], buffer)
         distinct, of_token = self.rows[rows].unique_consecutive(return_inverse=True)
@@ -82,7 +91,7 @@ class Dense:
         )
 
     def total(self, tokens: slice) -> Tensor | None:
-        """Return the log-normalisers of a slice of tokens, or None without log_total."""
+        """Return log_total of a slice of tokens, [c], or None without log_total."""
         if self.log_total is None:
             return None
         return self.log_total[tokens if self.rows is None else self.rows[tokens]]
@@ -90,7 +99,10 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """A teacher's k most probable tokens and the log mass of all other tokens: ids [N, k], log_p [N, k], tail [N]."""
+    """A teacher's k most probable tokens: ids and log-probabilities, [N, k] each.
+
+    tail: Log-probability of all other tokens together, [N].
+    """
 
     ids: Tensor
     log_p: Tensor
@@ -107,10 +119,11 @@ Chunks = Callable[[Dense], Iterator[Chunk]]
 
 
 def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
-    """Return a teacher's distributions at some of its positions.
+    """Return a teacher's distributions at chosen positions.
 
-    counted: Positions of the teacher's distributions, ascending. places: Wanted positions, a subset of `counted`. They
-    ascend, and may repeat.
+    Args:
+        counted: Positions of the teacher's distributions, ascending.
+        places: Positions to return, ascending. All are in `counted`, and they may repeat.
     """
     rows = torch.searchsorted(counted, places)
     if isinstance(teacher, Dense):
@@ -119,11 +132,14 @@ def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
 
 
 class Sums(NamedTuple):
-    """Weighted sums over tokens. Only `objective` carries a gradient.
+    """Weighted sums over tokens. Only `objective` has a gradient.
 
-    acceptance is exact if the teacher's distributions cover all ids. For a teacher with k listed tokens, acceptance is
-    a lower bound, and acceptance + slack is an upper bound. slack: The smaller of the masses that student and teacher
-    give to tokens that are not listed.
+    Attributes:
+        objective: The loss.
+        cross_entropy: Cross-entropy with the text in nats.
+        acceptance: Acceptance probability, sum min(p, q). It is a lower bound if the teacher lists only k tokens.
+        slack: The most by which the true acceptance exceeds this bound. It is 0 if the teacher covers all ids.
+        agreement: 1 for each token at which student and teacher have the same argmax.
     """
 
     objective: Tensor
@@ -144,10 +160,10 @@ def fused_loss(
     budget: int | None = None,
     trimmed: TrimmedHead | None = None,
 ) -> Sums:
-    """Return weighted sums over tokens of the loss and of the reported metrics. Only one backward pass is possible.
+    """Return weighted sums of the loss and of metrics over tokens. Only one backward pass is possible.
 
     Args:
-        hidden: Input of the student's head, [N, D], or logits [N, V] without a head.
+        hidden: Input of the student's head, [N, D], or logits, [N, V], if `head` is None.
         head: The student's head, [V, D], or [S, D] if trimmed.
         labels: Next tokens, [N].     weights: Weight of each token, [N].
         temperature: Temperature of both distributions in the divergence, but not in cross-entropy.
@@ -205,7 +221,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _cast(hidden: Tensor, head: Tensor | None) -> Dense:
-    """Return the student's distributions. Under autocast, the head has the dtype of autocast."""
+    """Return the student's distributions. Under autocast, the head is cast to the dtype of autocast."""
     device = hidden.device.type
     if (
         head is not None
@@ -232,9 +248,9 @@ def _chunks(
     objective: "_Objective",
     budget: int | None,
 ) -> Iterator[Chunk]:
-    """Yield each chunk's slice of tokens, its values [5, c], and the gradient of the weighted loss by logits, [c, V].
+    """Yield for each chunk: its slice of tokens, the values of Sums per token, [5, c], and the gradient, [c, V].
 
-    The values are those of Sums. All chunks share the memory of the gradient.
+    The gradient is that of the weighted loss with respect to the logits. The next chunk overwrites it.
     """
     total, on_cpu = len(student.hidden), _on_cpu(student.hidden)
     budget = budget or (CPU_BUDGET if on_cpu else BUDGET)
@@ -266,10 +282,12 @@ class _Objective:
     def block(
         self, z: Tensor, labels: Tensor, teacher: Tensor | TopK | None, log_total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the values of Sums for b tokens, [5, b], and the gradient of each token's loss by its logits, [b, V].
+        """Return the values of Sums for b tokens, [5, b], and the gradient of the loss by the logits, [b, V].
 
-        z: The student's logits, [b, V]. log_total: The teacher's log-normalisers over all ids, [b], if its logits cover
-        only some ids.
+        Args:
+            z: The student's logits, [b, V].
+            teacher: The teacher's logits, [b, V], or its listed tokens.
+            log_total: As in Dense, [b].
         """
         loss, temperature = self.loss, self.temperature
         log_q1, labels = self._with_lost(log_probs(z, 1)), self._rows(labels).unsqueeze(1)
@@ -297,9 +315,9 @@ class _Objective:
     def _dense(
         self, log_q: Tensor, log_p: Tensor, whole: bool
     ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return the divergence, the list of acceptance, slack and agreement, and the gradient.
+        """Return the divergence, then acceptance, slack and agreement in a list, then the gradient.
 
-        whole: Whether log_p covers all ids of the teacher. Otherwise it covers only the ids of a trimmed head.
+        whole: Whether log_p covers all V ids. If False, it covers the S ids of a trimmed head.
         """
         top = log_p.max(-1, keepdim=True).indices
         if whole and self.trimmed is not None:
@@ -310,9 +328,9 @@ class _Objective:
         return value, [x.alpha, torch.zeros_like(x.alpha), _tops(log_q, top)], gradient
 
     def _listed(self, log_q: Tensor, teacher: TopK) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return the same as _dense for a teacher that lists k tokens. All other tokens form a bucket.
+        """Return the same as _dense for a teacher that lists k tokens. All other tokens form one bucket.
 
-        The slope of the bucket is divided over its tokens in proportion to q.
+        The slope of the bucket is shared out among its tokens in proportion to the student's probabilities.
         """
         ids, q, listed = self._rows(teacher.ids), log_q.exp(), teacher.log_p
         if self.trimmed is not None:
@@ -331,14 +349,14 @@ class _Objective:
         return value, [x.alpha - slack, slack, _tops(log_q, top)], gradient
 
     def _rows(self, ids: Tensor) -> Tensor:
-        """Return the column of each id in the student's logits; S for ids that a trimmed head lacks."""
+        """Return the column of each id in the student's logits. Ids that a trimmed head lacks have the column S."""
         return ids if self.trimmed is None else self.trimmed.rows[ids]
 
     def _with_lost(self, log_probs: Tensor) -> Tensor:
-        """Append a column that stands for all ids that a trimmed head lacks, [b, S + 1]."""
+        """Append the column of lost ids, [b, S + 1], if the student's head is trimmed."""
         return log_probs if self.trimmed is None else pad(log_probs, (0, 1), value=LOST)
 
 
 def _tops(log_q: Tensor, ids: Tensor) -> Tensor:
-    """Return 1 where ids [b, 1] are the student's most probable tokens, else 0: [b]."""
+    """Return whether each id, [b, 1], is the student's most probable token: 1 or 0, [b]."""
     return (log_q.gather(1, ids).squeeze(1) == log_q.amax(-1)).to(log_q)

@@ -11,14 +11,17 @@ if TYPE_CHECKING:
 
 
 class Batches(Protocol):
-    """The training text of a run. The rows of a batch are a pure function of the step."""
+    """The text of a training run, as a batch for each step. The same step always gives the same batch."""
 
     def batch(self, step: int) -> Batch: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """The devices on which the target runs. memory: Gigabytes that the target's logits and KV caches may take."""
+    """The device to run on, and how accelerate spreads the target over devices.
+
+    memory: Gigabytes that the target's logits and KV caches may take.
+    """
 
     device: str = "auto"
     device_map: str | None = None
@@ -35,10 +38,14 @@ class Hardware:
 class Loop:
     """Settings of the training loop, for every kind of student and text.
 
-    batch_size: Sequences per step, over all processes. lr: Peak learning rate. warmup_ratio: Share of the steps in
-    which the rate rises. dtype: bfloat16 means autocast with fp32 weights. auto is bfloat16 on devices that compute
-    bfloat16 fast, else float32. micro_batch_tokens: Most tokens per forward pass and process. With 0, a step is a
-    single forward pass. eval_steps: Steps between held-out evaluations. save_steps: Steps between checkpoints.
+    Attributes:
+        lr: Peak learning rate.
+        batch_size: Number of sequences per step, over all processes.
+        warmup_ratio: Share of the steps in which the learning rate rises.
+        dtype: float32, or bfloat16 for autocast with fp32 weights. auto is bfloat16 on devices that compute it fast.
+        micro_batch_tokens: Most tokens per forward pass and process. With 0, a step is a single forward pass.
+        eval_steps: Number of steps between held-out evaluations.
+        save_steps: Number of steps between checkpoints.
     """
 
     steps: int
@@ -57,7 +64,7 @@ class Loop:
     def rate(self, step: int) -> float:
         """Return the learning rate of a step as a share of the peak rate.
 
-        The rate rises linearly in the warm-up, and then falls linearly to 0 (Bergsma et al. 2025).
+        The rate rises linearly during the warm-up, and then falls linearly towards 0 (Bergsma et al. 2025).
         """
         warmup = max(1, round(self.warmup_ratio * self.steps))
         return min((step + 1) / warmup, (self.steps - step) / max(1, self.steps - warmup), 1.0)

@@ -1,10 +1,13 @@
 """Divergences between the teacher's distribution p and the student's distribution q, per token.
 
-N tokens, A atoms: the vocabulary, or k tokens and one bucket for all other tokens. A divergence D takes a pair of
-distributions [N, A] and returns its value [N] in nats and its slope q h [N, A], with h = dD/dq up to a constant. Values
-are written so that they stay non-negative and exact when p and q nearly agree. The textbook sum would cancel:
-``p (log p - log q)`` loses all digits in fp32 at an acceptance of 0.996. The gradient of every loss with respect to the
-student's logits z follows from its slope: dD/dz = (q h - q sum(q h)) / temperature.
+A divergence D is a function of p and q, [N, A] each. It returns its value, [N], in nats, and its slope, [N, A]. The
+slope is q dD/dq, where a constant may be added to dD/dq. The gradient of the loss with respect to the student's logits
+z follows from the slope s: dD/dz = (s - q sum(s)) / temperature.
+
+The formulas keep values non-negative and exact when p and q nearly agree. The textbook formula would not:
+``p (log p - log q)`` loses all digits in fp32 at an acceptance of 0.996.
+
+Shapes: N tokens, A outcomes. The outcomes are all tokens, or k listed tokens and one bucket for all other tokens.
 """
 
 import math
@@ -26,9 +29,9 @@ SWITCH = 0.2  # share of a run after which ``a -> b`` switches from a to b
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The teacher's distribution p and the student's q, with their logs, [N, A] each, and the acceptance probability.
+    """The teacher's distribution p and the student's distribution q, with their logs, [N, A] each.
 
-    alpha: sum min(p, q) = 1 - total variation, [N] in [0, 1]: the probability that a sampled draft token is accepted
+    alpha: Probability that a sampled draft token is accepted, [N]. It is sum min(p, q), or 1 - total variation
     (Leviathan et al. 2023, corollary 3.6).
     """
 
@@ -49,11 +52,13 @@ Divergence = Callable[[Pair], tuple[Tensor, Tensor]]  # value [N] and slope [N, 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of loss.
+    """A kind of loss. Some kinds take a number, as in lk(3).
 
-    make: Function that returns the divergence for an argument. default: Default of the argument. None if the kind has
-    no argument. high: Upper bound of the argument, which must be above 0. hint: Start of the message if the argument is
-    out of range.
+    Attributes:
+        make: Function that returns the divergence for this number.
+        default: Default of the number. None if the kind takes no number.
+        high: Upper bound of the number. The lower bound is 0, and neither bound is allowed.
+        hint: Start of the error message if the number is out of bounds.
     """
 
     make: Callable[[float], Divergence]
@@ -75,9 +80,12 @@ def loss(name: str) -> Callable[[Divergence], Divergence]:
 def loss_of(
     name: str, default: float, *, high: float = math.inf, hint: str = ""
 ) -> Callable[[Callable[[float], Divergence]], Callable[[float], Divergence]]:
-    """Return a decorator that registers a divergence with an argument, which --loss takes as NAME(0.5).
+    """Return a decorator that registers a kind of divergence that takes a number, written NAME(0.5) in --loss.
 
-    The argument must be above 0 and below `high`. hint: Start of the message if the argument is out of range.
+    Args:
+        default: Default of the number.
+        high: Upper bound. The number must be above 0 and below `high`.
+        hint: Start of the error message if the number is out of bounds.
     """
 
     def decorate(make: Callable[[float], Divergence]) -> Callable[[float], Divergence]:
@@ -91,7 +99,7 @@ def loss_of(
 def fkl(x: Pair) -> tuple[Tensor, Tensor]:
     """Return the forward KL(p || q) = sum p (log p - log q), in [0, inf), and its slope.
 
-    This is the cross-entropy of Hinton et al. 2015 less the teacher's entropy.
+    It is the cross-entropy of Hinton et al. 2015 minus the teacher's entropy.
     """
     return kl_terms(x.p, x.q, x.log_q - x.log_p).sum(-1), -x.p
 
@@ -126,8 +134,8 @@ def nla(x: Pair) -> tuple[Tensor, Tensor]:
 def jsd(beta: float) -> Divergence:
     """Return the generalised Jensen-Shannon divergence: beta KL(p || m) + (1 - beta) KL(q || m).
 
-    m = beta p + (1 - beta) q, so beta is the weight of the teacher, as in GKD (Agarwal et al. 2024, eq. 1). Values are
-    in [0, H(beta)] with the binary entropy H, H(1/2) = ln 2.
+    m is the mixture beta p + (1 - beta) q, so beta is the weight of the teacher, as in GKD (Agarwal et al. 2024, eq.
+    1). Values are in [0, H(beta)], where H is the binary entropy, with H(1/2) = ln 2.
     """
 
     def divergence(x: Pair) -> tuple[Tensor, Tensor]:
@@ -145,8 +153,7 @@ def jsd(beta: float) -> Divergence:
 def lk(eta: float) -> Divergence:
     """Return the divergence lambda fkl + (1 - lambda) tvd with lambda = exp(-eta alpha) (LK losses, 2602.23881).
 
-    Forward KL dominates where acceptance is low, total variation where acceptance is high. No gradient goes through
-    lambda.
+    fkl has more weight where acceptance is low, and tvd where acceptance is high. Lambda has no gradient.
     """
 
     def divergence(x: Pair) -> tuple[Tensor, Tensor]:
@@ -159,17 +166,18 @@ def lk(eta: float) -> Divergence:
 
 
 def kl_terms(a: Tensor, b: Tensor, d: Tensor) -> Tensor:
-    """Return the terms of KL(a || b) as b - a - a d, with d = log b - log a. Each term is >= 0; the sum is KL(a || b).
+    """Return terms b - a - a d, whose sum is KL(a || b). Each term is at least 0. d is log b - log a.
 
-    b - a is computed as (a + b) tanh(d / 2), which keeps all digits when a and b nearly agree, and never overflows.
+    b - a is computed as (a + b) tanh(d / 2), which never overflows, and keeps all digits when a and b nearly agree.
     """
     return (a + b) * (d / 2).tanh() - a * d
 
 
 def log_probs(logits: Tensor, temperature: float, log_total: Tensor | None = None) -> Tensor:
-    """Return log-softmax of logits / temperature over the last axis, in fp32 at least.
+    """Return the log-softmax of logits / temperature over the last axis, in fp32 or fp64.
 
-    log_total: Log of the sum of exp(logits / temperature) over all tokens, [N], if `logits` has only some tokens.
+    log_total: Log of the sum of exp(logits / temperature) over all tokens, [N]. It is needed if `logits` has only some
+    of the tokens.
     """
     logits = wide(logits)
     logits = logits if temperature == 1 else logits / temperature
@@ -187,7 +195,10 @@ def wide(x: Tensor) -> Tensor:
 class Loss:
     """A weighted sum of divergences and of cross-entropy with the text.
 
-    until: Share of the run after which the loss `then` applies.
+    Attributes:
+        terms: Weight and function of each divergence.
+        cross_entropy: Weight of the cross-entropy.
+        until: Share of the training steps after which the loss `then` applies.
     """
 
     name: str
@@ -201,11 +212,11 @@ class Loss:
         return bool(self.terms) or (self.then is not None and self.then.needs_teacher)
 
     def at(self, progress: float) -> "Loss":
-        """Return the loss that applies when the share `progress` of the run is done."""
+        """Return the loss that applies after a share of the training steps. progress: This share, in [0, 1]."""
         return self if self.then is None or progress < self.until else self.then.at(progress)
 
     def divergence(self, x: Pair) -> tuple[Tensor, Tensor]:
-        """Return value [N] and slope [N, A] of the weighted sum of divergences, without cross-entropy."""
+        """Return the value, [N], and the slope, [N, A], of the weighted sum of divergences, without cross-entropy."""
         if not self.terms:
             return torch.zeros_like(x.log_q[..., 0]), torch.zeros_like(x.log_q)
         parts = [(weight, *divergence(x)) for weight, divergence in self.terms]
@@ -225,7 +236,7 @@ def parse_loss(spec: str) -> Loss:
     text, _, share = last.partition("@")
     if share:
         raise UserError(
-            f"loss {spec!r}: the last loss applies until the end of the run; leave out @{share.strip()}"
+            f"loss {spec!r}: the last loss applies until the end of training; leave out @{share.strip()}"
         )
     parsed = _phase(text)
     for phase in reversed(earlier):

@@ -1,8 +1,10 @@
 """Objectives of training: a student with its loss, and modules that are trained with a student.
 
-B rows, T predicted tokens per row, N tokens that count, K offsets of a parallel draft (PARD, 2504.18583). Conditional
-drop of tokens (COD): a random share of the positions that predict offset j also predicts offset j + 1, so that a step
-costs about a third of all K T predictions.
+A parallel draft (PARD, 2504.18583) predicts several tokens from each position: at offset j, the j-th next token.
+Training drops some of these predictions (conditional drop of tokens). A random share of the positions that predict
+offset j also predict offset j + 1, so a step costs about a third of all K T predictions.
+
+Shapes: B rows, T predicted tokens per row, N tokens that count in the loss, K offsets of a parallel draft.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +27,10 @@ from draftlab.training.teachers import OutputHead, logits_of
 
 
 class Depths(Protocol):
-    """A rule for how many tokens a student predicts from each position."""
+    """A rule for the depth of each position: the number of tokens that a student predicts from it."""
 
     def drawn(self, batch: Batch, number: int) -> Batch:
-        """Return the batch with random depths. The run's seed and `number` decide the draw."""
+        """Return the batch with random depths. The draw depends only on the seed and on `number`."""
         ...
 
 
@@ -36,7 +38,10 @@ class Depths(Protocol):
 class Offsets:
     """The offsets that a parallel draft learns. At offset j, from 1 to count, the draft predicts the j-th next token.
 
-    token: Id of the mask token. share, floor: They decide how many positions predict each offset (see drawn).
+    Attributes:
+        token: Id of the mask token.
+        share: Share of the positions at one offset that also predict the next offset.
+        floor: Lowest share of all positions that predict an offset.
     """
 
     count: int
@@ -47,12 +52,12 @@ class Offsets:
 
     @property
     def cost(self) -> float:
-        """Return the number of tokens that a training step reads, mask tokens included, per token of its text."""
+        """Return how many tokens, mask tokens included, a training step reads for each token of its text."""
         return sum(max(self.share**j, self.floor) for j in range(self.count))
 
     @property
     def config(self) -> dict[str, object]:
-        """Return the entries of config.json for a parallel draft, as PARD writes and vLLM reads them."""
+        """Return the entries of config.json that mark a parallel draft. PARD writes them, and vLLM reads them."""
         return {
             parallel.PARD_TOKEN: self.token,
             parallel.SPD_TYPE: "pard",
@@ -60,9 +65,9 @@ class Offsets:
         }
 
     def prepare(self, student: PreTrainedModel) -> None:
-        """Set the embedding of the mask token to the mean embedding.
+        """Set the embedding of the mask token to the mean of all embeddings.
 
-        A student that already is a parallel draft with this mask token keeps its embedding.
+        If the student already is a parallel draft with this mask token, its embedding stays.
         """
         if student.config.to_dict().get(parallel.PARD_TOKEN) != self.token:
             embedding = student.get_input_embeddings().get_parameter("weight")
@@ -70,11 +75,11 @@ class Offsets:
                 embedding[self.token] = embedding.mean(0)
 
     def drawn(self, batch: Batch, number: int) -> Batch:
-        """Return the batch with random depths. The seed and `number` decide the draw.
+        """Return the batch with random depths. The draw depends only on the seed and on `number`.
 
-        If n positions of a row count, at most max(share^(j - 1), floor) n positions predict offset j. All of these also
-        predict offset j - 1. A position predicts offset j only if all j tokens after it count, so no draft crosses the
-        end of an answer.
+        If n positions of a row count in the loss, at most max(share^(j - 1), floor) n of them predict offset j. A
+        position that predicts offset j also predicts all lower offsets. All j tokens after it must count, so that no
+        draft crosses the end of an answer.
         """
         counted = batch.mask > 0
         ahead, order = run_lengths(counted), random_ranks(counted, self.seed, number)
@@ -87,16 +92,16 @@ class Offsets:
 
 
 def random_ranks(counted: np.ndarray, seed: int, number: int) -> np.ndarray:
-    """Return a random rank of each position within its row, [B, T]. Positions that count get the first ranks.
+    """Return a random rank of each position in its row, [B, T]. Positions that count in the loss get the first ranks.
 
-    counted: Whether each position counts, [B, T]. seed and number decide the draw.
+    counted: Whether each position counts, [B, T]. The ranks depend only on `counted`, `seed` and `number`.
     """
     rng = np.random.default_rng((seed, number + (1 << 32)))
     return np.where(counted, rng.random(counted.shape), np.inf).argsort(1).argsort(1)
 
 
 def run_lengths(counted: np.ndarray) -> np.ndarray:
-    """Return the number of consecutive positions that count, from each position on, [B, T].
+    """Return for each position the number of consecutive positions, from it on, that count in the loss, [B, T].
 
     counted: Whether each position counts, [B, T].
     """
@@ -107,7 +112,7 @@ def run_lengths(counted: np.ndarray) -> np.ndarray:
 
 
 def expected_tokens(acceptance: Sequence[float]) -> float:
-    """Return the tokens per target pass if K drafted tokens are accepted independently with probabilities [K]."""
+    """Return the tokens per target pass if each drafted token is accepted independently. acceptance: Probabilities, [K]."""
     return 1 + float(np.cumprod(acceptance).sum())
 
 
@@ -132,9 +137,12 @@ class Constraint(Protocol):
 class Objective(nn.Module):
     """A student and its loss in one module, so that the hooks of DDP and FSDP cover both in one forward pass.
 
-    forward has the arguments and the result of DistillStep.forward. takes_packed: Whether rows of a batch may hold
-    several sequences. rates: Share of the learning rate that some of the student's parameters get, by name. progress:
-    Share of the run that is done, for schedules.
+    Subclasses define forward() with the arguments and the result of DistillStep.forward().
+
+    Attributes:
+        takes_packed: Whether rows of a batch may hold several sequences.
+        rates: Factors of the learning rate for some of the student's parameters, by name.
+        progress: Share of the training steps that are done. Schedules depend on it.
     """
 
     takes_packed = False
@@ -142,9 +150,9 @@ class Objective(nn.Module):
     progress = 0.0
 
     def around(self, work: Callable[[], Result]) -> Result:
-        """Call `work`, which may run the student without `forward`, and return its result.
+        """Call a function that runs the student without `forward`, and return its result.
 
-        FSDP2 gathers the weights that are outside of the layers, as it does for `forward`.
+        With FSDP2, the weights outside of the layers are gathered for the call, as for `forward`.
         """
         return work()
 
@@ -183,10 +191,10 @@ class DistillStep(Objective):
         positions: Tensor | None = None,
         depths: Tensor | None = None,
     ) -> Tensor:
-        """Return weighted sums over tokens, [1, 6].
+        """Return six weighted sums over tokens, [1, 6].
 
-        The sums are those of objective, cross-entropy, acceptance, slack, agreement, and objective + penalty. In the
-        evaluation of a parallel draft, without gradients, each of the K offsets has its own sums, [K, 6].
+        They are the five sums of fused_loss.Sums, then objective + penalty of the constraint. Without gradients, as in
+        evaluation, a parallel draft has sums for each of its K offsets, [K, 6].
 
         Args:
             ids: Token ids, [B, T + 1].
@@ -230,7 +238,7 @@ class DistillStep(Objective):
         predicted: Tensor,
         teacher: Teacher,
     ) -> Tensor:
-        """Return the sums over the tokens at positions `predicted` of the flat mask, [6]."""
+        """Return the six sums over chosen tokens, [6]. predicted: Indices of the tokens in the flattened mask, [N]."""
         labels, weights = ids[:, 1:].flatten()[predicted], mask.flatten()[predicted]
         loss, trimmed = self.loss.at(self.progress), trimmed_head_of(self.student)
         sums = fused_loss(

@@ -24,7 +24,7 @@ from draftlab.training.loop import Batches
 
 @dataclass(frozen=True, slots=True)
 class MixedBatches:
-    """Batches that come from several sources in turn.
+    """Batches from several sources. Each step takes a batch from one of them.
 
     turns: For each step, the name of the source and the index of the batch in this source.
     """
@@ -54,10 +54,16 @@ class MixedBatches:
 
 @dataclass(frozen=True, slots=True)
 class StudentBatches:
-    """Batches in which the student, with its current weights, continues prompts. Seed and step decide the samples.
+    """Batches of text that the student writes with its current weights, as continuations of prompts.
 
-    prompts: Batches whose rows begin with the prompts. prompt: Number of prompt tokens. ends: Stop token ids. known:
-    Number of ids that may be sampled. memory: Gigabytes for logits and KV caches.
+    The samples depend on the weights, the seed and the step.
+
+    Attributes:
+        prompts: Batches whose rows begin with the prompts.
+        prompt: Number of prompt tokens.
+        ends: Stop token ids.
+        known: Number of token ids that may be sampled, from id 0 on.
+        memory: Gigabytes for logits and KV caches.
     """
 
     student: PreTrainedModel
@@ -70,7 +76,7 @@ class StudentBatches:
     memory: float = 2.0
 
     def batch(self, step: int) -> Batch:
-        """Return all rows of a step, of which every process generates a share."""
+        """Return all rows of a step. The processes generate them together, each a share."""
         prompts, state = self.prompts.batch(step).ids, process_state()
         rows, processes = len(prompts), state.num_processes
         # equal shares, so that all processes run the same passes
@@ -110,10 +116,13 @@ def _in_all_processes(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedRows:
-    """Batches of prompts that a model has continued.
+    """Batches of prompts with a model's continuations.
 
-    ids: Token ids of prompts and continuations, [N, P + G]. lengths: Number of generated tokens in each row, [N]; later
-    ids are padding. prompt: Number of prompt tokens, P. rows: Rows in a batch.
+    Attributes:
+        ids: Token ids of prompts and continuations, [N, P + G].
+        lengths: Number of generated tokens in each row, [N]. All later ids of the row are padding.
+        prompt: Number of prompt tokens, P.
+        rows: Number of rows in a batch.
     """
 
     ids: np.ndarray
@@ -125,7 +134,7 @@ class GeneratedRows:
     def of(
         cls, prompts: np.ndarray, texts: Sequence[Completion], length: int, rows: int
     ) -> "GeneratedRows":
-        """Join prompts [N, P] with their continuations. length: Number of tokens to pad continuations to, G."""
+        """Join prompts, [N, P], with their continuations, which are padded to `length` tokens, G."""
         ids = np.zeros((len(texts), prompts.shape[1] + length), dtype=np.uint32)
         ids[:, : prompts.shape[1]] = prompts
         for row, text in zip(ids, texts, strict=True):

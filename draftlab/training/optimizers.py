@@ -1,4 +1,4 @@
-"""The optimizers of a run (AdamW, or Muon together with AdamW) and the dtype to train in."""
+"""The optimizers of a training run (AdamW, or Muon together with AdamW), and the dtype to train in."""
 
 import re
 from collections.abc import Mapping
@@ -18,13 +18,14 @@ def optimizers_for(
     other_groups: list[dict[str, Any]],
     shares: Mapping[str, float] = MappingProxyType({}),
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of a model: AdamW alone, or Muon for the matrices in layers and AdamW for all else.
+    """Return the optimizers of a model: AdamW for all parameters, or Muon for the layers' matrices and AdamW for others.
 
     The update of Muon (Jordan et al. 2024) is scaled to the size of AdamW's update (Liu et al. 2025), so both
     optimizers use the same learning rate.
 
-    other_groups: Further parameter groups for AdamW, with their own learning rates. shares: Names of parameters with
-    the share of the learning rate that they get. AdamW trains these parameters.
+    Args:
+        other_groups: Further parameter groups for AdamW, with their own learning rates.
+        shares: Factors of the learning rate for some parameters, by name. AdamW trains these parameters.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     slower = [{"params": [p], "lr": shares[name] * loop.lr} for name, p in named if name in shares]
@@ -59,9 +60,9 @@ def optimizers_for(
 
 
 class Float32Muon(torch.optim.Muon):
-    """torch's Muon with Newton-Schulz iterations in float32, for CPUs on which bfloat16 iterations are slow.
+    """torch's Muon with Newton-Schulz iterations in float32, for CPUs on which bfloat16 is slow.
 
-    The state is the same as that of torch's Muon, so a run may resume with either class.
+    Both classes have the same optimizer state, so training may resume with either class.
     """
 
     @torch.no_grad()
@@ -85,9 +86,9 @@ class Float32Muon(torch.optim.Muon):
 def orthogonal(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """Return a matrix with the same singular vectors and singular values near 1.
+    """Return a matrix with the singular vectors of `matrix`, and with singular values near 1.
 
-    The matrix is computed by Newton-Schulz iterations in float32 (Jordan et al. 2024). steps: Number of iterations.
+    The computation is Newton-Schulz iterations in float32 (Jordan et al. 2024). steps: Number of iterations.
     """
     a, b, c = coefficients
     x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T

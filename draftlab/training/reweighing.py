@@ -1,4 +1,4 @@
-"""Dynamic batch loading of Sheared LLaMA (2310.06694): sources whose loss exceeds its expected value get more rows."""
+"""Dynamic batch loading of Sheared LLaMA (2310.06694): a source whose loss exceeds its expected loss gets more rows."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ ROWS, BATCH = 16, 8  # number of held-out windows of each source, and of windows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reweighing:
-    """Settings that let the weights of a mixture's sources follow the student's held-out losses.
+    """Settings for updates of a mixture's weights from the student's held-out losses.
 
     Args:
         every: Number of steps between updates of the weights.
-        reference: Expected loss of each source in nats per token, by the source's name or domain; or a checkpoint,
-            whose held-out losses become the expected losses.
+        reference: Expected loss of each source in nats per token, by the source's name or domain. If it is a
+            checkpoint, the held-out losses of this checkpoint are the expected losses.
     """
 
     every: int
@@ -40,7 +40,7 @@ class Reweighing:
         its weights on this machine.
 
         Raises:
-            UserError: Same as in parse_reference.
+            UserError: The reference cannot be used (see parse_reference).
         """
         assert reference is not None  # commands name a default
         if isinstance(reference, str):
@@ -55,16 +55,18 @@ class Reweighing:
         hardware: Hardware,
         loss_on: LossOn | None = None,
     ) -> DynamicBatches:
-        """Return batches of the same sources, whose weights now follow the losses.
+        """Return batches of the same sources, with weights that are updated during training.
 
-        dtype, hardware: Dtype and devices for a reference checkpoint, which computes its held-out losses here.
+        dtype, hardware: Dtype and devices on which a reference checkpoint computes its held-out losses.
 
         Raises:
-            UserError: There is only one source, a source has no held-out window, or the expected losses are not those
-                of the sources.
+            UserError: There is only one source, a source has too little held-out text, or the expected losses name
+                other sources.
         """
         if len(batches.weights) < 2:
-            raise UserError("--reweigh-steps: --data is a single source; name a mixture of several")
+            raise UserError(
+                "--reweigh-steps: --data is a single source; write a mixture, SOURCE=WEIGHT,SOURCE=WEIGHT"
+            )
         reference = self.reference
         if not isinstance(reference, Path):
             check_names(reference, batches.weights)
@@ -93,7 +95,9 @@ class Reweighing:
 def parse_reference(text: str, data: str, weights: bool) -> Mapping[str, float] | Path:
     """Parse --reference-losses: SOURCE=LOSS,..., or the name or directory of a checkpoint.
 
-    data: The mixture. weights: Whether a checkpoint must have its weights on this machine.
+    Args:
+        data: The mixture of sources.
+        weights: Whether a checkpoint must have its weights on this machine.
 
     Raises:
         UserError: A loss is not a positive number, the sources are not those of `data`, or the checkpoint is missing.
@@ -109,7 +113,7 @@ def parse_reference(text: str, data: str, weights: bool) -> Mapping[str, float] 
             losses[name] = 0.0
         if not name or not 0 < losses[name] < float("inf"):
             raise UserError(
-                f"want SOURCE=LOSS, a loss above 0 in nats per token, got {part.strip()!r}"
+                f"want SOURCE=LOSS with a loss above 0 in nats per token, got {part.strip()!r}"
             )
     sources = hub.source_names(data)
     if all(hub.split_column(name)[1] is None for name in sources):
@@ -118,7 +122,7 @@ def parse_reference(text: str, data: str, weights: bool) -> Mapping[str, float] 
 
 
 def check_names(losses: Mapping[str, float], sources: Iterable[str]) -> None:
-    """Check that every source has an expected loss, and every expected loss has a source.
+    """Check that the expected losses name exactly the sources.
 
     Raises:
         UserError: The names differ.

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that logs a record to the named trackers of accelerate.
+    """Yield a function that logs a record to trackers of accelerate, such as tensorboard.
 
-    The names of a step's numbers begin with train/, those of an evaluation's numbers with heldout/. A tracker writes
-    its files next to the output, to a folder with the tracker's name.
+    Numbers of a training step are logged as train/NAME, and numbers of an evaluation as heldout/NAME. A tracker that
+    writes files puts them next to the output, in a folder with the tracker's name.
     """
     trackers = [_start(name, output) for name in names]
 
@@ -85,11 +85,16 @@ RECORD: TypeAdapter[StepRecord | EvalRecord] = TypeAdapter(StepRecord | EvalReco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """Measurements of a finished training run.
+    """The measurements of a finished training run.
 
-    before: The evaluation before the first step. after: The best evaluation, whose weights are written. tokens: Number
-    of predictions in all steps. seconds: Time of all steps, including steps before a resume. lengths: Tokens per target
-    pass for every K; empty if not measured. notes: The student's notes on its output.
+    Attributes:
+        before: The evaluation before the first step.
+        after: The evaluation whose weights are written: the best, or the last if pruning masks are trained.
+        tokens: Number of predictions in all steps.
+        seconds: Time of all steps. Steps before a resume count, too.
+        bits_per_byte: Cross-entropy of `after` in bits per byte of held-out text.
+        lengths: Tokens per target pass for every K. Empty if they were not measured.
+        notes: Facts that the student adds to draftlab.json.
     """
 
     before: EvalRecord
@@ -101,17 +106,17 @@ class TrainingResult:
     notes: dict[str, object] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
-        """Return the measurements and the student's notes in one dict."""
+        """Return the measurements and the notes in one dict."""
         facts = asdict(self)
         return facts.pop("notes") | facts
 
 
 def claimed_state(output: Output, inputs: Sequence[Path]) -> Path:
-    """Claim the state directory, where checkpoints are written, for this run. Return it in every process.
+    """Make the state directory, where checkpoints are written, or check that it belongs to this run. Return its path.
 
     Raises:
-        UserError: The directory belongs to another run and --force is not set, or it cannot be written, or its
-            checkpoint has pickles that are not trusted.
+        UserError: The directory belongs to another run and --force is not set, or it cannot be written. Or its
+            checkpoint has pickles, and --trust-remote-code is not set.
     """
     with process_state().main_process_first():
         output.claim_state(inputs)
@@ -131,8 +136,11 @@ def fit(
 ) -> TrainingResult:
     """Train the student in place, and return measurements.
 
-    state: Directory of checkpoints, log and best weights, which the caller removes. what: Label of the progress bar.
-    log: Function that is called with every record.
+    Args:
+        state: Directory for checkpoints, log and best weights. The caller removes it.
+        what: Label of the progress bar.
+        constraint: Module that is trained together with the student, such as pruning masks.
+        log: Function that is called with every record.
 
     Raises:
         UserError: `state` cannot be written, the disk is too small for checkpoints, or training fails.
@@ -172,7 +180,10 @@ def fit(
 
 
 def _checkpoint_bytes(student: PreTrainedModel, loop: Loop) -> int:
-    """Return the bytes on disk of the best weights, and of checkpoints with weights and two moments, all in fp32."""
+    """Return the bytes on disk that training needs for the best weights and for checkpoints.
+
+    A checkpoint has the trained weights and two optimizer moments, all in fp32.
+    """
     trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
     # the newest checkpoint, and the next checkpoint while it is written
     count = min(2, loop.steps // loop.save_steps)
@@ -180,9 +191,9 @@ def _checkpoint_bytes(student: PreTrainedModel, loop: Loop) -> int:
 
 
 def read_log(path: Path) -> list[StepRecord | EvalRecord]:
-    """Return the records of a log. If a resumed run logged a step again, only the last record of this step is returned.
+    """Return the records of a log. If a resumed run logged a step again, only its last record is returned.
 
-    A killed run may leave an unfinished last line, which is skipped.
+    An incomplete last line, which a killed run may leave, is skipped.
 
     Raises:
         UserError: A line is damaged, or the evaluation before the first step is missing.
@@ -193,12 +204,12 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
             record = RECORD.validate_python(parse_json(line))
         except ValueError:
             raise UserError(
-                f"{path}:{number} is damaged; give --force to start again, or remove {path.parent}"
+                f"{path}:{number} is damaged; add --force to start again, or remove {path.parent}"
             ) from None
         latest[isinstance(record, EvalRecord), record.step] = record
     if (True, 0) not in latest:
         raise UserError(
-            f"{path} lacks its first lines; give --force to start again, or remove {path.parent}"
+            f"{path} lacks its first lines; add --force to start again, or remove {path.parent}"
         )
     return sorted(latest.values(), key=lambda r: (r.step, isinstance(r, EvalRecord)))
 
@@ -215,24 +226,24 @@ class OpenStudent(Protocol):
     def setup(self) -> TrainingSetup: ...
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write a checkpoint with the best weights, which are in the directory `state`, to the directory `work`.
+        """Write a checkpoint with the best weights. Return notes for draftlab.json.
 
-        Return notes for the record.
+        work: Directory to write to. state: Directory that has the best weights.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation:
-    """Settings of a distillation.
+    """The settings of a distillation.
 
     Args:
         student: Kind of student, with its options.
         draft: Checkpoint to train. None trains a new student that is made for the target.
-        target: Checkpoint of the target. None if this machine does not load the target.
+        target: Checkpoint of the target. None if the run does not load the target.
         temperature: Temperature of both distributions in the loss.
-        vocab: Number of ids that the student can predict. None takes the default of the kind of student.
-        outputs: Directory of stored target outputs to learn from, in place of text and target.
+        vocab: Number of token ids that the student can predict. None takes the default of the kind of student.
+        outputs: Directory of stored target outputs to learn from, in place of `text`.
         answers: Prompts that the target answers first. The stored answers become `outputs`.
         server: Server that runs the target.
         top_logprobs: Number of most probable tokens that the server lists for each position.
@@ -257,7 +268,11 @@ class Distillation:
 
     @property
     def target_vocab(self) -> int | None:
-        """Return the target's number of logits, or None if unknown. Raises UserError: `outputs` is unfinished."""
+        """Return the target's number of logits, or None if it is unknown.
+
+        Raises:
+            UserError: The stored outputs are unfinished.
+        """
         if self.outputs is not None:
             from draftlab.target_outputs.store import finished_manifest
 
@@ -284,7 +299,7 @@ def distill(job: Distillation, output: Output) -> TrainingResult:
         )
     if result.after.step < job.loop.steps:
         best = f"after step {result.after.step}" if result.after.step else "before the first step"
-        note(f"the written weights are those of the best evaluation, {best}")
+        note(f"the best evaluation was {best}, so the weights of that step are written")
     if process_state().is_main_process:
         with output.directory() as work:
             result = replace(result, notes=opened.write(work, state))

@@ -1,6 +1,6 @@
 """The target as teacher: its distributions from memory, from disk or from a server.
 
-B rows, T tokens, N tokens that count, D hidden, V vocab, k listed tokens.
+Shapes: B rows, T tokens, N tokens that count in the loss, D hidden, V vocab, k listed tokens.
 """
 
 import inspect
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 
 class Distributions(Protocol):
-    """A source of the target's distributions for each batch. The student's objective decides their type.
+    """A teacher: an object that returns the target's distributions for a batch.
 
-    takes_packed: Whether a row of a batch may hold several sequences.
+    distributions() returns what the student's objective takes, such as Dense or TopK. takes_packed says whether a row
+    of a batch may hold several sequences.
     """
 
     @property
@@ -40,11 +41,11 @@ class Distributions(Protocol):
 class OutputHead:
     """The output head (LM head) of a model.
 
-    plain: Whether logits are just the product of head and last hidden states, which can be computed in parts. This is
-    False for models that scale or cap their logits, and for heads on disk or in other processes.
-    vocab: Number of logits that count, from the first on. Further logits are padding. If the model has a trimmed head,
-    the logits of its ids count instead. takes_packed: Whether the model separates the sequences of a row by their
-    positions.
+    Attributes:
+        plain: Whether the logits are the product of head and last hidden states, without scaling or a cap. It is False
+            for a head on disk or in other processes.
+        vocab: Number of logits that count. Logits after them are padding. It has no effect on a trimmed head.
+        takes_packed: Whether the model separates the sequences of a row by their positions.
     """
 
     plain: bool
@@ -53,7 +54,7 @@ class OutputHead:
 
     @classmethod
     def of(cls, model: PreTrainedModel, vocab: int) -> "OutputHead":
-        """Return a model's output head. The model runs a few tokens to find out the head's properties."""
+        """Return a model's output head. The model runs on a few tokens, to find out the attributes."""
         head = output_head(model)
         weight = head.get_parameter("weight")
         if weight.is_meta or isinstance(weight, DTensor):
@@ -73,12 +74,15 @@ class OutputHead:
         positions: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the last hidden states [N, D] and the head [V, D] of a model, or logits [N, V] and None.
+        """Run a model. Return its last hidden states, [N, D], and the weight of its head, [V, D].
 
-        Logits are returned if they are not just the product of hidden states and head (`plain` is False).
+        If `plain` is False, return logits, [N, V], and None.
 
-        counted: Indices of the N wanted positions in the flattened ids. positions: Position of each token in its
-        sequence, [B, T], if rows hold several sequences. attention_mask: Mask [B, 1, T, T], if attention is not causal.
+        Args:
+            ids: Token ids, [B, T].
+            counted: Indices of the N wanted positions in the flattened ids.
+            positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
+            attention_mask: Mask, [B, 1, T, T]. None for causal attention.
         """
         trimmed = trimmed_head_of(model)
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
@@ -102,10 +106,11 @@ class OutputHead:
 
 @torch.no_grad()
 def _keeps_apart(model: PreTrainedModel) -> bool:
-    """Return whether two sequences in one row stay separate if the positions of the second restart at 0.
+    """Return whether two sequences in one row stay separate if the positions of the second sequence restart at 0.
 
-    The model runs a few tokens to find out. State-space models do not separate sequences. To tell rounding from a leak,
-    the change of the second sequence's states is compared with their change if the positions continue.
+    The model runs on a few tokens to find out. For example, state-space models do not separate sequences. The states of
+    the second sequence may change a little by rounding. Their change is therefore compared with the change when the
+    positions go on, so that the second sequence reads the first.
     """
     decoder, was_training = model.get_decoder(), model.training
     if (
@@ -126,7 +131,7 @@ def _keeps_apart(model: PreTrainedModel) -> bool:
 
 
 def logits_of(model: PreTrainedModel) -> int:
-    """Return how many logits a model has, padding included."""
+    """Return the number of logits of a model, padding included."""
     return output_head(model).get_parameter("weight").shape[0]
 
 
@@ -138,7 +143,10 @@ def shard_by_layer(model: PreTrainedModel) -> None:
 
 
 class LocalTeacher:
-    """The target in memory; accelerate may spread it over devices and disk. Its distributions are on `device`."""
+    """The target in memory as teacher. Its distributions are on `device`.
+
+    accelerate may spread the target over several devices and disk.
+    """
 
     def __init__(self, model: PreTrainedModel, vocab: int, device: torch.device) -> None:
         self.model, self.vocab, self.device = model, vocab, device
@@ -164,7 +172,7 @@ class LocalTeacher:
 
 @dataclass(frozen=True, slots=True)
 class StoredTeacher:
-    """A teacher that reads the target's stored outputs, without the target itself."""
+    """A teacher that takes the distributions from stored target outputs, which the batches contain."""
 
     vocab: int
     takes_packed: bool = True
@@ -173,7 +181,7 @@ class StoredTeacher:
         """Return the target's distributions at the N positions that the mask of the batch selects.
 
         Raises:
-            ValueError: The batch has no top log-probabilities.
+            ValueError: The batch has no stored outputs.
         """
         if batch.top_logprobs is None:
             raise ValueError("the batch has no stored outputs of a target")
@@ -184,7 +192,7 @@ class StoredTeacher:
 
 @dataclass(frozen=True, slots=True)
 class ServedTeacher:
-    """A target on a server, which lists its k most probable tokens for every batch."""
+    """The target on a server as teacher. The server lists the k most probable tokens at each position of a batch."""
 
     server: "Server"
     k: int
@@ -195,7 +203,7 @@ class ServedTeacher:
         """Return the target's distributions at the N positions that the mask of the batch selects.
 
         Raises:
-            UserError: The server fails, or lists an id that is not below vocab.
+            UserError: The server fails, or lists a token id that is not below `vocab`.
         """
         from draftlab.target_outputs.outputs import log_rest
         from draftlab.target_outputs.targets import score_on_server
@@ -205,10 +213,7 @@ class ServedTeacher:
 
 
 def moved_to(device: torch.device, teacher: Dense | TopK) -> Dense | TopK:
-    """Return a teacher's distributions on a device.
-
-    Only lists of most probable tokens are moved, because dense distributions already are on the device.
-    """
+    """Move listed tokens to a device. Dense distributions are returned unchanged: they are on the device already."""
     if not isinstance(teacher, TopK):
         return teacher
     return TopK(teacher.ids.to(device), teacher.log_p.to(device), teacher.tail.to(device))

@@ -33,16 +33,16 @@ HELDOUT_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingText:
-    """Text to train on in sequences of seq_len tokens.
+    """The text to train on, in sequences of seq_len tokens.
 
     Args:
         data: A source of text, or a mixture of sources.
-        shares: Share of the steps for each kind of text: "data", "target" (the target continues starts of the data) and
-            "draft" (the student continues starts of the data).
+        shares: Share of the training steps for each kind of text, by name. The kinds are "data", "target" and "draft".
+            In the last two, the target or the draft continues the first tokens of each row of the data.
         loss_on: Tokens of conversations that count in the loss. None for data without conversations.
-        prompt_tokens: Number of tokens of a start that a model continues.
+        prompt_tokens: Number of tokens of the data that a model continues.
         temperature: Temperature of generated text.
-        reweighing: Settings that let the weights of a mixture follow its losses. None keeps the weights fixed.
+        reweighing: Settings for updates of the mixture's weights. None keeps the weights fixed.
     """
 
     data: str
@@ -61,12 +61,13 @@ class TrainingText:
         """Return the batches to train on and the held-out windows of the data.
 
         Raises:
-            UserError: The data cannot be read, has too little text, or has conversations that a model should continue.
+            UserError: The data cannot be read, or has too little text. Or it has conversations, but `shares` asks for
+                generated text.
         """
         if self.loss_on is not None and self.generated:
             raise UserError(
-                "--text: --data has conversations, which a model answers only with --text target and a single .json, "
-                ".jsonl or .parquet file; for other settings use data without conversations"
+                "--text: --data has conversations; to let the target answer them, use --text target and a single .json, "
+                ".jsonl or .parquet file; otherwise use --text data, or data without conversations"
             )
         rows, seq_len, loss_on = loop.batch_size, self.seq_len, self.loss_on
         heldout = open_heldout(
@@ -93,7 +94,7 @@ class TrainingText:
 class Author:
     """The target as a writer of text. The model is loaded at first use.
 
-    known: Number of ids that the target may write. The draft knows all of these ids.
+    known: Number of token ids, from id 0 on, that both target and draft know. The target writes only these ids.
     """
 
     target: Path
@@ -136,7 +137,7 @@ class Author:
 
 
 def in_turns(text: TrainingText, sources: Mapping[str, Batches], loop: Loop) -> Batches:
-    """Return batches that come from several sources in turn, by their shares of the steps."""
+    """Return batches from several sources. Each source provides its share of the steps."""
     shares = dict(text.shares)
     return (
         sources[next(iter(shares))]
@@ -146,7 +147,10 @@ def in_turns(text: TrainingText, sources: Mapping[str, Batches], loop: Loop) -> 
 
 
 def target_text(text: TrainingText, data: Batches, author: Author, state: Path) -> GeneratedRows:
-    """Let the target continue the starts of data rows, and return the rows. The directory `state` stores them."""
+    """Return rows of text in which the target continues the first tokens of data rows.
+
+    The rows are stored in the directory `state`, and a resumed run reads them there.
+    """
     loop = author.loop
     steps = min(loop.steps, math.ceil(loop.steps * text.shares["target"]) + 1)
     starts = [data.batch(step).ids[:, : text.prompt_tokens] for step in range(steps)]
@@ -156,10 +160,12 @@ def target_text(text: TrainingText, data: Batches, author: Author, state: Path) 
 def continued(
     prompts: np.ndarray, text: TrainingText, author: Author, state: Path, name: str, purpose: str
 ) -> GeneratedRows:
-    """Let the target continue prompts [N, P] up to the length of a row, and return the rows.
+    """Return rows of text in which the target continues prompts, [N, P], up to the length of a training row.
 
-    state: Directory that stores the rows. name: Name of their file. purpose: End of the label of the progress bar, "the
-    target writes text to ...".
+    Args:
+        state: Directory in which the rows are stored. A resumed run reads them there.
+        name: Name of the file of the rows.
+        purpose: End of the label of the progress bar, "the target writes text to ...".
     """
     rows, length = author.loop.batch_size, text.seq_len + 1 - prompts.shape[1]
 

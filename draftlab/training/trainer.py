@@ -1,7 +1,7 @@
-"""The training loop: cross-entropy on text, or a divergence from a teacher, on accelerate.
+"""The training loop on accelerate. The loss is cross-entropy on text, or a divergence from a teacher.
 
-B rows, T predicted tokens per row, V vocabulary. A step is a pure function of (weights, optimizer state, step index),
-so a run that was killed resumes bit for bit.
+A step depends only on the weights, the optimizer state and the index of the step. A killed run therefore resumes bit
+for bit.
 """
 
 import contextlib
@@ -52,13 +52,16 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """Teacher, text, loss and evaluation of a student.
+    """The teacher, text, loss and evaluation for the training of a student.
 
-    teacher: The target, or a source of its distributions. None trains on the text alone. temperature: Temperature of
-    both distributions in the divergence. length: Function that measures acceptance length in evaluations. offsets:
-    Offsets that a parallel draft learns. depths: Rule for how many tokens are predicted from each position; by default
-    `offsets`. objective: Student with its loss, for a student that is not a language model by itself. None takes
-    DistillStep.
+    Attributes:
+        teacher: The target's model, or a source of its distributions. None trains on the text alone.
+        temperature: Temperature of both distributions in the divergence.
+        length: Function that measures acceptance length in evaluations. None does not measure it.
+        offsets: Offsets that a parallel draft learns. None for other students.
+        depths: Rule for how many tokens are predicted from each position. None takes `offsets`.
+        objective: Module with the student and its loss. None makes a DistillStep, for students that are language
+            models.
     """
 
     teacher: TeacherModel
@@ -74,11 +77,14 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One optimizer step.
+    """The record of one optimizer step.
 
-    loss: Nats per token. acceptance: Mean of sum min(p, q) over tokens. None without a teacher. grad_norm: Norm of all
-    gradients before clipping. None if the norm is not finite, or if DeepSpeed does not report the norm. tokens: Number
-    of predictions, over all processes.
+    Attributes:
+        loss: Loss in nats per token.
+        acceptance: Mean acceptance probability, sum min(p, q), over tokens. None without a teacher.
+        grad_norm: Norm of all gradients before clipping. None if it is not finite, or if DeepSpeed does not report it.
+        lr: Learning rate.
+        tokens: Number of predictions, over all processes.
     """
 
     step: int
@@ -92,13 +98,17 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
-    """A held-out evaluation: teacher-forced means over tokens.
+    """The record of an evaluation on held-out text, with means over tokens. The student reads the true tokens.
 
-    agreement: Share of tokens at which student and teacher have the same argmax. acceptance and agreement are None
-    without a teacher. slack: If the teacher lists only its most probable tokens, the true acceptance is at most
-    acceptance + slack. mean_acceptance_length: Tokens per target pass at K = 4. None if not measured. offsets:
-    Acceptance at each offset of a parallel draft. The loss of such a draft is a mean over all offsets, and its other
-    means are those of offset 1.
+    For a parallel draft, `loss` is the mean over all offsets. Its cross-entropy, acceptance, agreement and slack are
+    those of offset 1.
+
+    Attributes:
+        acceptance: Mean acceptance probability. None without a teacher.
+        agreement: Share of tokens at which student and teacher have the same argmax. None without a teacher.
+        slack: If the teacher lists only its most probable tokens, the true acceptance is at most acceptance + slack.
+        mean_acceptance_length: Tokens per target pass at K = 4. None if it was not measured.
+        offsets: Acceptance at each offset of a parallel draft. Empty for other students.
     """
 
     step: int
@@ -113,7 +123,11 @@ class EvalRecord:
 
     @property
     def selection_metric(self) -> float:
-        """Return the metric that selects the best step: acceptance length, else acceptance, else the negative loss."""
+        """Return the number by which the best evaluation is chosen. Higher is better.
+
+        It is the acceptance length if this was measured. Otherwise it is the acceptance, or for a parallel draft the
+        tokens per target pass that follow from its acceptance. Without a teacher it is the negative loss.
+        """
         if self.mean_acceptance_length is not None:
             return self.mean_acceptance_length
         if self.acceptance is None:
@@ -130,11 +144,12 @@ def train(
 ) -> Iterator[StepRecord | EvalRecord]:
     """Train the student in place, and yield a record of each step and of each held-out evaluation.
 
-    Evaluations run before, during and after training.
+    Evaluations run before, during and after training. Training resumes from the newest checkpoint in `state`.
 
-    state: Directory of checkpoints and of the best evaluation's weights (checkpointer.best_weights). Training resumes
-    from the newest checkpoint. constraint: Module that is trained together with the student. The last evaluation then
-    counts as the best.
+    Args:
+        state: Directory of checkpoints, and of the weights of the best evaluation (see checkpointer.best_weights).
+        constraint: Module that is trained together with the student. With a constraint, the last evaluation counts as
+            the best.
 
     Raises:
         UserError: The loss needs a teacher and there is none, the loss is not finite, or `state` cannot be written.
@@ -142,14 +157,14 @@ def train(
     """
     if setup.loss.needs_teacher and setup.teacher is None:
         raise UserError(
-            f"loss {setup.loss.name!r} compares the draft with a target; give --target, or use --loss ce"
+            f"loss {setup.loss.name!r} compares the draft with a target; add --target, or use --loss ce"
         )
     trainer = Trainer(student, setup, loop, state, constraint)
     start = trainer.training.restore(state)
     if start is None:
         yield trainer.evaluate(0)
     elif start == loop.steps:
-        note(f"all {start} steps were done by an earlier run")
+        note(f"an earlier run did all {start} steps already")
     else:
         note(f"resuming from step {start} of {loop.steps}")
     with checkpointer.deferred_signals() as received:
@@ -264,7 +279,7 @@ class Trainer:
         )
 
     def reweigh(self, done: int) -> None:
-        """Update the weights of the mixture of data if an update is due after `done` steps."""
+        """Update the weights of the data mixture from held-out losses, if an update is due after `done` steps."""
         batches = self.setup.batches
         if isinstance(batches, DynamicBatches) and done % batches.every == 0:
             losses = {
@@ -278,10 +293,9 @@ class Trainer:
         return bool(self._total(torch.tensor(int(flag))))
 
     def _micro_batches(self, index: int) -> list[Batch]:
-        """Return this process's share of a step as micro-batches.
+        """Return the micro-batches of this process for a step.
 
-        The batch is first split into micro-batches, and then each micro-batch into shares. All processes thus run the
-        same number of passes.
+        All processes get the same number of micro-batches, because FSDP needs every process in every pass.
         """
         processes = self.accelerator.num_processes
         batch = self.objective.around(lambda: self.setup.batches.batch(index))
@@ -289,20 +303,20 @@ class Trainer:
         return [part.shard(self.accelerator.process_index, processes) for part in parts]
 
     def _packed(self, batch: Batch, draw: int) -> Batch:
-        """Pack short sequences into shared rows, unless the student or the teacher needs one sequence per row.
+        """Pack short sequences into shared rows, if student and teacher can separate the sequences of a row.
 
-        Then draw how many tokens are predicted from each position, if the student predicts several.
+        For a student that predicts several tokens from a position, also draw the depths of the positions.
 
-        draw: Number that decides this draw together with the seed.
+        draw: Number of the draw. Together with the seed it decides the depths.
         """
         batch = batch.packed() if self.packs else batch
         depths = self.setup.depths or self.setup.offsets
         return batch if depths is None else depths.drawn(batch, draw)
 
     def _accumulate_gradients(self, parts: list[Batch], tokens: int) -> Tensor:
-        """Run forward and backward passes over micro-batches, and return the sums of DistillStep.forward, [6].
+        """Run forward and backward passes over micro-batches. Return the six sums of DistillStep.forward, [6].
 
-        parts: This process's micro-batches of a step. tokens: Number of predictions of the step in all processes.
+        parts: Micro-batches of this process. tokens: Number of predictions of the step, over all processes.
         """
         totals, accelerator = torch.zeros(6, dtype=torch.float64), self.accelerator
         for number, part in enumerate(parts, 1):
@@ -361,9 +375,9 @@ class Trainer:
         return self.module(ids, mask, listed, positions, depths)
 
     def _total(self, values: Tensor) -> Tensor:
-        """Return the sum over all processes.
+        """Return the sum of values over all processes.
 
-        A single process leaves the values on their device, because Apple's GPUs lack float64.
+        A single process returns the values on their own device, because Apple's GPUs have no float64.
         """
         if self.accelerator.num_processes == 1:
             return values
@@ -375,7 +389,7 @@ def _groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]
 
 
 def _shared_vocab(student: PreTrainedModel, teacher: TeacherModel) -> int:
-    """Return how many logits student and teacher have in common. Further logits of either model are padding."""
+    """Return the number of logits that both student and teacher have. Logits after them are padding."""
     own = logits_of(student)
     if teacher is None:
         return own

@@ -20,11 +20,10 @@ COUNTED_TOKENS = 4_000_000  # most tokens to count for a trimmed head
 
 
 def resize(directory: Path, vocab: int) -> str | None:
-    """Resize a checkpoint to `vocab` logits. Return a note on the change for the record, or None without a change.
+    """Resize a checkpoint to `vocab` logits. Return the change as text, such as "100 -> 128", or None without a change.
 
-    Rows of embedding and head beyond `vocab` are dropped. Added rows are the mean of the old rows. The logit of an
-    added id is then the mean logit, so by Jensen's inequality its probability is less than 1 / V for any text, and far
-    less in practice.
+    Rows of embedding and head after the first `vocab` rows are dropped. Added rows are the mean of the old rows. The
+    logit of an added id is then the mean logit, so its probability is less than 1 / V (Jensen's inequality).
 
     Raises:
         UserError: No tensor has the name of the embedding or head in transformers, or config.json has no vocab_size.
@@ -57,27 +56,27 @@ def trim(
     models: Checkpoints whose special ids stay in the head.
 
     Raises:
-        UserError: The errors of frequent_ids.
+        UserError: The ids cannot be chosen (see frequent_ids).
     """
     special = set[int]().union(*map(special_ids, models))
     ids, coverage = frequent_ids(texts, size, logits_of(student), special)
     trim_model(student, ids)
     tokens = sum(map(len, texts))
     note(
-        f"the head predicts {size:,} ids; the ids most frequent in one half of {tokens:,} tokens cover "
+        f"the head predicts {size:,} token ids; a test on {tokens:,} tokens: the ids most frequent in one half cover "
         f"{coverage:.2%} of the other half"
     )
 
 
 def special_ids(model: Path) -> set[int]:
-    """Return the ids that every trimmed head keeps: ids of the chat template, special tokens and stop tokens."""
+    """Return the token ids that every trimmed head keeps: ids of the chat template, special tokens and stop tokens."""
     return template_ids(checkpoint.load_tokenizer(model)) | set(checkpoint.eos_token_ids(model))
 
 
 def trained_texts(batches: Batches, steps: int) -> list[np.ndarray]:
-    """Return the tokens that are predicted in training, up to about COUNTED_TOKENS.
+    """Return the tokens that training will predict, up to about COUNTED_TOKENS.
 
-    In place of text that the student has yet to write, the data that the student will continue is counted.
+    Text that the student will write does not exist yet. In its place, the data that the student continues is returned.
     """
     texts: list[np.ndarray] = []
     tokens = 0

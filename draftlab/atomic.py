@@ -169,7 +169,7 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def state_directory(out: Path) -> Path:
-    """Return the path of the state directory of `out`: a hidden directory next to it, with work of an unfinished run."""
+    """Return the path of the state directory of `out`: a hidden directory beside it with unfinished work."""
     return _beside(out, "state")
 
 
@@ -236,7 +236,7 @@ def sync(path: Path) -> None:
 
 
 def _recover(path: Path) -> None:
-    """Remove temporary files next to `path`. If a kill interrupted the replacement of `path`, restore the old output."""
+    """Remove temporary files next to `path`. If a kill interrupted the replacement, restore the old output."""
     new, old = _beside(path, "new"), _beside(path, "old")
     if old.exists() and not path.exists():
         old.rename(path)

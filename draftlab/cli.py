@@ -213,7 +213,7 @@ def _flags_of_arguments(config: type[Config]) -> list[inspect.Parameter]:
 
 
 def _wiring(command: Command) -> list[inspect.Parameter]:
-    """Return the options that are not settings: --config, --json and, for commands that have them, --force, --dry-run."""
+    """Return the options that are not settings: --config, --json and, where a command has them, --force, --dry-run."""
     options: dict[str, tuple[Any, Any]] = {
         "config_file": (
             Path | None,

@@ -67,7 +67,7 @@ class MissingExtra(UserError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The error for a command that Ctrl-C or SIGTERM stopped. The message says whether repeating it continues the work."""
+    """The error for a command that Ctrl-C or SIGTERM stopped. The message says whether a repeat continues the work."""
 
 
 class Quantised(UserError):

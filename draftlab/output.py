@@ -68,7 +68,7 @@ class Output:
     def locked(self, *, resumes: bool = False) -> Iterator[None]:
         """Lock the output against other processes during the block.
 
-        If the block is interrupted or the disk is full, the error says whether repeating the command continues the work.
+        If the block is interrupted or the disk is full, the error says whether a repeat continues the work.
 
         resumes: Whether the command keeps unfinished work in the output directory itself.
 

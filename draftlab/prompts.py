@@ -183,7 +183,7 @@ def file_prompts(
 def data_prompts(
     spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, seed: int
 ) -> Prompts:
-    """Return `count` prompts of `tokens` tokens each, from held-out documents of a data source (see heldout_prompts)."""
+    """Return `count` prompts of `tokens` tokens each, from held-out documents of a source (see heldout_prompts)."""
     rows = [
         Prompt(ids)
         for ids in data.heldout_prompts(spec, tokenizer, count=count, length=tokens, seed=seed)

@@ -38,7 +38,8 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     minutes: float = option(60.0, "Time to spend, approximately.", gt=0)
     draft: list[str] = option(
         [],
-        "Draft that exists already: a smaller model, a pruned draft, or an EAGLE-3 head; repeat the option for several. "
+        "Draft that exists already: a smaller model, a pruned draft, or an EAGLE-3 head; repeat the option for "
+        "several. "
         "New drafts are then trained only if they may become faster than these.",
     )
     server: ServerRule | None = option(
@@ -68,7 +69,8 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     )
     verify_with: Path | None = option(
         None,
-        "Path of the program vllm or llama-server, in which the exported draft is verified. Default: the program on the "
+        "Path of the program vllm or llama-server, in which the exported draft is verified. Default: the program on "
+        "the "
         "PATH, if there is one.",
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
@@ -244,7 +246,8 @@ def _run(
 
 @command(AutoConfig, prepare=prepare_auto, dry_run=True, resumes=True)
 def auto(verdict: "Verdict", output: Output) -> Found:
-    """Find the draft with which this machine serves a target fastest, or report that no draft helps; a killed run resumes."""
+    """Find the draft with which this machine serves a target fastest, or say that no draft helps; a killed run "
+    "resumes."""
     data = {"path": str(output.out), **verdict.model_dump(mode="json")}
     return Found(
         path=output.out, show=[*verdict.lines(), str(output.out)], data=data, verdict=verdict

@@ -355,7 +355,7 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
     """Resolve and check the settings of distill, and return the job. weights: Whether weight files must be present.
 
     Raises:
-        UserError: A checkpoint, the text, the server or the stored outputs are missing, two of them do not fit together,
+        UserError: A checkpoint, the text, the server or the stored outputs are missing, two of these do not fit,
             or a model cannot be trained with these settings.
     """
     with note_if_slow("distill: loading torch and transformers"):

@@ -67,7 +67,8 @@ class CheckConfig(DraftConfig):
     files_only: bool = option(False, "Only check the files, and do not run the draft.")
     server: str | None = option(
         None,
-        "Server that runs the draft, http://HOST:PORT. Its answers are compared with the draft's answers on this machine.",
+        "Server that runs the draft, http://HOST:PORT. Its answers are compared with the draft's answers on this "
+        "machine.",
     )
     temperature: float = option(0.0, "Temperature of the requests to the server.", ge=0)
     api_key_file: Path | None = api_key_file()
@@ -95,7 +96,8 @@ class CheckConfig(DraftConfig):
 class ExportConfig(DraftConfig, OutputConfig):
     to: str = option(
         "hf",
-        "Format: hf, a Hugging Face directory; gguf, a GGUF file; speculators, an EAGLE-3 head for vLLM; or the name of "
+        "Format: hf, a Hugging Face directory; gguf, a GGUF file; speculators, an EAGLE-3 head for vLLM; or the name "
+        "of "
         f"a server ({', '.join(SERVERS.names())}), for the format of this server with a start script.",
     )
     outtype: str = option("f16", f"Data type of the matrices in a GGUF file: {', '.join(ROUNDED)}.")
@@ -365,7 +367,8 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
 
 @command(ExportConfig, prepare=prepare_export, dry_run=True)
 def export(exported: "Exported", output: Output) -> Outcome:
-    """Write a draft or head in the format of a server, with model card and start script; --verify-with tests the result."""
+    """Write a draft or head in the format of a server, with a card and a start script; --verify-with tests the "
+    "result."""
     script = next(output.out.glob("serve.*"), None)
     show = [*exported.lines, str(output.out), exported.advice]
     starts = "sh" if script and script.suffix == ".sh" else "python"

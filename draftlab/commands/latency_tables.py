@@ -45,7 +45,8 @@ def profile_table(profile: Profile) -> Table:
     table.caption = (
         f"{reached}{limits}Prompts: {prompts}. Host time per step in ms: {_ms(profile.host[0])}, or "
         f"{_ms(profile.host[-1])} "
-        f"to verify {profile.host[-1].width} tokens. Rows marked steady are timed after {last} passes of the same model, "
+        f"to verify {profile.host[-1].width} tokens. Rows marked steady are timed after {last} passes of the same "
+        "model, "
         "as in plain decoding. Other rows are timed right after other work, as in speculative decoding."
     )
     return table

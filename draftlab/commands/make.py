@@ -39,7 +39,8 @@ class InitConfig(Config):
     source: str | None = option(None, "Checkpoint from which drafts are cut. Default: the target.")
     draft: str | None = option(
         None,
-        "Draft that exists already, such as a smaller model of the same family. Commands use it until you make a draft.",
+        "Draft that exists already, such as a smaller model of the same family. Commands use it until you make a "
+        "draft.",
     )
     gguf: Path | None = option(None, "GGUF file of the target, which is imported under models/.")
     data: str | None = option(
@@ -270,7 +271,7 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
 
 @command(InitConfig, prepare=prepare_init)
 def init(written: NewWorkspace) -> Outcome:
-    """Write draftlab.yaml with the default target, source and data of all commands; also show the size of local text."""
+    """Write draftlab.yaml with the default target, source and data of all commands; show the size of local text."""
     space, sizes, questions = written
     show = [str(workspace.FILE)]
     for source, size in sizes.items():

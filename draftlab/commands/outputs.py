@@ -106,7 +106,7 @@ def _build_facts(
     OutputsBuildConfig, name="outputs build", prepare=prepare_build, dry_run=True, resumes=True
 )
 def build(manifest: "Manifest", output: Output) -> Outcome:
-    """Store a target's text and probabilities, to distil drafts from them or to replay drafts on them; a killed build resumes."""
+    """Store a target's text and probabilities, to distil drafts or to replay drafts; a killed build resumes."""
     then = f"distill --outputs {output.out}" if manifest.top_logprobs else f"replay {output.out}"
     return replace(_shown(output.out, manifest, {}), next=f"draftlab {then}")
 
@@ -280,7 +280,7 @@ def prepare_info(
 
 @command(OutputsInfoConfig, name="outputs info", prepare=prepare_info)
 def info(verified: "tuple[Path, StoreVerification | None]") -> Outcome:
-    """Show what stored outputs contain, and how many texts mostly repeat themselves; --verify compares them with the target."""
+    """Show what stored outputs contain, and how many texts repeat themselves; --verify compares with the target."""
     from draftlab.target_outputs.store import describe, read_manifest
 
     directory, result = verified
@@ -420,7 +420,8 @@ def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
     title = f"{replayed.draft} on {replayed.target}, {replayed.sampling.describe()}"
     notes = [
         "acceptance length: tokens per target pass, including the target's own token. acceptance rate: accepted tokens "
-        "over drafted tokens. at i: the rate at position i if all earlier tokens are accepted. 95 % intervals over texts"
+        "over drafted tokens. at i: the rate at position i if all earlier tokens are accepted. 95 % intervals over "
+        "texts"
     ]
     if loops := int(replayed.degenerate.sum()):
         notes.append(

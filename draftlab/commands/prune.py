@@ -69,7 +69,8 @@ class PruneConfig(OutputConfig):
     data: str = data("Calibration text: one SOURCE, or a mixture, SOURCE=WEIGHT,SOURCE=WEIGHT.")
     outputs: Path | None = option(
         None,
-        "Stored target outputs (draftlab outputs build) to calibrate on, in place of --data. --vocab then keeps the most "
+        "Stored target outputs (draftlab outputs build) to calibrate on, in place of --data. --vocab then keeps the "
+        "most "
         "frequent token ids of these outputs.",
         panel=CALIBRATION,
     )
@@ -81,7 +82,8 @@ class PruneConfig(OutputConfig):
     )
     refit: Literal["none", "norms", "layers", "head"] = option(
         "layers",
-        "Weights to adjust after the cut. none: no weights; norms: scale the norms to the smaller width; layers: also fit "
+        "Weights to adjust after the cut. none: no weights; norms: scale the norms to the smaller width; layers: also "
+        "fit "
         "o_proj and down_proj to the source's residual stream; head: also fit lm_head to the source's logits.",
         panel=CALIBRATION,
         advanced=True,

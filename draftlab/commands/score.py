@@ -49,7 +49,8 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
 
     draft: list[str] = option(
         factory=list,
-        help="Draft model; repeat the option for several. DRAFT@q8_0 rounds its weights to the GGUF type q8_0. Default: "
+        help="Draft model; repeat the option for several. DRAFT@q8_0 rounds its weights to the GGUF type q8_0. "
+        "Default: "
         "the newest draft.",
     )
     drafter: list[Drafter] = option(
@@ -105,7 +106,8 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     device_map: shared.DeviceMap = shared.device_map()
     int8: Literal["draft", "target", "both"] | None = option(
         None,
-        "Round the weights of this model to 8 bits, with --mode native. Plain decoding is then timed twice: with rounded "
+        "Round the weights of this model to 8 bits, with --mode native. Plain decoding is then timed twice: with "
+        "rounded "
         "and with full weights.",
         advanced=True,
     )

@@ -61,7 +61,8 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     )
     first_steps: int = option(
         30,
-        "Number of distillation steps of every candidate in the first round. Later rounds have fewer candidates and more "
+        "Number of distillation steps of every candidate in the first round. Later rounds have fewer candidates and "
+        "more "
         "steps.",
         ge=1,
         advanced=True,
@@ -235,7 +236,8 @@ def _rung_table(search: "Search") -> "Table":
     title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}; the fastest is marked"
     table = terminal_table(heads, [*rows.values(), last], best=best, title=title)
     table.caption = (
-        f"{search.spent_seconds / 60:.1f} minutes. Predicted: speed-up of decoding without prefill, at the best K, from "
+        f"{search.spent_seconds / 60:.1f} minutes. Predicted: speed-up of decoding without prefill, at the best K, "
+        "from "
         "a replay and the latency law, after the number of training steps in the table. Measured: speed-up of whole "
         "requests, with a 95% interval over prompts."
     )

@@ -259,7 +259,7 @@ class AutoRun:
     def _answers(self) -> Path:
         """Store as many target outputs to train on as the time allows. Return their directory.
 
-        With prompts for training, the target writes answers to them. How fast it wrote the answers for replays shows how
+        With prompts for training, the target writes answers to them. How fast it wrote answers for replays shows how
         many it can write. Without such prompts, the target only reads data, which is about ten times faster.
         """
         costs, prompts, slower = self._costs, self.request.prompts, 1.0

@@ -110,7 +110,7 @@ def default_depths(source: Shape) -> list[int]:
 
 
 def default_widths(source: Shape) -> list[int]:
-    """Return the widths to try by default: half, three quarters and all of the source's, rounded down to whole heads."""
+    """Return the widths to try by default: half, three quarters and all of the source's, in whole heads."""
     heads = {max(1, source.heads * n // 4) for n in (2, 3, 4)}
     return sorted(n * source.hidden // source.heads for n in heads)
 
@@ -321,7 +321,7 @@ class Searcher:
         return float(cost.forward_ms(1, 1, np.array(self._law.context)))
 
     def _wide_ms(self, shape: Shape) -> float:
-        """Return the milliseconds of a pass of a parallel draft, if the last step accepted half of the drafted tokens."""
+        """Return the milliseconds of a pass of a parallel draft, if the last step accepted half of its tokens."""
         width = 3 * self.wanted.offsets // 2
         return float(self._shape_cost(shape).forward_ms(width, 1, np.array(self._law.context)))
 

@@ -1,4 +1,4 @@
-"""Train ordinary and parallel draft models. The teacher is the target in memory or on a server, or its stored outputs."""
+"""Train ordinary and parallel draft models. The teacher is the target, in memory or on a server, or stored outputs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

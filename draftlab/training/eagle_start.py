@@ -130,7 +130,7 @@ def start_again(student: EagleHead, sampled: Sample) -> None:
 
 
 def _measure_scale(student: EagleHead, sampled: Sample) -> None:
-    """Give the inputs of fc a mean square of 1. Change the norms before fc or, without such norms, the head's `scale`."""
+    """Give the inputs of fc a mean square of 1. Change the norms before fc or, without norms, the head's `scale`."""
     size = student.features(sampled.states).pow(2).mean(0).sqrt().clamp_min(student.config.eps)
     norms = student.norms_before_fc
     if not norms:

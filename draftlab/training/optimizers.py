@@ -18,7 +18,7 @@ def optimizers_for(
     other_groups: list[dict[str, Any]],
     shares: Mapping[str, float] = MappingProxyType({}),
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of a model: AdamW for all parameters, or Muon for the layers' matrices and AdamW for others.
+    """Return the optimizers of a model: AdamW for all parameters, or Muon for matrices of layers and AdamW for others.
 
     The update of Muon (Jordan et al. 2024) is scaled to the size of AdamW's update (Liu et al. 2025), so both
     optimizers use the same learning rate.

@@ -66,7 +66,8 @@ class TrainingText:
         """
         if self.loss_on is not None and self.generated:
             raise UserError(
-                "--text: --data has conversations; to let the target answer them, use --text target and a single .json, "
+                "--text: --data has conversations; to let the target answer them, use --text target and a single "
+                ".json, "
                 ".jsonl or .parquet file; otherwise use --text data, or data without conversations"
             )
         rows, seq_len, loss_on = loop.batch_size, self.seq_len, self.loss_on

@@ -41,8 +41,8 @@ TRAININGS = {
     "eagle": "EAGLE-3 head, second stage",
 }
 STUDENTS = {
-    "plain": "fifteen-layer draft",
-    "parallel": "fifteen-layer parallel draft",
+    "plain": "six-layer draft",
+    "parallel": "six-layer parallel draft",
     "eagle": "EAGLE-3 head",
     "dflash": "DFlash head of two layers",
 }

@@ -27,7 +27,13 @@ def test_shipped_recipes_are_valid_and_name_files_that_exist(path, monkeypatch):
     steps = read_recipe(path)
     made = {str(step.out) for step in steps}
     if path.stem.startswith("smollm2-"):  # its first line says after which recipe it runs
-        for name in ("smollm2", "smollm2-depth", "smollm2-pruning", "smollm2-siblings"):
+        for name in (
+            "smollm2",
+            "smollm2-depth",
+            "smollm2-pruning",
+            "smollm2-siblings",
+            "smollm2-published",
+        ):
             made |= {str(step.out) for step in read_recipe(ROOT / f"recipes/{name}.yaml")}
     assert set(run(recipe=path, plan_only=True).data) == {"steps"}
     assert path.read_text().startswith("# ")

@@ -72,7 +72,8 @@ class PaperTrace:
             category=prompt.category,
             prompt=np.array(prompt.ids),
             ids=text.ids,
-            finish_reason=text.finish_reason,
+            # the scripts end texts at different lengths
+            finish_reason="stop" if len(text.ids) < self.longest else text.finish_reason,
         )
 
 

@@ -246,8 +246,8 @@ def _run(
 
 @command(AutoConfig, prepare=prepare_auto, dry_run=True, resumes=True)
 def auto(verdict: "Verdict", output: Output) -> Found:
-    """Find the draft with which this machine serves a target fastest, or say that no draft helps; a killed run "
-    "resumes."""
+    """Find the draft with which this machine serves a target fastest, or say that no draft helps; killed runs
+    resume."""
     data = {"path": str(output.out), **verdict.model_dump(mode="json")}
     return Found(
         path=output.out, show=[*verdict.lines(), str(output.out)], data=data, verdict=verdict

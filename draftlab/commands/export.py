@@ -111,7 +111,7 @@ class ExportConfig(DraftConfig, OutputConfig):
     )
     k: int | None = option(
         None,
-        "Number of drafted tokens per step (K). Default: the best K of the newest score; without a score, 4.",
+        "Number of drafted tokens per step (K). Default: the best K of the newest score; without a score, by its kind.",
         ge=1,
         le=MAX_K,
     )
@@ -367,8 +367,8 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
 
 @command(ExportConfig, prepare=prepare_export, dry_run=True)
 def export(exported: "Exported", output: Output) -> Outcome:
-    """Write a draft or head in the format of a server, with a card and a start script; --verify-with tests the "
-    "result."""
+    """Write a draft or head in the format of a server, with a card and a start script; --verify-with tests the
+    result."""
     script = next(output.out.glob("serve.*"), None)
     show = [*exported.lines, str(output.out), exported.advice]
     starts = "sh" if script and script.suffix == ".sh" else "python"

@@ -112,8 +112,8 @@ def run_lengths(counted: np.ndarray) -> np.ndarray:
 
 
 def expected_tokens(acceptance: Sequence[float]) -> float:
-    """Return the tokens per target pass if drafted tokens are accepted independently. acceptance: Probabilities, "
-    "[K]."""
+    """Return the tokens per target pass if drafted tokens are accepted independently. acceptance: Probabilities,
+    [K]."""
     return 1 + float(np.cumprod(acceptance).sum())
 
 

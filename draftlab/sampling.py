@@ -28,6 +28,10 @@ class SamplingParams:
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     ignore_eos: bool = False
 
+    def allows(self, tokens: int, reason: FinishReason) -> bool:
+        """Return whether a text of this number of tokens can end for this reason: "length" only at max_tokens."""
+        return tokens == self.max_tokens if reason == "length" else tokens <= self.max_tokens
+
     @property
     def unmodified(self) -> bool:
         """Return whether these parameters sample from the model's own distribution."""

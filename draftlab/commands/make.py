@@ -201,9 +201,10 @@ def prepare_init(config: InitConfig, weights: bool) -> Job[NewWorkspace]:
         gguf = config.gguf or smollm2_file()
         target = space.target if space else f"models/{gguf.stem.lower()}"
         imports[target], draft = gguf, None
-        for file in PUBLISHED.glob("*.gguf") if config.preset and config.data is None else ():
+        published = next(PUBLISHED.glob("*.gguf"), None)
+        if config.preset and config.data is None and published is not None:
             draft = "models/smollm2-135m-draft"
-            imports[draft] = file
+            imports[draft] = published
         space = Workspace(target=target, source=target, data="stdlib", draft=draft)
     assert space is not None  # the settings name a preset, a target or a GGUF file
     space = space.model_copy(update={"data": config.data or space.data})

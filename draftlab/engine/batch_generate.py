@@ -31,8 +31,8 @@ GIGABYTE = 1_000_000_000
 MOST_RUNNING = 0.75
 # peak memory of a sampling step: logits, probabilities and cumulative sums in fp64
 BYTES_PER_LOGIT = 32
-# most tokens of a prefill pass, padding included; on a CPU a pass of more tokens takes longer per token
-PREFILL_TOKENS = 2048
+# most tokens of a pass over whole texts, padding included; on a CPU larger passes are not faster, and delay progress
+PASS_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,7 @@ def _prefill_parts(texts: list[Sequence[int]]) -> Iterator[range]:
     """Yield the rows of each prefill pass. texts: Longest first, so that rows of a part are padded little."""
     first = 0
     while first < len(texts):
-        rows = max(1, PREFILL_TOKENS // max(1, len(texts[first])))
+        rows = max(1, PASS_TOKENS // max(1, len(texts[first])))
         yield range(first, min(first + rows, len(texts)))
         first += rows
 

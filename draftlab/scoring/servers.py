@@ -85,10 +85,6 @@ class ServedComparison:
     def name(self) -> str:
         return "score-served" if SPECULATIVE in self.servers else "score-served-plain"
 
-    def check_ids(self, ids: list[int]) -> None:
-        """Check that all token ids in an answer are below the target's vocabulary. Raises UserError if not."""
-        check_ids(np.array(ids, np.int64), logits_of(self.tokenizer))
-
     @property
     def conditions(self) -> dict[str, Any]:
         """Return the conditions of the requests as JSON values. They are equal for both servers."""
@@ -208,8 +204,9 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
                 f"the answers to earlier turns are missing in the folder {turns.FOLDER}; run score --server URL again"
             )
         completions = server.generate([p.ids for p in prompts], requests.sampling)
+        vocab = logits_of(comparison.tokenizer)
         for completion in completions:
-            comparison.check_ids(completion.ids)
+            check_ids(np.array(completion.ids, np.int64), vocab)
         return [completion.ids for completion in completions]
 
     named = comparison.stored or server
@@ -240,12 +237,13 @@ def measure(
     # the warm-up uses the reversed prompt, which has the same length but leaves nothing useful in the prefix cache
     _warm_up(comparison, prompts[0][::-1], clock)
     answers = {role: ServerAnswers(before=read_metrics(server)) for role, server in servers.items()}
+    vocab = logits_of(comparison.tokenizer)
     for role, repeat, index in interleaved(list(servers), len(prompts), requests.repeats):
         prompt = prompts[index]
         ids, seconds = answers[role].ask(servers[role], prompt, requests.sampling, clock)
         answers[role].runs.append(ServedGeneration(prompt=index, tokens=len(ids), seconds=seconds))
         if repeat == 0:
-            comparison.check_ids(ids)
+            check_ids(np.array(ids, np.int64), vocab)
             answers[role].tokens.append(ids)
         advance(repeat * len(prompts) + index + 1)
     for role, server in servers.items():

@@ -132,8 +132,7 @@ class Replay(FileModel):
     def _has_a_chance_for_each_offset(self) -> "Replay":
         self.padded()  # raises ValueError where lists differ in length
         for text in self.texts:
-            missing = self.sampling.max_tokens - len(text.chances)
-            if missing < 0 or (missing and text.finish_reason == "length"):
+            if not self.sampling.allows(len(text.chances), text.finish_reason):
                 raise ValueError(
                     f"text {text.number} is longer than max_tokens, or is shorter although it did not stop"
                 )

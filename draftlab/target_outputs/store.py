@@ -428,8 +428,10 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
     ):
         raise ValueError(f"a prompt does not have {manifest.prompt_tokens} tokens")
     if manifest.sampling is not None:
-        missing = manifest.sampling.max_tokens - np.diff(arrays["offsets"])
-        if (missing < 0).any() or (missing[arrays["stopped"] == 0] > 0).any():
+        ends = zip(np.diff(arrays["offsets"]).tolist(), arrays["stopped"].tolist(), strict=True)
+        if not all(
+            manifest.sampling.allows(n, "stop" if stopped else "length") for n, stopped in ends
+        ):
             raise ValueError(
                 "a text is longer than max_tokens, or is shorter although it did not stop"
             )

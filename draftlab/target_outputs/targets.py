@@ -18,7 +18,13 @@ from draftlab import provenance
 from draftlab.acceptance.token_logprobs import logits_in_parts, max_positions
 from draftlab.console import note, progress
 from draftlab.data import Batch
-from draftlab.engine.batch_generate import Batching, check_context, generate_batch, load_generator
+from draftlab.engine.batch_generate import (
+    PASS_TOKENS,
+    Batching,
+    check_context,
+    generate_batch,
+    load_generator,
+)
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder
@@ -46,8 +52,6 @@ from draftlab.target_outputs.store import (
 PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n"
 # Distance between the seeds of two calls of generate(). Within a call, each prompt's seed is 1 higher than the last.
 SEEDS = 256
-# most tokens per pass on a CPU; larger passes are not faster, and delay the progress bar
-CPU_TOKENS = 2048
 SCORED_ROWS = {
     "cpu": 16,
     "cuda": 256,
@@ -126,7 +130,7 @@ class LocalTarget:
         scores: dict[int, StoredLogprobs] = {}
         with progress("the target scores text", len(batch.ids)) as advance:
             for rows, part in batch.numbered_parts(
-                min(most, CPU_TOKENS) if self.device.type == "cpu" else most
+                min(most, PASS_TOKENS) if self.device.type == "cpu" else most
             ):
                 parts = self._score(part, most, k).parts(part.mask.sum(1))
                 scores |= dict(zip(rows, parts, strict=True))

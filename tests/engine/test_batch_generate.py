@@ -52,7 +52,7 @@ def transformers_of(name: str, family_dirs, opt) -> Any:
 
 @pytest.mark.parametrize("name", ["eager", "native", "hosted", "opt"])
 def test_greedy_text_is_what_transformers_writes(name, models, family_dirs, opt, monkeypatch):
-    monkeypatch.setattr(batch_generate, "PREFILL_TOKENS", 8)  # several passes
+    monkeypatch.setattr(batch_generate, "PASS_TOKENS", 8)  # several passes
     theirs = transformers_of(name, family_dirs, opt)
     ours = generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=20))
     for prompt, text in zip(PROMPTS, ours, strict=True):

@@ -284,8 +284,8 @@ def init(written: NewWorkspace) -> Outcome:
     then = f"draftlab prune --layers {_layers(space)}{plan}"
     if questions is not None:
         then = (
-            f"draftlab score --prompt-file {questions} --dtype bfloat16 --int8 draft --k 2-4 "
-            "--max-new-tokens 64 --repeats 1"
+            f"draftlab score --draft {space.draft} --drafter fallback:draft_tokens=2 --dtype bfloat16 --int8 both "
+            f"--prompt-file {questions} --k 2-4 --max-new-tokens 64 --repeats 1"
         )
     elif space.draft is not None:
         then = f"draftlab auto {space.target} --draft {space.draft} --dry-run"

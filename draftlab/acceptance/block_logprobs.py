@@ -31,10 +31,11 @@ def score_blocks(
     k: int,
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[TokenLogprobs]:
-    """Return log-probability and rank of each token in the blocks that a head drafts, as arrays [n, K] for each text.
+    """Return for each text how probable the head's blocks make its n tokens: log-probabilities and ranks, [n, K].
 
-    Entry [i, a] is for token i of the completion as drafted token a + 1 of a block. If that block would begin before
-    the prompt's last token, the probability is 0.
+    A head drafts K tokens at once, as a block. Entry [i, a] is of token i of the completion if the block begins so
+    that this token is its drafted token a + 1. If that block would begin before the prompt's last token, the
+    probability is 0.
 
     Args:
         vocab: Number of ids; further logits are padding.

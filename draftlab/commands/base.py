@@ -106,7 +106,8 @@ class Command:
         function: Function that makes the outcome from the result of the job. If the command writes a directory, its
             second argument is the Output. The docstring of the function is the command's help.
         prepare: Function that resolves and checks the settings, and returns the Job. Its second argument is whether
-            weight files must be present. By default the job only returns the config.
+            weight files must be present. If it is not given, nothing is checked here, and `function` receives the
+            config.
         dry_run: Whether the command has --dry-run, which shows its plan.
         resumes: Whether the command keeps unfinished work in its output directory and resumes there. Such a command
             has no --force.

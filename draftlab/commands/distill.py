@@ -352,7 +352,9 @@ class Trained(Outcome):
 
 
 def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
-    """Resolve and check the settings of distill, and return the job. weights: Whether weight files must be present.
+    """Find the models and texts that the settings of distill name, check that they fit, and return the job.
+
+    weights: Whether weight files must be present.
 
     Raises:
         UserError: A checkpoint, the text, the server or the stored outputs are missing, two of these do not fit,

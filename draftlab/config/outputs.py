@@ -76,8 +76,8 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     )
     prompt_tokens: int | None = option(
         None,
-        "Cut prompts to this number of tokens. Default: prompts of a file are not cut; prompts from --data have 32 "
-        "tokens to distil and 64 to replay.",
+        "Cut prompts to this number of tokens. By default, prompts of a file are not cut, and prompts from --data have "
+        "32 tokens with --use distill and 64 with --use replay.",
         ge=1,
     )
     max_new_tokens: int = option(128, "Largest number of tokens of an answer.", ge=2)

@@ -189,7 +189,7 @@ def _first_fit(lengths: np.ndarray, width: int) -> list[list[int]]:
 
 
 def text_batch(rows: list[np.ndarray]) -> Batch:
-    """Return rows of T + 1 ids each as a batch in which every token is predicted."""
+    """Return rows of T + 1 ids each as a batch in which every token after the first is predicted."""
     ids = np.stack(rows).astype(np.int64)
     return Batch(ids, np.ones((len(ids), ids.shape[1] - 1), dtype=np.float32))
 

@@ -379,7 +379,11 @@ def _pre_tokenizer(header: GGUFHeader) -> PreTokenizer:
 
 
 def _drop_extra_tokens(spec: dict[str, Any], header: GGUFHeader) -> None:
-    """Remove unused ids, which converters name [PAD123], and tokens that transformers adds from `spec`."""
+    """Remove tokens from `spec` that the model does not have.
+
+    These are tokens that transformers adds beyond the file's vocabulary, and unused ids, which converters name
+    [PAD123].
+    """
     types = header.settings["tokenizer.ggml.token_type"]
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < len(types)]
     vocabulary = spec["model"]["vocab"]

@@ -23,8 +23,9 @@ REMEDY = "; write such a file with draftlab predict --for vllm --batch 1,4,16 --
 class Schedule(FileModel):
     """K by batch size.
 
-    pays_from, pays_up_to: Smallest and largest batch size at which decoding with the draft is faster than the target
-    alone. If there is no such size, pays_up_to is 0. With a mixture of experts, pays_from may be above 1.
+    pays_from, pays_up_to: First and last batch size of the first unbroken range in which decoding with the draft is
+    faster than the target alone. If there is no such size, pays_up_to is 0. With a mixture of experts, pays_from may be
+    above 1.
     """
 
     ranges: list[tuple[PositiveInt, PositiveInt, NonNegativeInt]] = Field(min_length=1)

@@ -1,6 +1,6 @@
-"""Find checkpoints by name: embedded models, directories, and models on the Hugging Face hub. Check names of data.
+"""Find a checkpoint by its name: an embedded model, a directory, or a model on the Hugging Face hub.
 
-Torch is not imported.
+The module also checks that data sets exist, and it does not import torch.
 """
 
 import functools

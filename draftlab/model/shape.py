@@ -269,7 +269,8 @@ def check(shape: Shape, *, llama: bool = True) -> None:
     """
     if shape.heads % shape.kv_heads:
         raise UserError(
-            f"heads ({shape.heads}) is not a multiple of kv_heads ({shape.kv_heads}); change one of them"
+            f"{shape.heads} heads cannot share {shape.kv_heads} KV heads evenly; "
+            "make heads a multiple of kv_heads"
         )
     if llama and shape.hidden % shape.heads:
         widths = " or ".join(map(str, multiples_near(shape.hidden, shape.heads)))

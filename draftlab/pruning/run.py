@@ -358,10 +358,10 @@ class Prune:
         return Selection(keep=keep, basis=rotation, weights=rotated)
 
     def _importance(self, file: Path | None) -> Importance:
-        """Return the importance of the source's parts.
+        """Return how important each layer, hidden dimension, head and FFN neuron of the source is.
 
-        file: File that stores the importance. If the file exists, the importance is read from it. Otherwise the
-        importance is computed, and written to the file.
+        file: If this file exists, the importance is read from it. Otherwise the importance is computed, and written to
+        it. None: The importance is computed and not stored.
         """
         source, text = self.source, self.text
         facts = {

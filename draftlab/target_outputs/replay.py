@@ -155,7 +155,7 @@ class Replay(FileModel):
         return replace(texts, drafted=expected.padded(drafted).astype(int)) if drafted else texts
 
     def counts(self, k: int) -> Counts:
-        """Return the expected numbers of steps, drafted and accepted tokens of each text if every step drafts k."""
+        """Return for each text the expected steps, drafted tokens and accepted tokens if each step drafts k tokens."""
         return expected.chain(self.padded(), k)
 
     @cached_property

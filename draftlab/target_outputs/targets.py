@@ -477,10 +477,11 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
 
 
 def _same_tokens(stored: StoredLogprobs, new: StoredLogprobs, vocab: int) -> np.ndarray:
-    """Return the new log-probabilities of the stored ids, [n, k].
+    """Return the new log-probabilities of the stored ids, [n, k], for a comparison with the stored ones.
 
-    An id that is not in the new list gets its stored log-probability, but at most the lowest log-probability in the new
-    list.
+    Each position has k stored ids. If the new list of a position lacks a stored id, all that is known is that its new
+    log-probability is at most the lowest in the list. The id then gets the smaller of its stored log-probability and
+    this lowest one.
     """
     values = np.empty_like(stored.logprobs)
     new_logprobs = new.logprobs.astype(np.float16).astype(np.float32)

@@ -176,7 +176,7 @@ class Training:
         self.accelerator.wait_for_everyone()
 
     def restore(self, state: Path) -> int | None:
-        """Load the newest checkpoint in the directory `state`, and return its step. Return None without a checkpoint.
+        """Load the newest checkpoint in the directory `state`, and return its step, or None if there is no checkpoint.
 
         Raises:
             UserError: The checkpoint is damaged, or it is from another run or version of draftlab or torch, or it has

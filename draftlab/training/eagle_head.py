@@ -269,7 +269,10 @@ class EagleHead(StatesStudent):
 
 
 class EagleObjective(Objective):
-    """An EAGLE-3 head with its loss, a mean over the steps of training-time test. All steps predict the same tokens."""
+    """Training of an EAGLE-3 head by training-time test: the head reads its own output again for some steps.
+
+    The loss is the mean over these steps. All steps predict the same tokens of the text.
+    """
 
     takes_packed = True
     # lm_head starts with weights of the target, and has little to learn

@@ -84,7 +84,10 @@ def sample(teacher: EagleTeacher, batches: Batches, loop: Loop, seq_len: int, wh
 
 @torch.no_grad()
 def start_linear(student: EagleHead, sampled: Sample) -> None:
-    """Set the initial weights of a new head by least squares on sampled positions."""
+    """Set the initial weights of a new head so that it predicts the target's next state, by least squares.
+
+    The samples are positions of the training text.
+    """
     layer, c = cast(Layer, student.layers[0]), student.config
     unit = sampled.now.pow(2).mean(0).sqrt()
     now, after = sampled.now / unit, sampled.after / unit

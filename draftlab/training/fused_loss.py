@@ -315,9 +315,9 @@ class _Objective:
     def _dense(
         self, log_q: Tensor, log_p: Tensor, whole: bool
     ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return the divergence, then acceptance, slack and agreement in a list, then the gradient.
+        """Return the divergence, a list of acceptance, slack and agreement, and the divergence's gradient by the logits.
 
-        whole: Whether log_p covers all V ids. If False, it covers the S ids of a trimmed head.
+        whole: Whether log_p covers all V ids. If False, it covers only the S ids of a trimmed head.
         """
         top = log_p.max(-1, keepdim=True).indices
         if whole and self.trimmed is not None:

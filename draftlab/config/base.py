@@ -136,7 +136,7 @@ class Only:
     """A rule: a command refuses these options unless its config meets a condition.
 
     Attributes:
-        options: Names of the settings, which are refused only if they differ from their defaults.
+        options: Names of the settings. They are refused only if they are set (see Config.is_set).
         when: Function of the config that returns whether the options are allowed.
         reason: Text that follows "--x: " in the error.
     """

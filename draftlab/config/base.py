@@ -1,4 +1,4 @@
-"""The base class of the settings of commands: options with help and bounds, rules between options, settings files."""
+"""Config, the base class of a command's settings: options with help and bounds, rules between options, and files."""
 
 import json
 import shlex
@@ -35,7 +35,7 @@ OUTPUT, SERVER, TRAINING, CHECKPOINTS = (
 )  # panels of --help
 Value = TypeVar("Value")
 TRUST = "trust_remote_code"
-# largest number of drafted tokens, far above any useful K; tables and loops grow with K
+# largest K (drafted tokens per step) that options accept; the cost of tables and loops grows with K
 MAX_K = 1_000
 
 
@@ -58,12 +58,12 @@ def option(
 
     Args:
         default: Default value. Without a default the option is required.
-        factory: Function that computes the default when a config is built, from nothing or from a dict of the fields
-            above this field.
+        factory: Function that computes the default when a config is built. It takes no argument, or a dict with the
+            values of the fields that are declared above this field.
         flag: Spelling of the option if it differs from the field's name.
-        panel: Heading of --help under which the option is listed.
-        advanced: Whether --help leaves the option out; docs/configuration.md lists it.
-        argument: Whether the option is positional. A flag is then accepted as well.
+        panel: Heading under which --help lists the option.
+        advanced: Whether to hide the option in --help. docs/configuration.md lists it in any case.
+        argument: Whether the option is a positional argument. The command then accepts a flag as well.
         shown_default: Text that --help shows in place of the default.
         typed: Type on the command line if it differs from the field's type.
     """
@@ -88,7 +88,7 @@ def option(
 
 
 def from_workspace(name: str, help: str, **others: Any) -> Any:
-    """Return an option whose default is the entry with this name in draftlab.yaml, the workspace."""
+    """Return an option whose default is the value of this name in the workspace file, draftlab.yaml."""
     return option(
         factory=lambda: getattr(workspace.load(), name),
         help=help,
@@ -98,9 +98,10 @@ def from_workspace(name: str, help: str, **others: Any) -> Any:
 
 
 def parsed(parse: Callable[[str], Value], value: str) -> Value:
-    """Parse the value of a setting, and turn a UserError of `parse` into a ValueError.
+    """Parse the value of a setting.
 
-    pydantic reports a ValueError with the name of the setting.
+    Raises:
+        ValueError: `parse` raised UserError. pydantic reports only a ValueError with the name of the setting.
     """
     try:
         return parse(value)
@@ -109,7 +110,7 @@ def parsed(parse: Callable[[str], Value], value: str) -> Value:
 
 
 def _numbers(value: object) -> list[int]:
-    """Parse numbers from the text of an option, such as 1-6, or from a list in a settings file."""
+    """Return the numbers in the text of an option, such as 1-6, or in a list of a settings file. They are ascending."""
     return parsed(
         parse_numbers, ",".join(map(str, value)) if isinstance(value, list) else str(value)
     )
@@ -132,10 +133,10 @@ def numbers(default: str, help: str, **others: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A rule: options that a command refuses unless its config meets a condition.
+    """A rule: a command refuses these options unless its config meets a condition.
 
     Attributes:
-        options: Names of the settings.
+        options: Names of the settings. They are refused only if they are set (see Config.is_set).
         when: Function of the config that returns whether the options are allowed.
         reason: Text that follows "--x: " in the error.
     """
@@ -161,7 +162,8 @@ class Config(BaseModel):
         where: Start of an error message, such as "--config x.yaml: ".
 
         Raises:
-            UserError: A setting is unknown, out of bounds, or excluded by another setting.
+            UsageError: A required setting is missing.
+            UserError: A setting is unknown, out of bounds, not UTF-8, or excluded by another setting.
         """
         if unknown := sorted(set(settings) - set(cls.model_fields)):
             name = one_line(unknown[0], 80)
@@ -184,10 +186,16 @@ class Config(BaseModel):
 
     @classmethod
     def of_file(cls, path: Path, command: str) -> dict[str, Any]:
-        """Return the settings in a YAML file, or the settings with which a command made an output directory.
+        """Return the settings in a YAML file, or the settings that an output directory of a command records.
+
+        trust_remote_code is left out of recorded settings.
+
+        Args:
+            path: The YAML file, the output directory, or the record file in this directory.
+            command: Name of the command, such as "outputs build".
 
         Raises:
-            UserError: The file has no settings, or the directory is not an output of this command.
+            UserError: The file is not a mapping of names to values, or the directory is not an output of this command.
         """
         if path.is_dir() or path.name == RECORD_FILE:
             record = read_record(path if path.is_dir() else path.parent)
@@ -205,7 +213,7 @@ class Config(BaseModel):
         settings = read_yaml(path, f"--config {path}")
         if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
             raise UserError(
-                f"--config {path}: the file must have settings of draftlab {command}, one NAME: VALUE per line"
+                f"--config {path}: the file must hold settings of draftlab {command}, one NAME: VALUE per line"
             )
         return settings
 
@@ -219,9 +227,9 @@ class Config(BaseModel):
         return self
 
     def is_set(self, name: str) -> bool:
-        """Return whether a setting was given and differs from its default.
+        """Return whether the user gave a setting, and its value differs from its default.
 
-        A given setting whose default is computed counts as set, whatever its value is.
+        If the default is computed, every setting that the user gave counts as set.
         """
         field = type(self).model_fields[name]
         if name not in self.model_fields_set or field.default_factory is not None:
@@ -232,7 +240,7 @@ class Config(BaseModel):
         return value != field.default and str(value) != field.default
 
     def resolved(self) -> Self:
-        """Return the config with the newest outputs of the workspace in place of inputs that were left out.
+        """Return the config, with the workspace's newest outputs as the inputs that the user left out.
 
         Raises:
             UserError: The workspace has no output that the command can read.
@@ -240,10 +248,10 @@ class Config(BaseModel):
         return self
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that decide the result, as JSON values.
+        """Return the settings that the command uses, as JSON values, to record them or to compare runs.
 
-        Settings that a rule in `only` refuses are left out. So is trust_remote_code, which the user must give to each
-        run. Passwords in addresses are removed.
+        Settings that a rule in `only` refuses are left out. trust_remote_code is left out, too, because the user must
+        give it to each run. Passwords in addresses are removed.
         """
         refused = {name for rule in self.only if not rule.when(self) for name in rule.options}
         settings = json.loads(self.model_dump_json(exclude=refused | {TRUST}))
@@ -253,7 +261,7 @@ class Config(BaseModel):
 
     @classmethod
     def flag(cls, name: str) -> str:
-        """Return a setting as --help prints it: the flag of an option, or the name of a positional argument."""
+        """Return how --help spells a setting: the flag of an option, or a positional argument's name in capitals."""
         details = extra(cls.model_fields[name])
         return (
             name.upper()
@@ -262,7 +270,7 @@ class Config(BaseModel):
         )
 
     def command_line(self, command: str) -> str:
-        """Return the command line that gives this config. Settings with their default values are left out."""
+        """Return a command line that builds this config. It leaves out settings with default values, and passwords."""
         words, arguments = ["draftlab", *command.split()], []
         for name, field in type(self).model_fields.items():
             value = self.__dict__[name]
@@ -282,7 +290,7 @@ class Config(BaseModel):
 
     @classmethod
     def _complaint(cls, item: dict[str, Any]) -> str:
-        """Return pydantic's error of one setting in draftlab's wording, with the flag and the value."""
+        """Return pydantic's error about a setting in draftlab's wording, with the flag and the value of the setting."""
         message = plain_words(str(item["msg"]))
         if not item["loc"] or item["loc"][0] not in cls.model_fields:
             return message
@@ -305,11 +313,11 @@ class OutputConfig(Config):
 
 
 def bound(field: FieldInfo, kind: Literal["ge", "gt", "le"]) -> float | None:
-    """Return the least (ge, gt) or largest (le) value of a setting, or None if the setting has no such bound."""
+    """Return the minimum (ge), exclusive minimum (gt) or maximum (le) of a setting, or None if it has no such bound."""
     return next((getattr(part, kind) for part in field.metadata if hasattr(part, kind)), None)
 
 
 def extra(field: FieldInfo) -> dict[str, Any]:
-    """Return the details of an option that pydantic does not know: flag, panel and so on (see option)."""
+    """Return the details of an option for which pydantic has no field, such as flag and panel (see option())."""
     assert isinstance(field.json_schema_extra, dict)
     return dict(field.json_schema_extra)

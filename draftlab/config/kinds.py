@@ -1,7 +1,7 @@
-"""Drafters and students as values of options, NAME or NAME:KEY=VALUE,..., and the base classes of both. No torch.
+"""The base classes of drafters and students, and the parser of their options, NAME or NAME:KEY=VALUE,... No torch.
 
-Every kind of drafter or student is a module in draftlab/drafters or draftlab/training/students, or a plug-in
-(docs/drafters.md, docs/distilling.md).
+Each kind of drafter is a module in draftlab/drafters or a plug-in (docs/drafters.md). Each kind of student is a module
+in draftlab/training/students or a plug-in (docs/distilling.md).
 """
 
 import pkgutil
@@ -20,7 +20,7 @@ from draftlab.registry import REJECTION, Registry
 
 
 class KindSpec(BaseModel):
-    """A drafter or a student with its options, as a user typed it. text: The typed text, such as ngram:order=3."""
+    """A drafter or a student with its options. text: The text that the user typed, such as ngram:order=3."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -69,7 +69,7 @@ def parse_kind(text: str, registry: Registry[type[Spec]], option: str) -> Spec:
 
 
 def text_or_spec(parse: Callable[[str], KindSpec]) -> BeforeValidator:
-    """Return a validator that parses text to a spec. A value that is a spec already stays as it is."""
+    """Return a validator that parses text to a KindSpec, and leaves a value that is a KindSpec unchanged."""
 
     return BeforeValidator(lambda value: parsed(parse, value) if isinstance(value, str) else value)
 
@@ -87,14 +87,14 @@ PACKAGE = "draftlab.drafters"
 
 
 def _modules(*package: str) -> dict[str, str]:
-    """Return the names of the modules in a package of draftlab, by the name of the kind that each module defines."""
+    """Return a dict from the name of each kind to the module that defines it. package: Path below draftlab."""
     found = pkgutil.iter_modules([str(Path(__file__).parent.parent.joinpath(*package))])
     names = [module.name for module in found]
     return {name.replace("_", "-"): ".".join(("draftlab", *package, name)) for name in names}
 
 
 def split_at(separator: str) -> BeforeValidator:
-    """Return a validator that splits text into a list. A value that is a list already stays as it is."""
+    """Return a validator that splits text into a list, and leaves a value that is a list unchanged."""
     return BeforeValidator(
         lambda value: value.split(separator) if isinstance(value, str) else value
     )
@@ -106,8 +106,8 @@ class Input:
 
     Args:
         name: Path or hub name. An empty name stands for the run's default draft.
-        check: Function that raises UserError if the input is missing. Its arguments are the name, and whether weight
-            files must be present.
+        check: Function check(name, weights) that raises UserError if the input is missing. If weights is true, weight
+            files must exist, too.
         is_model: Whether the input is a draft model.
     """
 
@@ -116,9 +116,9 @@ class Input:
     is_model: bool = False
 
     def path(self, default: Path | None, weights: bool = True) -> Path | None:
-        """Return the path of the input. A draft model with a hub name is downloaded first.
+        """Return the path of the input. A draft model on the Hugging Face hub is downloaded first.
 
-        default: The run's default draft. weights: Whether to download weight files.
+        default: The run's default draft, for an input without a name. weights: Whether to download weight files.
         """
         if not self.name:
             return default
@@ -133,7 +133,7 @@ class RunFacts:
         layers: Number of the target's layers, or None if transformers runs the target.
         vocab: Size of the target's vocabulary.
         rule: Name of the verify rule.
-        draft: The run's default draft.
+        draft: The run's default draft, or None if the run has no such draft.
     """
 
     target: Path
@@ -147,7 +147,7 @@ class DrafterSpec(KindSpec):
     """The base class of drafters: one subclass for each kind, whose fields are the kind's options."""
 
     served_by: ClassVar[frozenset[str]] = frozenset()  # servers that have this drafter
-    own_engine: ClassVar[bool] = False  # True: the drafter needs draftlab's engine for the target
+    own_engine: ClassVar[bool] = False  # True: draftlab's engine must run the target
     # verify rule that --rule rejection selects for this drafter
     rejection_rule: ClassVar[str] = REJECTION
     # True: the acceptance of a token depends on its position in the draft
@@ -157,7 +157,7 @@ class DrafterSpec(KindSpec):
 
     @property
     def name(self) -> str:
-        """Return the drafter as the user typed it, in a form that can be a file name."""
+        """Return the text that the user typed, with "_" for "/", as a file name."""
         return self.text.replace("/", "_")
 
     @property
@@ -231,9 +231,10 @@ class DrafterSpec(KindSpec):
         raise NotImplementedError
 
     def acceptance(self, replay: Any) -> Any:
-        """Return the log-probabilities that the drafter gives the tokens of the texts: a TokenLogprobs for each text.
+        """Return the drafter's log-probability of each token of the completions: a TokenLogprobs for each text.
 
-        Shapes are [n] for a text of n tokens, or [n, K] if by_age is set: one column per position in the draft.
+        Shapes are [n] for a completion of n tokens, or [n, K] if by_age is set, with a column for each position in the
+        draft.
 
         replay: A ReplayContext (target_outputs/replay.py).
         """
@@ -245,20 +246,20 @@ class DrafterSpec(KindSpec):
 
         Args:
             passes: A Passes (latency/steps.py), whose step() gives the time of drafting.
-            accepted: Number of drafted tokens that the target accepted in the step before.
+            accepted: Number of drafted tokens that the target accepted in the previous step.
         """
         raise NotImplementedError
 
     @classmethod
     def is_priced(cls) -> bool:
-        """Return whether predict knows the time of a step: whether the class defines step_cost()."""
+        """Return whether draftlab predict can time this drafter, that is, whether its class defines step_cost()."""
         return cls.step_cost.__func__ is not DrafterSpec.step_cost.__func__
 
     @classmethod
     def size_of(cls, folder: Path, target: Path) -> Any:
         """Return the size of a head as a Shape or an ApproximateSize (model/size.py).
 
-        draftlab profile plans its passes by this size.
+        draftlab profile uses this size to choose the forward passes to time.
 
         Raises:
             UserError: The folder has no head for this target.
@@ -269,7 +270,8 @@ class DrafterSpec(KindSpec):
     def passes_of(cls, folder: Path, target_path: Path, target: Any, mode: Mode) -> Any:
         """Load a head for its target, and return the forward passes to time as a HeadPasses.
 
-        HeadPasses is in engine/drafters/states.py. target: The loaded target.
+        HeadPasses is in engine/drafters/states.py. folder, target_path: Directories of the head and of the target.
+        target: The loaded target.
         """
         raise NotImplementedError
 
@@ -286,12 +288,13 @@ DRAFTERS: Registry[type[DrafterSpec]] = Registry(PACKAGE, "drafter", _modules("d
 def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[DrafterKind], DrafterKind]:
     """Return a decorator that registers a class as a kind of drafter with this name.
 
-    The class inherits neither served_by nor acceptance() from another kind.
+    If the class derives from another kind, it does not inherit served_by and acceptance() of that kind.
 
     served_by: Names of the servers that have this drafter.
 
     Raises:
         TypeError: The class does not define build().
+        ValueError: Another kind has this name.
     """
 
     def decorate(spec: DrafterKind) -> DrafterKind:
@@ -318,9 +321,9 @@ class StudentSpec(KindSpec):
 
     Attributes:
         starts_from_draft: Whether training starts from a checkpoint: --draft or the newest pruned draft. If False,
-            --draft names a student to train further, and without --draft a new student is made.
+            --draft names a student to train further, and without --draft training starts from a new student.
         unused: Settings of distill that the student would ignore. distill refuses them.
-        lr_share: Number by which the default learning rate is multiplied. This default suits pruned drafts.
+        lr_share: Factor of the default learning rate, which suits pruned drafts.
     """
 
     starts_from_draft: ClassVar[bool] = False
@@ -330,7 +333,7 @@ class StudentSpec(KindSpec):
     def name(self, draft: Path, target: Path) -> str:
         """Return the name of the output directory.
 
-        draft, target: Names that the user typed. draft is "." if the user typed none.
+        draft, target: Names that the user typed. draft is "." if the user typed no draft.
         """
         return f"{self.kind}-{hub.checkpoint_name(target)}"
 
@@ -346,7 +349,7 @@ class StudentSpec(KindSpec):
         raise NotImplementedError
 
     def open(self, job: Any, state: Path) -> Any:
-        """Load or make the student, and return it as an OpenStudent, ready to be trained.
+        """Load or make the student, and return it as an OpenStudent (training/run.py), ready to be trained.
 
         Args:
             job: A Distillation (training/run.py).
@@ -369,6 +372,7 @@ def student(name: str) -> Callable[[StudentKind], StudentKind]:
 
     Raises:
         TypeError: The class does not define open() or facts().
+        ValueError: Another kind has this name.
     """
 
     def decorate(spec: StudentKind) -> StudentKind:

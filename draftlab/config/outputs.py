@@ -14,10 +14,10 @@ MANIFEST = "manifest.json"  # the file that every store of target outputs has
 
 
 def check_store(directory: Path) -> None:
-    """Check that a directory is a store of target outputs. Raises UserError: it has no manifest."""
+    """Check that a directory is a store of target outputs. Raises UserError: the directory has no manifest."""
     if not (directory / MANIFEST).exists():
         raise UserError(
-            f"{directory} is not a store of target outputs (no {MANIFEST}); draftlab outputs build makes one"
+            f"{directory} is not a store of target outputs (no {MANIFEST}); make a store with draftlab outputs build"
         )
 
 
@@ -36,17 +36,17 @@ class StoredTargetSettings(shared.CheckpointSettings):
 class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     """The settings of outputs build.
 
-    Drafts can be distilled from a store of data, of data that the target continues, of prompts with the target's
-    answers, or of a server's log. Drafts can be replayed on a store of prompts with the target's answers.
+    A store has sequences of data, the target's continuations of data, its answers to prompts, or the log of a server.
+    Drafts can be distilled from each of these stores, but replayed only on the target's answers to prompts.
     """
 
     use: Literal["distill", "replay"] = option(
         "distill",
-        "Purpose of the outputs: to distil drafts from them, or to replay drafts on them.",
+        "Purpose of the stored outputs. distill: to train drafts; replay: to measure the acceptance of drafts.",
     )
     from_file: Path | None = option(
         None,
-        "Store this log of a server instead, to distil drafts from it. JSON lines (docs/formats.md).",
+        "Store this server log instead, to distil drafts from it: a file of JSON lines (docs/formats.md).",
         flag="--from",
     )
     data: str = shared.data()
@@ -64,8 +64,8 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     num_sequences: int = option(4096, "Number of sequences of data to store.", ge=1)
     num_prompts: int | None = option(
         None,
-        "Number of prompts that the target answers. Default: all prompts of a file, or 64 prompts from --data to "
-        "replay.",
+        "Number of prompts that the target answers. Default: all prompts or conversations of a file; with --use replay "
+        "and no --prompt-file, 64 prompts from --data.",
         ge=1,
     )
     seq_len: int = option(
@@ -80,7 +80,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
         "32 tokens with --use distill and 64 with --use replay.",
         ge=1,
     )
-    max_new_tokens: int = option(128, "Largest number of tokens of an answer.", ge=2)
+    max_new_tokens: int = option(128, "Largest number of tokens in an answer.", ge=2)
     temperature: float | None = option(
         None,
         "Temperature of the target; 0 is greedy. Default: 1 with --use distill, 0 with --use replay.",
@@ -89,7 +89,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     )
     top_logprobs: int | None = option(
         None,
-        "How many of the most probable tokens to store at each position. Default: 64 with --use distill, 0 with "
+        "Number of most probable tokens to store at each position. Default: 64 with --use distill, 0 with "
         "--use replay.",
         ge=0,
     )
@@ -167,7 +167,7 @@ class OutputsInfoConfig(StoredTargetSettings, Config):
     directory: Path = option(help="Directory of the target outputs.", argument=True)
     verify: bool = option(
         False,
-        "Check all checksums, and let the target score some sequences again to compare its log-probabilities.",
+        "Check all checksums. Also score some sequences again with the target, and compare the log-probabilities.",
     )
 
     only = (Only(("target", "server"), lambda c: c.verify, "needs --verify"), shared.KEY_RULE)
@@ -179,12 +179,12 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     directory: Path = option(help="Directory of target outputs.", argument=True)
     draft: list[str] = option(
         factory=list,
-        help="Draft or EAGLE-3 head to replay; repeat the option for several. Default: the newest draft.",
+        help="Draft or EAGLE-3 head to replay; repeat the option for several drafts. Default: the newest draft.",
     )
     drafter: list[Drafter] = option(
         typed=list[str],
         factory=list,
-        help="Drafter other than a draft model, as NAME or NAME:KEY=VALUE,...; repeat the option for several.",
+        help="Drafter other than a draft model, as NAME or NAME:KEY=VALUE,...; repeat the option for several drafters.",
     )
     target: str = shared.target()
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens per step, as 1-8 or 2,4,8.")
@@ -217,9 +217,10 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
 
     @property
     def reads_target(self) -> bool:
-        """Return whether the target is needed, because a drafter is a head that reads the target's hidden states.
+        """Return whether the command may need the target, because a drafter may read the target's hidden states.
 
-        Drafters without a draft model count as well, because --drafter does not tell whether they read the target.
+        This is true for a head in --draft, and for each --drafter without a draft model: its text does not tell
+        whether it reads hidden states.
         """
         return any(map(hub.head_kind, self.draft)) or not all(spec.drafts for spec in self.drafter)
 

@@ -11,12 +11,13 @@ from draftlab.registry import SERVERS
 
 
 class Acceptance(NamedTuple):
-    """A verify rule, and the temperature of the draft. Temperature None stands for the target's temperature.
+    """A verify rule, and the temperature of the draft. If the temperature is None, the draft uses the target's.
 
-    At temperature 0 the draft proposes its most probable token, and the server treats q as one-hot.
+    At temperature 0 the draft proposes its most probable token, and the server treats the draft's distribution q as
+    one-hot.
     """
 
-    rule: Any  # name of a verify rule; the config restricts the choice
+    rule: Any  # name of a verify rule; each config restricts the choice
     draft_temperature: float | None
 
 
@@ -49,7 +50,7 @@ ServerRule = Annotated[str, AfterValidator(_known_rule)]
 class AcceptanceSettings(BaseModel):
     """The settings of verification that several commands share. Each config defines its own --rule."""
 
-    rule: Any  # each config restricts the choice
+    rule: Any  # name of a verify rule; each config restricts the choice
     draft_temperature: float | None = option(
         None,
         "Temperature of the draft; 0 is greedy. Default: the target's.",

@@ -47,7 +47,7 @@ def data(
 
 def _known_device(name: str) -> str:
     if not DEVICE.fullmatch(name):
-        raise ValueError("want auto, cpu, cuda or cuda:1")
+        raise ValueError("want auto, or a torch device such as cpu, cuda or cuda:1")
     return name
 
 
@@ -75,7 +75,10 @@ def _loss(spec: str) -> str:
 
 
 def names(spec: str) -> set[str]:
-    """Return the names in the text of a mixture or a loss, such as {"fkl", "lk"} for "fkl@0.2 -> 0.5*lk(3)"."""
+    """Return the names in the text of a mixture or a loss, such as {"fkl", "lk"} for "fkl@0.2 -> 0.5*lk(3)".
+
+    Names are in lower case, and have at least two letters.
+    """
     return set(re.findall(r"[a-z][a-z_]+", spec.lower()))
 
 
@@ -86,7 +89,9 @@ LossName = Annotated[str, AfterValidator(_loss)]
 
 
 def device() -> Any:
-    return from_workspace("device", "Device to run on: auto, cpu, cuda, cuda:1.", advanced=True)
+    return from_workspace(
+        "device", "Device: auto, or a torch device such as cpu, cuda or cuda:1.", advanced=True
+    )
 
 
 def dtype(**others: Any) -> Any:
@@ -114,7 +119,7 @@ def mode() -> Any:
 def device_map() -> Any:
     return option(
         None,
-        "Where accelerate puts the target's layers; auto spreads them over devices, memory and disk.",
+        "Device map of accelerate for the target's layers; auto spreads the layers over GPUs, CPU memory and disk.",
         advanced=True,
     )
 
@@ -122,8 +127,8 @@ def device_map() -> Any:
 def reweigh_steps() -> Any:
     return option(
         0,
-        "Number of steps after which a mixture's weights are updated from held-out losses, as in Sheared LLaMA; 0: "
-        "fixed weights.",
+        "Number of steps between updates of a mixture's weights from held-out losses, as in Sheared LLaMA; 0: fixed "
+        "weights.",
         ge=0,
         panel=TRAINING,
         advanced=True,
@@ -133,8 +138,8 @@ def reweigh_steps() -> Any:
 def reference_losses(default: str) -> Any:
     return option(
         None,
-        "Expected loss of each source: SOURCE=NATS,... with the name or domain of the source, or a checkpoint whose "
-        f"losses are expected. Default: the losses of the {default}.",
+        "Expected loss of each source in nats per token, as SOURCE=NATS,... with the name or domain of the source; or "
+        f"a checkpoint, whose losses are then the expected losses. Default: the losses of the {default}.",
         panel=TRAINING,
         advanced=True,
     )
@@ -142,7 +147,7 @@ def reference_losses(default: str) -> Any:
 
 def memory() -> Any:
     return option(
-        2.0, "Largest size of the target's logits and KV caches in GB.", ge=0.01, advanced=True
+        2.0, "Largest memory for the target's logits and KV caches, in GB.", ge=0.01, advanced=True
     )
 
 
@@ -156,9 +161,7 @@ def prompt_file(**others: Any) -> Any:
 
 
 def chat(**others: Any) -> Any:
-    text = (
-        "Apply the chat template to the prompts of a file; auto: if the tokenizer has a template."
-    )
+    text = "Apply the chat template to the prompts of a file; auto: only if the tokenizer has a template."
     return option("auto", text, **others)
 
 
@@ -168,7 +171,7 @@ def system_prompt(**others: Any) -> Any:
 
 def loss_on(**others: Any) -> Any:
     text = (
-        "Tokens of conversations (rows of messages) to train on: those of the assistant, or all. Default: "
+        "Tokens of conversations (rows of messages) to train on: the tokens of the assistant, or all tokens. Default: "
         "assistant."
     )
     return option(None, text, **others)
@@ -193,12 +196,12 @@ CHAT_RULES = (
 
 
 def newest_output(*commands: str, ready: bool = False) -> Path:
-    """Return the newest output directory of these commands under the workspace's runs.
+    """Return the newest output directory of these commands in the workspace's folder of outputs.
 
-    ready: Whether to return the ready draft that draftlab.yaml names if there is no output.
+    ready: Whether to return the draft that draftlab.yaml names if there is no such output.
 
     Raises:
-        UserError: There is no draft.
+        UserError: There is no such output, nor such a draft.
     """
     space = workspace.load()
     path = workspace.newest(space.runs, commands)
@@ -212,7 +215,7 @@ def newest_output(*commands: str, ready: bool = False) -> Path:
 
 
 def newest_draft() -> Path:
-    """Return the newest draft under the workspace's runs, or else the ready draft that draftlab.yaml names.
+    """Return the newest draft in the workspace's folder of outputs, or else the draft that draftlab.yaml names.
 
     Raises:
         UserError: There is no draft.
@@ -231,7 +234,7 @@ class CheckpointSettings(BaseModel):
 
 
 class ServerConnection(BaseModel):
-    """The settings of a running server, which a command uses in place of the target's checkpoint."""
+    """The settings of a running server, which runs the target in place of a local checkpoint."""
 
     server: str | None = option(
         None,
@@ -259,7 +262,7 @@ class SamplingSettings(BaseModel):
     )
     top_p: float = option(
         1.0,
-        "Sample only from the smallest set of most probable tokens whose probabilities sum to this.",
+        "Sample only from the smallest set of most probable tokens whose probabilities sum to at least this.",
         gt=0,
         le=1,
         panel=SAMPLING,

@@ -1,6 +1,6 @@
 """Batches of token ids to train on, held-out windows and prompts. A batch depends only on seed and step.
 
-B rows, T predicted tokens of a row, k listed tokens, N tokens of a stream, or number of windows.
+B rows, T predicted tokens of a row, k listed tokens of a position, N tokens of a stream or windows of a text.
 """
 
 import functools
@@ -33,7 +33,7 @@ from draftlab.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobs:
-    """The target's k most probable tokens at each position, [B, T, k].
+    """The target's k most probable tokens at each position: their ids and log-probabilities, both [B, T, k].
 
     tail: Log-probability of all other tokens together, [B, T].
     """
@@ -49,10 +49,11 @@ class Batch:
 
     Args:
         top_logprobs: The target's most probable tokens at each position, from stored target outputs.
-        positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
+        positions: Position of each token in its sequence, [B, T], if a row has several sequences.
         depths: Number of tokens that a parallel draft predicts from each position, [B, T]. If None, each position with
             mask 1 predicts its next token.
-        together: Number of consecutive rows that stay in one part and one process, such as a text's row for each head.
+        together: Number of rows in a group. The rows of a group are consecutive, and stay in the same part and the same
+            process.
     """
 
     ids: np.ndarray
@@ -64,19 +65,23 @@ class Batch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return how many tokens of each row a model must read, [B].
+        """Return the number of tokens that a model must read of each row, [B].
 
-        These are the tokens up to the last position with mask 1, and at least one token.
+        It reads the tokens up to the last position with mask 1, and at least one token.
         """
         return np.where(self.mask > 0, np.arange(1, self.mask.shape[1] + 1), 1).max(1)
 
     @property
     def predictions(self) -> int:
-        """Return the number of predictions. With depths, a token may be predicted several times."""
+        """Return the number of predictions. With depths, a token counts once for each position that predicts it."""
         return int(self.mask.sum() if self.depths is None else self.depths.sum())
 
     def predictions_by_offset(self, offsets: int) -> np.ndarray:
-        """Return the number of predictions at each offset from 1 on, [offsets]."""
+        """Return the number of predictions at each offset from 1 to `offsets`, [offsets].
+
+        The offset is the distance in tokens from a position to the predicted token. Without depths, all numbers are
+        equal to `predictions`.
+        """
         if self.depths is None:
             return np.full(offsets, self.predictions)
         return (self.depths[..., None] > np.arange(offsets)).sum((0, 1))
@@ -100,9 +105,9 @@ class Batch:
         return self if len(rows) == len(self.ids) else self._joined(rows, needed, width)
 
     def _joined(self, rows: list[list[int]], needed: np.ndarray, width: int) -> "Batch":
-        """Return a batch with one row of `width` tokens for each list of sequences.
+        """Return a batch with a row of `width` tokens for each list of sequences.
 
-        Each padding token is a sequence of its own.
+        Each padding token is a sequence of its own, at position 0.
 
         rows: Indices of the sequences of each new row. needed: Number of tokens of each sequence, [B].
         """
@@ -122,24 +127,24 @@ class Batch:
         return Batch(ids, np.where(ends[:, :-1], 0, self.mask[at]), top, place[:, :-1])
 
     def parts(self, tokens: int) -> "list[Batch]":
-        """Split the batch into parts of at most `tokens` tokens each. A part has at least one row.
+        """Split the batch into parts of at most `tokens` tokens each. A part has at least one group of rows.
 
-        Rows of similar length are in the same part. With tokens=0, there is a single part.
+        A part has rows of similar length. With tokens=0, there is a single part.
         """
         return [part for _, part in self.numbered_parts(tokens)]
 
     def numbered_parts(self, tokens: int) -> "list[tuple[list[int], Batch]]":
         """Return the parts that `parts` returns, each with the indices of its rows in this batch.
 
-        The rows of a part are shortened to the last position that any of their masks selects. Mask tokens of a parallel
+        The rows of a part are cut after the last position at which any of their masks is 1. Mask tokens of a parallel
         draft count towards the limit `tokens`, too.
         """
         lengths = self.lengths
         fed = lengths if self.depths is None else lengths + np.maximum(self.depths - 1, 0).sum(1)
         each = self.together
-        longest = fed.reshape(-1, each).max(1)  # of the rows that stay together
+        longest = fed.reshape(-1, each).max(1)  # number of tokens of each group's longest row
         parts: list[list[int]] = []
-        limit = 0  # most rows of the last part
+        limit = 0  # largest number of rows that the last part may have
         for group in np.argsort(-longest, kind="stable").tolist():
             rows = list(range(group * each, (group + 1) * each))
             if parts and (tokens == 0 or len(parts[-1]) + each <= limit):
@@ -159,9 +164,9 @@ class Batch:
         return Batch(ids, self.mask[index], top, positions, depths, together)
 
     def shard(self, index: int, count: int) -> "Batch":
-        """Return the rows of one process out of `count`: every count-th row, from row `index` on.
+        """Return the rows of process `index` out of `count` processes: every count-th group, from group `index` on.
 
-        Rows that stay together count as one. A process without rows gets the first with an empty mask.
+        A group has `together` rows. If there is no group for the process, it gets the first group with a mask of zeros.
         """
         groups = np.arange(len(self.ids)).reshape(-1, self.together)
         if index < len(groups):
@@ -172,9 +177,11 @@ class Batch:
 
 
 def _first_fit(lengths: np.ndarray, width: int) -> list[list[int]]:
-    """Assign sequences to rows of `width` tokens by first fit, the longest sequence first. Return indices for each row.
+    """Assign sequences to rows of `width` tokens by first fit, the longest sequence first.
 
     lengths: Number of tokens of each sequence, [B].
+
+    Returns: the indices of the sequences of each row.
     """
     rows: list[list[int]] = []
     room: list[int] = []
@@ -197,9 +204,13 @@ def text_batch(rows: list[np.ndarray]) -> Batch:
 def tokenize(
     docs: list[Document], tokenizer: PreTrainedTokenizerBase, limit: int | None = None
 ) -> np.ndarray:
-    """Join documents to one stream of at most `limit` token ids, [N]: bos, text, eos, bos, text, ...
+    """Join documents to a stream of at most `limit` token ids, [N]: bos, text, eos, bos, text, ...
 
-    If the tokenizer has a chat template, the template renders conversations.
+    bos is present only if the tokenizer adds it, and eos only if the tokenizer has this token. If the tokenizer has a
+    chat template, the template renders conversations, and no eos is added to them.
+
+    Raises:
+        UserError: The tokenizer cannot encode a text, or the chat template refuses a conversation.
     """
     eos: int | None = tokenizer.eos_token_id  # pyright: ignore[reportAssignmentType]
     ends = [] if eos is None else [eos]
@@ -229,8 +240,8 @@ class TokenBatches:
     A source has the same number of rows in every batch: its weight times the batch size, rounded by largest remainder.
     A source is read in a new random order each epoch, and no row repeats within an epoch.
 
-    streams: Token ids of each source, [N]. conversations: Sources of conversations, which have rows with masks in place
-    of a stream.
+    streams: Token ids of each source of plain text, [N]. conversations: Rows with masks of each source of
+    conversations.
     """
 
     streams: dict[str, np.ndarray]
@@ -241,7 +252,7 @@ class TokenBatches:
     conversations: dict[str, Batch] = field(default_factory=dict)
 
     def rows_of(self, weights: dict[str, float] | None = None) -> dict[str, int]:
-        """Return the number of rows of each source in a batch. weights: None takes the weights of the mixture."""
+        """Return the number of rows of each source in a batch. weights: If None, the weights of the mixture."""
         exact = {name: weight * self.rows for name, weight in (weights or self.weights).items()}
         rows = {name: int(value) for name, value in exact.items()}
         for name in sorted(exact, key=lambda n: rows[n] - exact[n])[
@@ -274,9 +285,9 @@ class TokenBatches:
         return talks.rows(slice(row, row + 1))
 
     def row(self, name: str, index: int) -> np.ndarray:
-        """Return a row of a source, [seq_len + 1].
+        """Return the token ids of a row of a source of plain text, [seq_len + 1].
 
-        index: Index of the row. Indices do not start again in a new epoch.
+        index: Number of rows of this source that were read before, in all epochs.
 
         Raises:
             UserError: The source has fewer tokens than a row.
@@ -285,8 +296,8 @@ class TokenBatches:
         chunks = (len(stream) - 1) // self.seq_len
         if chunks < 1:
             raise UserError(
-                f"data {name!r}: only {len(stream)} tokens, fewer than one sequence of {self.seq_len}; add text, "
-                "or lower --seq-len"
+                f"data {name!r}: the source has only {len(stream)} tokens, but a sequence needs more than "
+                f"{self.seq_len}; add text, or lower --seq-len"
             )
         epoch, position = divmod(index, chunks)
         start = _permuted(position, chunks, f"{self.seed}:{name}:{epoch}") * self.seq_len
@@ -309,17 +320,17 @@ def places(rows: dict[str, int], step: int, read: dict[str, int]) -> list[tuple[
 class DynamicBatches:
     """A mixture that gives more rows to the sources whose loss exceeds their reference loss.
 
-    This is the dynamic batch loading of Sheared LLaMA (2310.06694, algorithm 1). A batch depends on its step and on the
-    weights that were set before this step. The state dict has all earlier weights, so a resumed run reads the same
-    text.
+    This is the dynamic batch loading of Sheared LLaMA (arXiv 2310.06694, algorithm 1). A batch depends on its step and
+    on the weights that were set before this step. The state dict has all earlier weights, so a resumed run reads the
+    same text.
 
     heldout: Held-out batches of each source.
     """
 
     base: TokenBatches
     heldout: dict[str, list[Batch]]
-    reference: dict[str, float]  # expected cross-entropy of each source
-    every: int  # steps between changes of the weights
+    reference: dict[str, float]  # expected cross-entropy of each source in nats per token
+    every: int  # number of steps between updates of the weights
     # for each phase with the same weights: its first step, weights, and number of rows of each source read before
     phases: list[tuple[int, dict[str, float], dict[str, int]]]
 
@@ -340,9 +351,11 @@ class DynamicBatches:
         return self.base.picked(places(self.base.rows_of(weights), step - start, read))
 
     def reweigh(self, step: int, losses: dict[str, float]) -> None:
-        """Multiply each source's weight by exp(max(0, loss - reference)) from `step` on. No share falls to 0.
+        """Multiply each source's weight by exp(max(0, loss - reference)) from `step` on.
 
-        losses: Held-out cross-entropy of each source.
+        The weights are then scaled to a sum of 1, and mixed with equal weights (1e-4 in total), so no weight becomes 0.
+
+        losses: Held-out cross-entropy of each source in nats per token.
         """
         start, weights, read = self.phases[-1]
         rows = self.base.rows_of(weights)
@@ -364,9 +377,9 @@ class DynamicBatches:
 
 
 def first_tokens(source: str, tokenizer: PreTrainedTokenizerBase, count: int) -> np.ndarray:
-    """Return the first `count` tokens of a data source, [N].
+    """Return the first `count` training tokens of a data source, [N].
 
-    Of a mixture, return the first `count` tokens of each source, one source after the other, up to 2 x count.
+    For a mixture, join the first `count` tokens of each source, and return at most 2 * count tokens.
     """
     batches = open_batches(source, tokenizer, rows=1, seq_len=count, steps=1, seed=0)
     return np.concatenate([stream[:count] for stream in batches.streams.values()])[: 2 * count]
@@ -387,9 +400,12 @@ def open_batches(
     Args:
         spec: The mixture, as in "a=0.7,b=0.3".
         rows: Rows per batch.
-        steps: Number of batches for which text is read.
-        loss_on: Tokens of conversations that count in the loss. Each conversation is then one row. None reads
-            conversations as plain text.
+        steps: Number of batches for which enough text is read. Further batches repeat the text.
+        loss_on: Tokens of conversations that count in the loss. Each conversation is then a row. If None, conversations
+            are read as plain text.
+
+    Raises:
+        UserError: A source cannot be read, has no training text, or does not suit the tokenizer or chat template.
     """
     weights = split_domains(parse_mixture(spec))
     heldout = documents("stdlib", "heldout") if PYTHON_SOURCES.keys() & weights else []
@@ -407,10 +423,10 @@ def open_batches(
 def loss_on_of(spec: str, asked: LossOn | None) -> LossOn | None:
     """Return which tokens of conversations count in the loss, or None for data without conversations.
 
-    asked: Value of --loss-on. None takes the assistant's tokens.
+    asked: Value of --loss-on. If None, the assistant's tokens count.
 
     Raises:
-        UserError: `asked` is set, but the mixture has no conversations.
+        UserError: `asked` is not None, but no source of the mixture begins with a conversation.
     """
     if any(has_conversations(name) for name in parse_mixture(spec)):
         return asked or "assistant"
@@ -433,12 +449,13 @@ def _conversations(
     A conversation is left out if none of its tokens counts.
 
     Raises:
-        UserError: A document is no conversation, or no conversation has a token that counts.
+        UserError: A document is not a conversation, or no conversation has a token that counts in its first seq_len + 1
+            tokens.
     """
     if other := next((doc.name for doc in docs if not doc.messages), None):
         raise UserError(
-            f"data {source!r}: {other} has no messages, but other rows have; put conversations and other text "
-            "into separate files"
+            f"data {source!r}: {other} has no messages, but other rows have messages; put conversations and "
+            "other text into separate files"
         )
     rows = [render(doc.messages, tokenizer, doc.name, loss_on).row(seq_len) for doc in docs]
     counting = [row for row in rows if row[1].any()]
@@ -458,9 +475,12 @@ def _conversations(
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Windows of held-out text. Neighbours overlap by one token, so every token except the first is predicted.
+    """Windows of held-out text, or conversations, one for each window.
 
-    bytes_per_token: Bytes of the text divided by its number of tokens.
+    Neighbouring windows of a text overlap by one token, so every token except the first is predicted.
+
+    bytes_per_token: Bytes of the text divided by its number of tokens. For conversations, only the tokens that count,
+    and their text without special tokens.
     """
 
     batches: list[Batch]
@@ -472,16 +492,16 @@ class HeldOut:
         return np.concatenate([batch.ids for batch in self.batches])
 
     def subset(self, count: int) -> "HeldOut":
-        """Return `count` windows, spread evenly over the text, in one batch. If there are fewer, return all windows."""
+        """Return `count` windows, spread evenly over the text, in a single batch; or all windows, if they are fewer."""
         ids, mask = self.ids, np.concatenate([batch.mask for batch in self.batches])
         count = min(count, len(ids))
         chosen = [i * len(ids) // count for i in range(count)]
         return HeldOut([Batch(ids[chosen], mask[chosen])], self.bytes_per_token)
 
     def starts(self, count: int, length: int) -> list[np.ndarray]:
-        """Return the first `length` ids of `count` windows, as prompts.
+        """Return the first `length` ids of each of the first `count` windows, as prompts.
 
-        The start of a conversation ends before the first token that counts, and may have any length.
+        The prompt of a conversation ends before the first token that counts, so its length may differ from `length`.
         """
         masks = itertools.chain.from_iterable(batch.mask for batch in self.batches)
         rows = zip(self.ids[:count], masks, strict=False)
@@ -507,17 +527,19 @@ def open_heldout(
     loss_on: LossOn | None = None,
     least: int | None = None,
 ) -> HeldOut:
-    """Return the first `most_rows` held-out windows of a mixture's first source, `rows` windows in a batch.
+    """Return the first held-out windows of a mixture's first source: at most `most_rows`, in batches of `rows`.
 
     Args:
         spec: The mixture, as in "a=0.7,b=0.3".
-        loss_on: Tokens of conversations that count. Each conversation is then one window. None reads conversations as
-            plain text.
-        least: Fewest tokens of a held-out text that is shorter than seq_len. Such a text becomes a single shorter
-            window. None requires a full window.
+        seq_len: Number of predicted tokens of a window, which has seq_len + 1 ids.
+        loss_on: Tokens of conversations that count. Each conversation is then a window. If None, conversations are read
+            as plain text.
+        least: If the text is too short for a window of seq_len predicted tokens, the whole text becomes a single window
+            of at least `least` predicted tokens. If None, the text must have a full window.
 
     Raises:
-        UserError: The text is shorter than a window.
+        UserError: The source cannot be read, the text is too short for a window, or no token of the conversations
+            counts.
     """
     source = first_source(spec)
     docs = documents(source, "heldout")
@@ -539,8 +561,8 @@ def open_heldout(
     if count < 1:
         needed = least or seq_len
         raise UserError(
-            f"data {source!r}: its held-out split has {len(stream)} tokens, but a window needs {needed}; add text "
-            f"until the source has about {math.ceil(needed / HELDOUT_SHARE):,} tokens, or use --data stdlib"
+            f"data {source!r}: its held-out split has {len(stream)} tokens, but a window needs more than {needed}; add "
+            f"text until the source has about {math.ceil(needed / HELDOUT_SHARE):,} tokens, or use --data stdlib"
         )
     windows = [stream[i * seq_len : (i + 1) * seq_len + 1] for i in range(count)]
     batches = [text_batch(windows[i : i + rows]) for i in range(0, count, rows)]
@@ -552,10 +574,11 @@ def heldout_prompts(
 ) -> list[list[int]]:
     """Return `count` held-out prompts of `length` tokens each from a mixture's first source, in random order.
 
-    The prompts are starts of documents and, if these are too few, later parts of the same documents.
+    The prompts are starts of documents and, if the starts are too few, later parts of the same documents. At least
+    `length` more tokens follow each prompt in its document.
 
     Raises:
-        UserError: The held-out split of the mixture's first source is too short.
+        UserError: The source cannot be read, or its held-out split is too short.
     """
     source = first_source(spec)
     docs = documents(source, "heldout")
@@ -572,7 +595,10 @@ def heldout_prompts(
 
 
 def _permuted(position: int, n: int, key: str) -> int:
-    """Return the image of `position` under a pseudo-random permutation of range(n), an affine map that key decides."""
+    """Return the image of `position` under a pseudo-random permutation of range(n).
+
+    The permutation is an affine map modulo n, whose step and shift are hashes of `key`.
+    """
     step = int(unit_hash(key + ":step") * n) | 1
     while np.gcd(step, n) != 1:
         step += 2
@@ -586,8 +612,9 @@ class SplitSize:
     Attributes:
         rows: Number of documents.
         conversations: Number of documents that are conversations.
-        answers: Number of turns of the assistant.
+        answers: Number of messages of the assistant in the conversations.
         questions: Number of prompts in the conversations (see prompts_of).
+        tokens: Number of tokens as tokenize() counts them.
     """
 
     rows: int = 0
@@ -604,7 +631,7 @@ class SplitSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSize:
-    """The size of a text source. Documents are held out by a hash of their names, so training never sees them."""
+    """The sizes of a text source's training documents, and of its held-out documents, which training never reads."""
 
     train: SplitSize
     heldout: SplitSize
@@ -618,7 +645,8 @@ def measure_source(source: str, tokenizer: PreTrainedTokenizerBase) -> SourceSiz
     """Return the size of a source. Tokens of conversations are counted as the chat template renders them.
 
     Raises:
-        UserError: The source cannot be read, or a conversation does not suit the chat template.
+        UserError: The source cannot be read, the tokenizer cannot encode a text, or the chat template refuses a
+            conversation.
     """
     sizes = {True: SplitSize(), False: SplitSize()}
     docs = documents(source)

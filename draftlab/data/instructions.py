@@ -1,6 +1,6 @@
-"""Make prompts for chat models from templates and from docstrings, if no prompts of users exist.
+"""Make prompts for chat models from templates and docstrings, as a substitute for prompts of users.
 
-python -m draftlab.data.instructions COUNT prints the prompts as conversations without answers, one per line.
+python -m draftlab.data.instructions COUNT prints prompts as JSON lines, each a conversation without an answer.
 """
 
 import ast
@@ -97,7 +97,7 @@ def questions(rng: random.Random) -> Iterator[str]:
 
 
 def code(rng: random.Random) -> Iterator[str]:
-    """Yield prompts that ask for a function of the standard library, described by its docstring."""
+    """Yield prompts that ask for a function of the Python standard library, described by its docstring."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     rng.shuffle(files)
     for file in files:
@@ -112,7 +112,10 @@ def code(rng: random.Random) -> Iterator[str]:
 
 
 def mixed(seed: int, count: int) -> list[dict[str, str]]:
-    """Return `count` different prompts with their categories, in random order."""
+    """Return at most `count` different prompts with their categories, in random order.
+
+    Each category gives a third of the prompts, but fewer if it has too few different prompts.
+    """
     rng = random.Random(seed)
     sources = {"instruction": instructions(rng), "question": questions(rng), "code": code(rng)}
     share = -(-count // len(sources))

@@ -1,11 +1,12 @@
 """Documents of text sources, split by hash into training and held-out text.
 
 A source is ``stdlib`` (the Python standard library on this disk, without its tests), ``stdlib-tests``, ``packages``
-(Python packages installed with draftlab), ``hf:NAME`` (a data set of the hub), or the path of a ``.txt``, ``.md``,
-``.py``, ``.jsonl``, ``.json`` or ``.parquet`` file or of a folder of such files. data/text.py describes the formats of
-rows. A mixture is written ``stdlib=0.5,packages=0.5``. ``SET#COLUMN`` divides a data set or a file of rows by the
-values of a column, which are its domains. ``SET#COLUMN`` is the mixture of all domains, by their shares of the text,
-and ``SET#COLUMN:DOMAIN`` is a single domain.
+(all Python packages in draftlab's environment), ``hf:NAME`` (a data set of the Hugging Face hub), or the path of a
+``.txt``, ``.md``, ``.py``, ``.jsonl``, ``.json`` or ``.parquet`` file. The path of a folder is also a source: all such
+files in it except ``.json`` files. data/text.py describes the formats of rows. A mixture is written
+``stdlib=0.5,packages=0.5``. In ``SET#COLUMN``, SET is a data set or a file of rows, and the values of COLUMN are its
+domains. ``SET#COLUMN`` is the mixture of all domains, weighted by their shares of the text, and
+``SET#COLUMN:DOMAIN`` is a single domain.
 """
 
 import functools
@@ -29,9 +30,10 @@ from draftlab.reading import reading
 Split = Literal["train", "heldout"]
 Parse = Callable[
     [Any, str], TextRow
-]  # from the content of a row, and its name for errors, to its text
-HELDOUT_SHARE = 0.08  # share of the documents that is held out, by a hash of their names
-HUB_ROWS = 50_000  # rows streamed from a hub data set; calibration and distillation need no more
+]  # takes the content of a row and its name for errors, and returns its text
+HELDOUT_SHARE = 0.08  # expected share of held-out documents, which a hash of their names selects
+# largest number of rows streamed from a hub data set, enough to calibrate or distil
+HUB_ROWS = 50_000
 TEST_FOLDERS = {"test", "tests", "idle_test"}
 NOT_STDLIB = {
     "site-packages",
@@ -45,8 +47,8 @@ NOT_STDLIB = {
 class Document:
     """A text with a name that is the same on all machines.
 
-    text: For a conversation, the joined contents of its messages. domain: Value in the source's column of domains, or
-    "" without such a column.
+    text: For a conversation, the joined contents of its messages. domain: Value of COLUMN in SET#COLUMN, or the row's
+    category.
     """
 
     name: str
@@ -61,15 +63,15 @@ def is_heldout(name: str) -> bool:
 
 
 def line_name(path: Path, number: int) -> str:
-    """Return the name of a document that is a line of a file."""
+    """Return the name of the document in a row of a file. number: Number of the row, from 1 on."""
     return f"{path.name}:{number}"
 
 
 def parse_mixture(spec: str) -> dict[str, float]:
-    """Parse ``a=0.7,b=0.3``, or the name of a single source. Return the weight of each source, with a sum of 1.
+    """Parse ``a=0.7,b=0.3``, or the name of a single source. Return the weight of each source; their sum is 1.
 
     Raises:
-        UserError: A weight is not a positive number.
+        UserError: A weight is not a positive number, or a source has no name.
     """
     weights: dict[str, float] = {}
     for part in spec.split(","):
@@ -91,7 +93,10 @@ def parse_mixture(spec: str) -> dict[str, float]:
 def split_domains(weights: dict[str, float]) -> dict[str, float]:
     """Replace each SET#COLUMN of a mixture by its domains, SET#COLUMN:DOMAIN. Return the new weights.
 
-    The weight of the set is divided among the domains by their bytes of training text.
+    The weight of SET#COLUMN is divided among its domains in proportion to their bytes of training text.
+
+    Raises:
+        UserError: SET#COLUMN cannot be read, or has no training text.
     """
     split: dict[str, float] = {}
     for source, weight in weights.items():
@@ -113,7 +118,7 @@ def domain_of(source: str) -> str:
 
 
 def documents(source: str, split: Split | None = None) -> list[Document]:
-    """Return the documents of a source, ordered by a hash of their names. split: None returns both splits.
+    """Return the documents of a source, ordered by a hash of their names. split: If None, return both splits.
 
     Raises:
         UserError: The source is unknown or unreadable, or the split is empty.
@@ -131,16 +136,16 @@ def documents(source: str, split: Split | None = None) -> list[Document]:
 
 
 def take_bytes(docs: list[Document], limit: int) -> list[Document]:
-    """Return documents from the first on, with at most `limit` bytes of text in total, but at least one document."""
+    """Return the first documents, with at most `limit` bytes of text in total, but at least one document."""
     sizes = np.cumsum([len(d.text.encode()) for d in docs])
     return docs[: max(1, int(np.searchsorted(sizes, limit, side="right")))]
 
 
 def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -> list[Document]:
-    """Return the candidates without documents that share more than a fifth of their long lines with held-out text.
+    """Return the candidates that share at most a fifth of their long lines with the held-out documents.
 
-    Packages contain copies of standard-library modules (setuptools has distutils). Training on such copies would
-    flatter the held-out numbers.
+    Packages contain copies of standard-library modules (setuptools has distutils). Training on such copies would make
+    held-out losses too low. A long line has at least 24 characters.
     """
     heldout_lines: set[str] = set().union(*(_long_lines(d.text) for d in heldout))
     return [d for d in candidates if _overlap(_long_lines(d.text), heldout_lines) <= 0.2]
@@ -223,7 +228,10 @@ def _python_files(root: Path, label: str) -> Iterator[Document]:
 
 
 def _text_file(path: Path) -> Iterator[Document]:
-    """Yield documents of about 4,000 characters, cut at blank lines, or at any line if the file has no blank line."""
+    """Yield documents of about 4,000 characters, cut at blank lines, or at any line if the file has no blank line.
+
+    A paragraph or line is never cut, so a document may be longer.
+    """
     text = path.read_text("utf-8", errors="replace")
     paragraphs, separator = re.split(r"\n[ \t]*\n", text), "\n\n"
     if len(paragraphs) == 1:
@@ -241,7 +249,7 @@ def _text_file(path: Path) -> Iterator[Document]:
 
 @functools.lru_cache(maxsize=1)
 def _hub_domains(name: str, column: str) -> list[Document]:
-    """Return the documents of a hub data set with their domains. They are cached, because every domain needs them."""
+    """Return the documents of a hub data set with their domains, cached: each domain reads the whole data set."""
     parse = partial(_row_with_domain, column)
     return list(_hub_dataset(name.removeprefix("hf:"), parse))
 
@@ -268,7 +276,7 @@ def _row_file(path: Path, parse: Parse = row_of) -> Iterator[Document]:
 def _hub_dataset(name: str, parse: Parse = row_of) -> Iterator[Document]:
     from datasets import load_dataset
 
-    hub.check_data(f"hf:{name}")  # otherwise the client retries for half a minute
+    hub.check_data(f"hf:{name}")  # without a connection, the hub client retries for half a minute
     with reading(f"data set {name!r} could not be loaded"):
         values = load_dataset(name, split="train", streaming=True)
     rows = checked_rows(name, enumerate(values.take(HUB_ROWS)), parse)

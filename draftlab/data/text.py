@@ -1,9 +1,9 @@
 """Read rows of text, for training and as prompts, from JSON lines, JSON arrays, Parquet files and the hub.
 
 A row is a conversation (`messages`, ShareGPT's `conversations`, or TRL's `prompt` with `completion`), the turns of a
-user (`turns`), or a plain text. The content of a message is a text or a list of parts, whose texts are joined. Calls
-and answers of tools are left out. Conversations are rendered by a chat template, and the assistant's tokens are marked.
-In shapes, n is the number of tokens.
+user (`turns`), or a plain text. The content of a message is a text or a list of parts, whose texts are joined. Messages
+of tools and messages without text, such as tool calls, are left out. A chat template renders conversations, and the
+assistant's tokens are marked. In shapes, n is the number of tokens.
 """
 
 import re
@@ -38,10 +38,10 @@ class TextRow:
     """The text of a row.
 
     Args:
-        text: The text. For a conversation, the joined contents of its messages.
+        text: The text. For a conversation, the contents of its messages, joined by line breaks.
         messages: The messages, if the row is a conversation.
-        later: Turns of the user after the first turn, if the row has turns without answers.
-        left_out: Number of messages that are left out, because they have no text.
+        later: Turns of the user after the first turn, if the row has `turns`.
+        left_out: Number of messages that are left out, because they have no text or are a tool's.
     """
 
     text: str
@@ -70,9 +70,12 @@ def prompts_of(messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
 
 
 def rows_of(file: Path, parse: "Callable[[Any, str], TextRow]") -> Iterator[tuple[int, TextRow]]:
-    """Yield the number of every row of a file, counted from 1, and its parsed content. Blank lines are skipped.
+    """Yield the number and the parsed content of every row of a file. Blank lines are skipped.
 
-    Bad rows are left out. Too many bad rows raise UserError, as in checked_rows.
+    Rows are numbered from 1; a row of JSON lines has the number of its line. Bad rows are left out, as in checked_rows.
+
+    Raises:
+        UserError: The file cannot be read, or too many rows are bad (see checked_rows).
     """
     return checked_rows(str(file), _values(file), parse)
 
@@ -89,13 +92,13 @@ def check_prompts(file: Path) -> None:
 def checked_rows(
     name: str, values: Iterable[tuple[int, Any]], parse: "Callable[[Any, str], TextRow]"
 ) -> Iterator[tuple[int, TextRow]]:
-    """Yield number and parsed content of each row of a source. Bad rows are left out, up to the share MOST_BAD.
+    """Yield the number and the parsed content of each row of a source. Bad rows are left out.
 
-    values: Number and raw content of each row. parse: Function that parses a row's content, and takes the row's name
-    for errors.
+    values: Number and raw content of each row. parse: Function that parses a row's content. Its second argument is the
+    row's name for errors.
 
     Raises:
-        UserError: The first row is bad, or too many rows are bad.
+        UserError: The first row is bad. Or the share of bad rows exceeds MOST_BAD, which is known after the last row.
     """
     bad: list[str] = []
     total = left_out = 0
@@ -116,13 +119,15 @@ def checked_rows(
         more = "" if len(bad) == 1 else f" ({len(bad)} of {total:,} rows are bad)"
         raise UserError(bad[0] + more)
     if bad:
-        note(f"{name}: {len(bad)} of {total:,} rows are left out; the first of them: {bad[0]}")
+        note(
+            f"{name}: {len(bad)} of {total:,} rows are left out as bad; the first bad row: {bad[0]}"
+        )
     if left_out:
-        note(f"{name}: {left_out:,} messages without text (tool calls, images, null) are left out")
+        note(f"{name}: {left_out:,} messages of tools or without text (images, null) are left out")
 
 
 def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> TextRow:
-    """Return the text of a row, to train on. A plain text is in the first of `columns` that the row has.
+    """Return the text of a row, to train on. A plain text is read from the first of `columns` that holds a text.
 
     value: Raw content of the row. where: Name of the row for errors.
 
@@ -130,7 +135,7 @@ def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> T
         UserError: The row has none of the supported formats.
     """
     if not isinstance(value, dict):
-        raise UserError(f"{where}: the row is not a JSON object; it needs {FORMS}")
+        raise UserError(f"{where}: the row is not a JSON object; a row needs {FORMS}")
     category, turns = str(value.get("category", "")), value.get("turns")
     if (given := _messages(value)) is not None:
         messages = read_messages(given, where)
@@ -144,7 +149,7 @@ def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> T
     text = next((value[column] for column in columns if isinstance(value.get(column), str)), None)
     if text is None:
         raise UserError(
-            f"{where}: the row's columns ({', '.join(map(str, value))}) have no text; it needs {FORMS}"
+            f"{where}: the row's columns ({', '.join(map(str, value))}) have no text; the row needs {FORMS}"
         )
     return TextRow(text=text, category=category)
 
@@ -155,16 +160,16 @@ def prompt_of(value: Any, where: str) -> TextRow:
     value: Raw content of the row. where: Name of the row for errors.
 
     Raises:
-        UserError: The row has none of the supported formats, its text is empty, or no message of the user asks for an
-            answer.
+        UserError: The row has none of the supported formats, its text is empty, or no prompt can be taken from its
+            conversation (see prompts_of).
     """
     row = row_of(value, where, PROMPT_COLUMNS)
     if row.messages and isinstance(value.get("prompt"), str):  # TRL's prompt with completion
         row = replace(row, text=value["prompt"], messages=())
     if row.messages and not row.asked:
         raise UserError(
-            f"{where}: no message of the user asks for an answer; add a message with the role user before an "
-            "answer or at the end"
+            f"{where}: no message of the user asks for an answer; add a message with the role user before an answer "
+            "of the assistant or at the end"
         )
     if not row.messages and not row.text.strip():
         raise UserError(f"{where}: the prompt is empty")
@@ -172,7 +177,11 @@ def prompt_of(value: Any, where: str) -> TextRow:
 
 
 def read_messages(value: object, where: str) -> list[Message]:
-    """Return the messages that have text. Raises UserError: `value` is no list of messages, or no message has text."""
+    """Return the messages that have text and are not a tool's.
+
+    Raises:
+        UserError: `value` is not a list of messages, or all messages are left out.
+    """
     messages: list[Message] = []
     for each in value if isinstance(value, list) else [None]:
         given = each if isinstance(each, dict) else {}
@@ -198,7 +207,7 @@ def read_messages(value: object, where: str) -> list[Message]:
 
 
 def _messages(value: dict[str, Any]) -> list[Any] | None:
-    """Return the messages of a row, which are not checked yet, or None if the row is not a conversation."""
+    """Return the unchecked messages of a row, or None if the row is not a conversation."""
     for name in ("messages", "conversations"):
         if name in value:
             return value[name] if isinstance(value[name], list) else []
@@ -216,7 +225,7 @@ def _messages(value: dict[str, Any]) -> list[Any] | None:
 
 
 def _values(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield number and raw content of every row. For a line that is not JSON, the content is a UserError."""
+    """Yield the number and the raw content of every row. For a line that is not JSON, the content is a UserError."""
     if file.suffix == ".parquet":
         from datasets import load_dataset
 
@@ -246,15 +255,15 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class Conversation:
     """The n tokens of a conversation.
 
-    counted: Whether each token counts in the loss, [n]: all tokens, or only the assistant's tokens and the end-of-turn
-    tokens after them.
+    ids: Token ids, [n]. counted: Whether each token counts in the loss, [n]. Either all tokens count, or only the
+    assistant's tokens and the end-of-turn tokens after them.
     """
 
     ids: np.ndarray
     counted: np.ndarray
 
     def row(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids [seq_len + 1], cut or padded, and the mask of the next tokens that count, [seq_len]."""
+        """Return ids [seq_len + 1], cut or padded, and a mask [seq_len], which is 1 where the next token counts."""
         ids, mask = np.zeros(seq_len + 1, np.int64), np.zeros(seq_len, np.float32)
         length = min(len(self.ids), seq_len + 1)
         ids[:length] = self.ids[:length]
@@ -263,7 +272,7 @@ class Conversation:
 
 
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
-    """Return the ids of a text. Raises UserError: the tokenizer refuses the text, or cannot encode at all."""
+    """Return the ids of a text. Raises UserError: the tokenizer cannot encode the text."""
     with reading(f"{where}: the tokenizer refuses the text"):
         return tokenizer(text, verbose=False)["input_ids"]
 
@@ -292,10 +301,10 @@ def chat_ids(
 def render(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str, loss_on: LossOn
 ) -> Conversation:
-    """Return a conversation's tokens, and which of the tokens count in the loss.
+    """Return a conversation's tokens, and which of these tokens count in the loss.
 
-    The assistant's tokens are marked by the template's generation tags or, without tags, by rendering the messages
-    before and up to each answer.
+    If the chat template has generation tags, they mark the assistant's tokens. Otherwise, the conversation is rendered
+    up to the start and up to the end of each answer; the assistant's tokens are those in between.
 
     Raises:
         UserError: There is no chat template, the template refuses the conversation, or it renders a message differently
@@ -330,7 +339,7 @@ def render(
 
 
 def _end_of_turn(ids: list[int], start: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the position after the last special token from `start` on, or len(ids) without a special token."""
+    """Return the position after the last special token in ids[start:], or len(ids) if there is no special token."""
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     places = [place for place in range(start, len(ids)) if ids[place] in special]
     return places[-1] + 1 if places else len(ids)

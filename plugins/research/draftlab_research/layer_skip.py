@@ -1,4 +1,4 @@
-"""Layer skipping: the target drafts for itself without some of its layers."""
+"""Options of layer skipping: the target drafts for itself without some of its layers."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class LayerSkipSpec(OutputsSpec):
     """Options of layer skipping.
 
-    layers: Layers of the target to keep. If empty, a search finds the layers with the highest predicted speed. outputs:
-    Directory of stored target outputs for this search. If empty, the target first writes texts.
+    layers: Indices of the target's layers to keep. If empty, a search finds the layers with the highest predicted
+    speed. outputs: Directory of stored target outputs for this search. If empty, the target completes prompts from the
+    run's data.
     """
 
     own_engine = True

@@ -99,7 +99,7 @@ class DynamicTreeSpec(WidthsSpec):
             return self
         if idle := self.model_fields_set & {"widths", "siblings", "outputs"}:
             raise ValueError(
-                f"{', '.join(sorted(idle))}: works only without topk, which builds a new tree for every text"
+                f"{', '.join(sorted(idle))}: works only without topk, which builds a new tree in each step"
             )
         most = self.topk + (self.depth - 1) * self.topk**2
         if self.nodes is None or self.nodes > most:

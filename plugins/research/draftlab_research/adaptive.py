@@ -1,4 +1,4 @@
-"""The drafter adaptive: each step uses prompt lookup, a draft model or EAGLE-3 head, or no draft, as pays most."""
+"""The drafter adaptive: a step uses prompt lookup, a draft model or EAGLE-3 head, or no draft, whichever pays most."""
 
 from typing import TYPE_CHECKING
 
@@ -64,7 +64,7 @@ class AdaptiveSpec(DraftModelSpec, OutputsSpec):
         target, most = context.own_engine(self, context.target), max(context.ks)
         if target.replays_passes:
             raise UserError(
-                f"--drafter {self.text} decides after each token whether to go on; CUDA graphs cannot: use --mode eager"
+                f"--drafter {self.text} may end a draft after any token, which CUDA graphs cannot; use --mode eager"
             )
         model = None if self.heads else context.load_draft(self.text, self.draft)
         inner: Stoppable = (

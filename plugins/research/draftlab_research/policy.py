@@ -12,8 +12,8 @@ import numpy as np
 
 from draftlab.engine.drafters.ngram import MATCH_KINDS
 
-EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97])  # between the confidence bins
-LENGTHS = 4  # length in tokens; longer matches count as matches of this length
+EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97])  # edges of confidence bins
+LENGTHS = 4  # in tokens; longer matches count as matches of this length
 PRIOR = 4.0  # tokens, accepted at the rate of all groups, that are added to each group
 ROUNDS = 50  # largest number of updates of the policy's speed
 
@@ -116,7 +116,8 @@ def bins(confidence: np.ndarray) -> np.ndarray:
 def learn(steps: Steps, verify_ms: Sequence[float], draft_ms: float) -> Policy:
     """Return the policy of highest speed, by Dinkelbach's algorithm (1967) in at most ROUNDS updates.
 
-    Each update weighs time at the speed of the last policy, until the speed no longer changes.
+    In each update, time costs as many tokens as the previous policy emits in it. The updates end when the speed stays
+    the same.
 
     verify_ms: Milliseconds of a target pass over 1 to K + 1 tokens, [K + 1]. draft_ms: Milliseconds to draft a token.
     """

@@ -21,7 +21,7 @@ from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.stops import StoppingSampler
 from draftlab_research.policy import Policy, Steps
 
-LENGTH = 64  # tokens that the target adds to each recorded prompt; 4 K, if that is more
+LENGTH = 64  # most tokens that the target adds to each recorded prompt; 4 K if that is more
 
 Stoppable: TypeAlias = ModelDrafter | EagleDrafter  # drafters whose sampler may end a draft
 

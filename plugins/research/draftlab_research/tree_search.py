@@ -63,7 +63,7 @@ def parents_of(
 def _path_shares(
     spec: SearchedTreeSpec, context: DrafterContext, model: Llama, offsets: int | None
 ) -> PathShare:
-    """Return the share of each path, computed from calibration texts. For a parallel draft, paths are counted."""
+    """Return a PathShare from calibration texts. For a parallel draft, whole paths are counted."""
     texts = calibration_texts(context, spec.outputs)
     if offsets is not None:
         scored = score_offsets(

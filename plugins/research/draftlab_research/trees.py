@@ -23,8 +23,8 @@ Siblings = Literal["top", "sampled", "distinct"]
 class WidthsSpec(DrafterSpec):
     """Options of a fixed tree.
 
-    widths: Number of children of each node, by depth. siblings: How the children of a node are drawn when sampling:
-    independently (sampled), without replacement (distinct), or the most probable tokens (top).
+    widths: Number of children of each node, by depth. siblings: How the children of a node are chosen when sampling:
+    drawn independently (sampled), drawn without replacement (distinct), or the most probable tokens (top).
     """
 
     own_engine = True
@@ -43,7 +43,7 @@ class WidthsSpec(DrafterSpec):
 
     @property
     def drawn(self) -> Siblings:
-        """Return how the children of a node are drawn at temperatures above 0."""
+        """Return how the children of a node are chosen at temperatures above 0, see siblings."""
         return self.siblings
 
     def check(self, run: RunFacts) -> None:

@@ -29,8 +29,8 @@ PathShare = Callable[[tuple[int, ...]], float]
 class TreeDrafter(ModelDrafter):
     """A draft model that drafts a tree of fixed shape, with one pass per level.
 
-    parents: Parent node of each drafted token, level by level. siblings: How the children of a node are drawn:
-    independently (sampled), without replacement (distinct), or as the most probable tokens (top). Greedy decoding
+    parents: Parent node of each drafted token, level by level. siblings: How the children of a node are chosen: drawn
+    independently (sampled), drawn without replacement (distinct), or the most probable tokens (top). Greedy decoding
     always takes the most probable tokens. spare: Number of cache positions of each row beyond the text and the tree.
     """
 

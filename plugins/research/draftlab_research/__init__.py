@@ -1,1 +1,1 @@
-"""Drafters and verify rules of papers that no server runs yet, as a plug-in of draftlab (README.md)."""
+"""A plug-in of draftlab: drafters and verify rules from papers (README.md)."""

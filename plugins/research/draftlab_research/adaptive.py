@@ -1,4 +1,4 @@
-"""Prompt lookup, a draft model or an EAGLE-3 head, of as many tokens in each step as pay for their time."""
+"""The drafter adaptive: a step uses prompt lookup, a draft model or EAGLE-3 head, or no draft, whichever pays most."""
 
 from typing import TYPE_CHECKING
 
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class AdaptiveSpec(DraftModelSpec, OutputsSpec):
     """Options of the drafter adaptive.
 
-    heads: An EAGLE-3 head, in place of a draft model. outputs: Store of target outputs, whose prompts calibrate the
-    policy. Empty: prompts from the run's data.
+    heads: Checkpoint of an EAGLE-3 head, which replaces the draft model. outputs: Directory of stored target outputs,
+    whose prompts calibrate the policy. If empty, prompts from the run's data do. prompt_lookup_max: Longest n-gram that
+    prompt lookup matches, in tokens.
     """
 
     own_engine = True
@@ -63,7 +64,7 @@ class AdaptiveSpec(DraftModelSpec, OutputsSpec):
         target, most = context.own_engine(self, context.target), max(context.ks)
         if target.replays_passes:
             raise UserError(
-                f"--drafter {self.text} decides after each token, which CUDA graphs cannot; use --mode eager"
+                f"--drafter {self.text} may end a draft after any token, which CUDA graphs cannot; use --mode eager"
             )
         model = None if self.heads else context.load_draft(self.text, self.draft)
         inner: Stoppable = (

@@ -1,4 +1,4 @@
-"""Texts of the target and durations of passes, from which some drafters choose their shape."""
+"""Texts of the target, and durations of passes. From these, drafters choose a tree, layers or a policy."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,19 +14,20 @@ from draftlab.model.llama import Llama
 from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.store import HELDOUT, read_store
 
-STORED_TEXTS = 32  # number of texts that are read from a store of target outputs
+STORED_TEXTS = 32  # largest number of texts that are read from a store of target outputs
 CALIBRATION = (
     6,
     64,
     96,
-)  # number of prompts from the training split, tokens of each prompt, and tokens that the target adds
-PASSES = 15  # number of timed passes at each width
+)  # number of prompts from the train split, tokens per prompt, and largest number of tokens that the target adds
+PASSES = 15  # number of timed passes of each model at each width
 
 
 def calibration_texts(context: DrafterContext, outputs: str) -> list[Text]:
     """Return prompts with the target's completions.
 
-    outputs: Directory of stored target outputs. If empty, the target completes prompts from the run's data.
+    outputs: Directory of stored target outputs. If empty, the target completes prompts from the run's data with the
+    run's sampling parameters.
     """
     if outputs:
         return [(output.prompt.astype(np.int64), output.ids) for output in spread_outputs(outputs)]
@@ -41,9 +42,11 @@ def calibration_texts(context: DrafterContext, outputs: str) -> list[Text]:
 
 
 def spread_outputs(outputs: str) -> list[TargetOutput]:
-    """Return STORED_TEXTS evenly spaced texts from a store of target outputs.
+    """Return at most STORED_TEXTS texts of two or more tokens, at equal intervals in a store of target outputs.
 
     If the store has a held-out part, the texts come from this part, because drafts are not trained on it.
+
+    outputs: Directory of the store.
     """
     store, heldout = Path(outputs), Path(outputs) / HELDOUT
     written = [
@@ -57,7 +60,7 @@ def spread_outputs(outputs: str) -> list[TargetOutput]:
 def pass_ms(
     context: DrafterContext, models: dict[str, Llama], widths: Sequence[int]
 ) -> dict[str, list[float]]:
-    """Return the milliseconds of a pass of each model over each number of tokens (width)."""
+    """Return the median milliseconds of a pass of each model at each width (tokens fed), after 96 cached tokens."""
     curves = measure_latency(
         models, widths=list(widths), context=96, passes=PASSES, clock=context.clock
     )

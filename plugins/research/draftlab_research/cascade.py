@@ -1,4 +1,4 @@
-"""Cascade: a draft model that verifies the tokens of a cheaper drafter."""
+"""Options of a cascade: a draft model that verifies the tokens of a cheaper drafter."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class CascadeSpec(DraftModelSpec, NgramSpec):
     """Options of a cascade, in addition to those of a draft model and of ngram.
 
-    inner: The cheaper drafter. inner_tokens: Number of tokens that the cheaper drafter drafts at a time.
+    inner: Cheaper drafter. inner_tokens: Number of tokens that it drafts for each pass of the draft model.
     """
 
     inner: Literal["ngram", "prompt-lookup"] = "ngram"

@@ -17,7 +17,7 @@ class ExportMedusaConfig(OutputConfig):
     heads: Path = option(help="Output of draftlab distill --student medusa.", argument=True)
     target: str = shared.target()
     k: int | None = option(
-        None, "Number of heads to write, one for each drafted token. Default: all.", ge=1
+        None, "Number of heads to write, one for each drafted token. Default: all heads.", ge=1
     )
 
 
@@ -39,7 +39,7 @@ def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
     k = len(heads) if config.k is None else config.k
     if k > len(heads):
         raise UserError(
-            f"--k {k}: {config.heads} has {len(heads)} heads, which draft at most {len(heads)} tokens"
+            f"--k {k}: {config.heads} has {len(heads)} heads, which draft at most {len(heads)} tokens; lower --k"
         )
     shared_head = weights[
         "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"

@@ -1,4 +1,4 @@
-"""python -m draftlab_research.import_paper_trace: store the texts of a paper's trace, to replay drafts on them."""
+"""python -m draftlab_research.import_paper_trace: store the texts of a paper's trace, for replay with drafts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 class ImportPaperTraceConfig(OutputConfig):
     file: Path = option(
-        help="Trace file, with a tensor([[...]]) of token ids for each prompt.", argument=True
+        help="Trace file, which has a tensor([[...]]) of token ids for each prompt.", argument=True
     )
     prompt_file: Path = option(help="JSON-lines file with the prompts of the trace.")
     target: str = shared.target()
@@ -25,7 +25,7 @@ class ImportPaperTraceConfig(OutputConfig):
         None, "Directory of the target's tokenizer. Default: the tokenizer of --target."
     )
     num_prompts: int | None = option(
-        None, "Number of prompts to import, from the first prompt on. Default: all.", ge=1
+        None, "Number of prompts to import, from the first prompt on. Default: all prompts.", ge=1
     )
     name: str = option("llama-65b", "Name of the target that wrote the texts, for the record.")
 
@@ -42,7 +42,7 @@ def prepare(config: ImportPaperTraceConfig, weights: bool) -> Job[ImportPaperTra
 
 @command(ImportPaperTraceConfig, prepare=prepare, resumes=True)
 def import_paper_trace(config: ImportPaperTraceConfig, output: Output) -> Outcome:
-    """Store a trace file of the paper "Decoding Speculative Decoding", with one text for each prompt."""
+    """Store the texts of a trace file of the paper "Decoding Speculative Decoding" as target outputs."""
     manifest = _write(config, output)
     facts: dict[str, object] = {
         "path": str(output.out),

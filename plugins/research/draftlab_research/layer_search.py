@@ -1,4 +1,4 @@
-"""Search for the layers that a target can skip when it drafts for itself."""
+"""Search for the layers that a target skips when it drafts for itself."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -13,15 +13,15 @@ from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.layer_skip import skip_layers
 
-MAX_K = 8  # largest K that is considered for a set of layers
-CANDIDATES = 4  # number of layers that are tried at each step of the search, but for the first step
+MAX_K = 8  # largest K, the number of drafted tokens, that the search considers
+CANDIDATES = 4  # number of layers that a search step tries to drop; the first step tries all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSet:
-    """A set of layers to keep, with the predicted result at the best K.
+    """A set of layers to keep, with predictions for the best K, the number of drafted tokens.
 
-    speedup: Predicted speed-up over decoding without a draft.
+    tokens_per_pass: Tokens per target pass. speedup: Speed-up over decoding without a draft.
     """
 
     layers: tuple[int, ...]
@@ -33,15 +33,15 @@ class LayerSet:
 def search_layers(
     target: Llama, texts: Sequence[Text], sampling: SamplingParams, cost: Callable[[int], float]
 ) -> Iterator[LayerSet]:
-    """Drop layer after layer, and yield each set of kept layers.
+    """Drop one layer per step until one layer is left, and yield the kept layers after each step.
 
-    The first step tries to drop each layer. Later steps try only the CANDIDATES layers whose removal cost least when
-    they were last tried. Of these the layer is dropped without which the predicted speed-up is highest. The search
-    follows Draft & Verify (2309.08168) and SWIFT, but uses expected acceptance in place of timed runs.
+    The first step tries to drop each layer. Later steps try only the CANDIDATES layers whose removal left the most
+    tokens per target pass when they were last tried. A step drops the layer whose removal gives the highest predicted
+    speed-up. The search follows Draft & Verify (2309.08168) and SWIFT, but uses expected acceptance in place of timed
+    runs.
 
     texts: Texts that the target generated with the same sampling parameters. cost: Function from a number of layers to
-    the time of a pass over these, relative to a pass of the target. Sets of the same size have the same cost, so the
-    set with the most tokens per target pass wins.
+    the duration of a pass through that many layers, as a fraction of a target pass.
     """
     greedy = sampling.temperature == 0
     own = [] if greedy else score_tokens(target, texts, target.shape.vocab, sampling)
@@ -60,7 +60,7 @@ def search_layers(
         return max(sets, key=lambda candidate: candidate.speedup)
 
     layers = tuple(range(target.shape.layers))
-    # tokens per pass without each layer, when it was last tried
+    # tokens per target pass without each layer, from the last time that its removal was tried
     left = dict.fromkeys(layers, math.inf)
     tries = len(layers) + sum(min(CANDIDATES, size) for size in range(2, len(layers)))
     done = 0

@@ -1,4 +1,4 @@
-"""Layer skipping: the target drafts for itself without some of its layers."""
+"""Options of layer skipping: the target drafts for itself without some of its layers."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class LayerSkipSpec(OutputsSpec):
     """Options of layer skipping.
 
-    layers: Layers of the target to keep. If empty, a search finds the layers with the highest predicted speed. outputs:
-    Directory of stored target outputs for this search. If empty, the target first writes texts.
+    layers: Indices of the target's layers to keep. If empty, a search finds the layers with the highest predicted
+    speed. outputs: Directory of stored target outputs for this search. If empty, the target completes prompts from the
+    run's data.
     """
 
     own_engine = True
@@ -31,7 +32,7 @@ class LayerSkipSpec(OutputsSpec):
     @model_validator(mode="after")
     def _ascending(self) -> Self:
         if self.layers != sorted(set(self.layers)):
-            raise ValueError("layers must ascend, without repeats")
+            raise ValueError("layers must be in ascending order, without repeats")
         if self.layers and self.outputs:
             raise ValueError("give layers or outputs, not both")
         return self
@@ -91,6 +92,6 @@ class LayerSkipSpec(OutputsSpec):
         best = max(sets, key=lambda candidate: candidate.speedup)
         note(
             f"{self.text}: keeps {len(best.layers)} of {layers} layers, layers={'+'.join(map(str, best.layers))}; "
-            f"predicted {best.tokens_per_pass:.2f} tokens per pass at K = {best.k}, speed-up {best.speedup:.2f}"
+            f"predicted {best.tokens_per_pass:.2f} tokens per target pass at K = {best.k}, speed-up {best.speedup:.2f}"
         )
         return list(best.layers)

@@ -1,4 +1,4 @@
-"""Medusa heads: the target drafts from its last hidden state."""
+"""Options of the drafter medusa: heads that draft from the target's last hidden state."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +23,8 @@ TRAINED_BY = "draftlab distill --student medusa"
 class MedusaSpec(WidthsSpec):
     """Options of Medusa heads.
 
-    heads: Output of draftlab distill --student medusa. widths: Number of children of each node of a tree, by depth. If
-    empty, the heads draft a chain.
+    heads: Output directory of draftlab distill --student medusa. widths: Number of children of each node of a tree, by
+    depth. If empty, the heads draft a chain.
     """
 
     heads: str

@@ -31,7 +31,7 @@ class MedusaStudent(StudentSpec):
             "device_map",
         }
     )
-    lr_share = 0.25  # gives 0.001 as in the paper, because heads are trained by AdamW, not by Muon
+    lr_share = 0.25  # gives 0.001, as in the paper; AdamW trains the heads, not Muon
     heads: int = Field(3, ge=1, le=8)
 
     def check(self, job: "Distillation") -> None:
@@ -39,7 +39,7 @@ class MedusaStudent(StudentSpec):
 
         if set(job.text.shares) != {"data"} or job.answers is not None:
             raise UserError(
-                "--text: Medusa heads train on data only; leave it out, and name the text by --data"
+                "--text: Medusa heads train only on data; leave --text out, and give the data with --data"
             )
         assert job.target is not None  # a head reads the target's states
         llama.check_supported(job.target)  # in decoding, heads read states of draftlab's own engine

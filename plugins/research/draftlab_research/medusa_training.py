@@ -1,9 +1,9 @@
 """Train Medusa heads as a student of `draftlab distill`: the frozen target teaches the heads its later predictions.
 
-B rows of text, N heads, T positions, D hidden. A batch has B N rows: each text once for every head. At each position,
-row k of a text has the state of head k from k positions earlier. Head k thus predicts the same token as the target at
-this position, and learns from the target's distribution. The heads have no trained weight in common, so the paper's
-weights of the heads' losses (0.8^k) would not change AdamW's steps, and are left out.
+B texts of a batch, N heads, T positions, D hidden. A batch has B N rows: one row for each text and head. In row k of a
+text, position t holds the state of head k at position t - k. Head k there predicts the same token as the target does at
+position t, and learns from the target's distribution. The heads share no trained weight, so the paper's weights of the
+heads' losses (0.8^k) would not change AdamW's steps, and are left out.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from draftlab.training.teachers import logits_of
 from draftlab.training.trainer import TrainingSetup
 from draftlab_research.drafting.medusa import apply_heads, write
 
-# forward KL between the target's and the head's distribution of the token that a head predicts
+# forward KL divergence from the target's to the head's distribution of the same token
 LOSS = parse_loss("fkl")
 
 
@@ -44,9 +44,11 @@ class OpenHeads:
     target: Path
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the heads of the best evaluation to the directory `work`.
+        """Write the heads with the best evaluation to the directory `work`.
 
-        Return held-out acceptance and agreement of each head, as notes for the record.
+        Return the held-out acceptance and agreement of each head, for the record of the run.
+
+        state: Directory of the training state.
         """
         best, stored = best_weights(state, "student"), checkpoint.stored_dtype(self.target)
         write(work, {name: weight.to(stored) for name, weight in best.items()}, self.target)
@@ -54,7 +56,7 @@ class OpenHeads:
 
 
 def open_heads(count: int, job: Distillation) -> OpenHeads:
-    """Load the frozen target of a distillation, and return `count` new heads with the text to train on.
+    """Load the frozen target of a distillation, and open its training text. Return `count` new heads with both.
 
     Raises:
         UserError: The text cannot be used.
@@ -73,7 +75,7 @@ def open_heads(count: int, job: Distillation) -> OpenHeads:
 
 
 class FrozenTarget:
-    """The frozen target. The last states are cached, because heads and teacher read the states of the same texts."""
+    """The frozen target. It caches the states of the last texts, because heads and teacher read the same states."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -81,7 +83,7 @@ class FrozenTarget:
 
     @torch.no_grad()
     def __call__(self, ids: Tensor) -> Tensor:
-        """Return the last hidden states, [B, T, D]."""
+        """Return the last hidden states, [B, T, D], of token ids [B, T]."""
         if self.last_ids.device != ids.device or not torch.equal(self.last_ids, ids):
             self.last_ids = ids
             self.last_states = self.model.get_decoder()(
@@ -97,7 +99,7 @@ class FrozenTarget:
 class Heads(nn.Module):
     """The student: a frozen target with Medusa heads, which are the only parameters.
 
-    The weights of a head start at zero. Because of its residual connection it then predicts the same as the target.
+    The weights of a head start at zero. Because of its residual connection, its logits are then those of the target.
     """
 
     def __init__(self, target: FrozenTarget, count: int) -> None:
@@ -116,9 +118,9 @@ class Heads(nn.Module):
     def states(self, ids: Tensor) -> Tensor:
         """Return the inputs of the target's LM head for each text and head, [B N, T, D].
 
-        The states of head k are shifted by k positions, so its first k positions are undefined.
+        The states of head k are shifted by k positions. Its first k positions are meaningless, and masked in the loss.
 
-        ids: Token ids, [B N, T], with each text once for every head.
+        ids: Token ids, [B N, T], with each text in N consecutive rows.
         """
         count = len(self.heads)
         states = self.target(ids[::count])
@@ -138,7 +140,7 @@ class Heads(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class SelfTeacher:
-    """The target as teacher of Medusa heads, for batches that have each text once for every head.
+    """The target as teacher of Medusa heads, for batches of repeat_rows.
 
     count: Number of heads.
     """
@@ -170,9 +172,9 @@ class RepeatedBatches:
 
 
 def repeat_rows(batch: Batch, count: int) -> Batch:
-    """Return a batch that has each row once for every one of `count` heads.
+    """Return a batch that repeats each row for each of `count` heads, in consecutive rows.
 
-    The first k positions of the row for head k are masked, because the head predicts nothing there.
+    The first k positions of the row for head k are masked, because head k has no state from k positions earlier there.
     """
     mask = batch.mask.repeat(count, 0)
     for k in range(1, count + 1):
@@ -181,7 +183,7 @@ def repeat_rows(batch: Batch, count: int) -> Batch:
 
 
 def heads_setup(student: Heads, batches: Batches, heldout: HeldOut) -> TrainingSetup:
-    """Return the training setup of Medusa heads, whose batches have each text once for every head."""
+    """Return the training setup of Medusa heads. Its batches repeat each text for each head, see repeat_rows."""
     count = len(student.heads)
     repeated = replace(heldout, batches=[repeat_rows(batch, count) for batch in heldout.batches])
     return TrainingSetup(
@@ -196,7 +198,9 @@ def heads_setup(student: Heads, batches: Batches, heldout: HeldOut) -> TrainingS
 def evaluate_heads(
     student: Heads, weights: Mapping[str, Tensor], setup: TrainingSetup
 ) -> list[dict[str, float]]:
-    """Return held-out acceptance and agreement (same argmax as the target) of each head, teacher-forced.
+    """Return the held-out acceptance and agreement of each head, in [0, 1], teacher-forced.
+
+    Agreement is the share of tokens at which head and target have the same argmax.
 
     weights: Weights of the heads, by parameter name.
     """

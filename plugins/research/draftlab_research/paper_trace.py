@@ -1,4 +1,4 @@
-"""Read trace files that the scripts of "Decoding Speculative Decoding" print: token ids of a greedy text per prompt."""
+"""Read trace files of the scripts of "Decoding Speculative Decoding" (2402.01528): a greedy text for each prompt."""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ TENSOR = re.compile(r"tensor\(\s*\[\[(.*?)\]\]", re.DOTALL)
 class PaperTrace:
     """The greedy texts of a trace file, one for each prompt.
 
-    texts: Token ids of each text. with_prompts: Whether every text begins with its prompt.
+    texts: Token ids of each text, [n]. with_prompts: Whether every text begins with its prompt. eos_ids: Ids that end a
+    text.
     """
 
     prompts: list[Prompt]
@@ -38,9 +39,11 @@ class PaperTrace:
     ) -> "PaperTrace":
         """Read the first `count` texts of a trace file. None reads all texts.
 
+        vocab: Number of ids of the tokenizer.
+
         Raises:
             UserError: The file is not a trace or is incomplete, the numbers of texts and prompts differ, or an id is
-                not below vocab.
+                vocab or more.
         """
         texts = paper_texts(file)[:count]
         if len(texts) != len(prompts):
@@ -63,7 +66,10 @@ class PaperTrace:
         return max(map(len, self.texts))
 
     def output(self, number: int) -> TargetOutput:
-        """Return a prompt with its text up to the first end-of-text token. number: Index of the prompt, from 0 on."""
+        """Return a prompt with its text, up to and including the first id of eos_ids.
+
+        number: Index of the prompt, from 0 on.
+        """
         prompt = self.prompts[number]
         ids = self.texts[number][len(prompt.ids) if self.with_prompts else 0 :]
         text = Completion.truncated(ids, np.zeros(len(ids)), self.eos_ids)
@@ -72,13 +78,13 @@ class PaperTrace:
             category=prompt.category,
             prompt=np.array(prompt.ids),
             ids=text.ids,
-            # the scripts end texts at different lengths
+            # a trace has no finish reasons, so texts shorter than `longest` count as stopped
             finish_reason="stop" if len(text.ids) < self.longest else text.finish_reason,
         )
 
 
 def paper_texts(file: Path) -> list[np.ndarray]:
-    """Return the token ids of each text of a trace file.
+    """Return the token ids of each text of a trace file, [n] each.
 
     Raises:
         UserError: The file cannot be read, is not a trace, or is incomplete.

@@ -1,7 +1,8 @@
-"""When drafting pays: the policy of the drafter adaptive, learnt from recorded steps. No torch.
+"""The policy of the drafter adaptive: how many tokens a step copies or drafts. It is learnt from recorded steps.
 
-A step copies from the text, drafts, or does neither. One more token pays if the chance that it is accepted is larger
-than the number of tokens that the policy otherwise makes in its time. S steps, K drafted tokens at most.
+S recorded steps, K largest number of drafted tokens. A step copies tokens from earlier text, drafts tokens, or does
+neither. One more token pays if its probability of being accepted is larger than the number of tokens that the policy
+emits on average in the time that this token costs. This module does not import torch.
 """
 
 from collections.abc import Sequence
@@ -11,22 +12,22 @@ import numpy as np
 
 from draftlab.engine.drafters.ngram import MATCH_KINDS
 
-EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97])  # between bins of confidence
-LENGTHS = 4  # longer matches count as matches of this length
-PRIOR = 4.0  # number of tokens as which the rate of a larger group counts
-ROUNDS = 50  # most rounds until the policy and its speed agree
+EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97])  # edges of confidence bins
+LENGTHS = 4  # in tokens; longer matches count as matches of this length
+PRIOR = 4.0  # tokens, accepted at the rate of all groups, that are added to each group
+ROUNDS = 50  # largest number of updates of the policy's speed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Recorded steps, each with K tokens drafted after a text.
+    """Recorded steps that drafted K tokens each. The match is that of prompt lookup at the end of the text.
 
     Args:
-        kind: Kind of the text's match, an index of MATCH_KINDS, [S].
+        kind: Kind of the match, an index of MATCH_KINDS, [S]. Without a match, 0.
         length: Length of the match in tokens, 0 without a match, [S].
-        copied: Number of tokens that a copy of K tokens has right before its first wrong token, [S].
-        confidence: Largest probability of the draft at each drafted token, [S, K].
-        accepted: Number of accepted drafted tokens, [S].
+        copied: Number of right tokens before the first wrong token in a copy of K tokens, [S].
+        confidence: Draft's largest probability at each drafted token, at temperature 1, [S, K].
+        accepted: Number of drafted tokens that the target accepted, [S].
     """
 
     kind: np.ndarray
@@ -44,13 +45,14 @@ class Policy:
         speed: Tokens per millisecond of decoding with this policy.
         verify_ms: Milliseconds of a target pass over 1 to K + 1 tokens, [K + 1].
         draft_ms: Milliseconds to draft a token.
-        copies: Probability that a copied token is accepted if all copied tokens before it are, by kind of match, length
-            of match and position in the copy, [3, LENGTHS, K].
-        chance: The same probability for a drafted token, by bin of its confidence, [bins].
-        next_chance: Probability that the token after an accepted drafted token is accepted as well, by bin of the
-            confidence of the first of the two, [bins].
-        draft_gain: Mean number of accepted tokens of a draft, minus the number of tokens that the policy makes in the
-            draft's time without it. If it is not positive, the policy never drafts.
+        copies: Probability that a copied token is accepted, given that all copied tokens before it are accepted. It
+            depends on the kind and length of the match and on the position in the copy, [3, LENGTHS, K].
+        chance: Probability that a drafted token is accepted, given that all drafted tokens before it are accepted, by
+            bin of the token's confidence, [bins].
+        next_chance: Probability that the token after an accepted drafted token is also accepted, by bin of the accepted
+            token's confidence, [bins].
+        draft_gain: Mean number of accepted tokens of a draft, minus the number of tokens that the policy emits on
+            average in the extra time for drafting and verifying. If it is not positive, the policy never drafts.
     """
 
     speed: float
@@ -62,7 +64,7 @@ class Policy:
     draft_gain: float = 0.0
 
     def copied_tokens(self, kind: int, length: int, most: int) -> int:
-        """Return how many of at most `most` tokens to copy from a match; 0 if a draft, or neither, is better."""
+        """Return how many tokens to copy from a match, at most `most`; 0 if a draft pays more, or neither pays."""
         if length == 0:
             return 0
         accepted = np.cumprod(self.copies[kind, min(length, LENGTHS) - 1, :most]).cumsum()
@@ -71,13 +73,14 @@ class Policy:
         return best + 1 if gain[best] > max(0.0, self.draft_gain) else 0
 
     def chance_of(self, confidence: np.ndarray) -> np.ndarray:
-        """Return the chance that a drafted token is accepted, [...]."""
+        """Return the probability that a drafted token of each confidence [...] is accepted, [...]. See `chance`."""
         return self.chance[bins(confidence)]
 
     def goes_on(self, alive: np.ndarray, confidence: np.ndarray, drafted: int) -> np.ndarray:
-        """Return whether one more token pays, [...]. After K drafted tokens, none does.
+        """Return whether one more drafted token pays, [...]. After K drafted tokens, the result is False.
 
-        alive: Chance that all drafted tokens are accepted. confidence: Of the last drafted token.
+        alive: Probability that all drafted tokens so far are accepted, [...]. confidence: Confidence of the last
+        drafted token, [...]. drafted: Number of drafted tokens so far.
         """
         if drafted == len(self.verify_ms) - 1:
             return np.zeros(alive.shape, dtype=bool)
@@ -85,7 +88,7 @@ class Policy:
         return alive * self.next_chance[bins(confidence)] > self.speed * cost
 
     def drafted_tokens(self, confidence: np.ndarray) -> np.ndarray:
-        """Return how many of K tokens are drafted in steps that draft, [S]. confidence: [S, K]."""
+        """Return how many tokens the policy drafts in each step, 1 to K, [S]. confidence: See Steps, [S, K]."""
         alive = np.cumprod(self.chance_of(confidence), 1)
         going, counts = np.ones(len(confidence), dtype=bool), np.ones(len(confidence), dtype=int)
         for drafted in range(1, confidence.shape[1]):
@@ -99,9 +102,9 @@ class Policy:
         share, length = float(copies.mean()), float(drafts.mean()) if len(drafts) else 0.0
         text = f"copies in {share:.0%} of the calibrated steps"
         text += (
-            f", drafts {length:.1f} tokens in the others"
+            f", drafts {length:.1f} tokens on average in the other steps"
             if self.draft_gain > 0
-            else " and drafts never"
+            else " and never drafts"
         )
         return f"{text}; predicted speed-up of decoding {self.speed * self.verify_ms[0]:.2f}"
 
@@ -111,7 +114,13 @@ def bins(confidence: np.ndarray) -> np.ndarray:
 
 
 def learn(steps: Steps, verify_ms: Sequence[float], draft_ms: float) -> Policy:
-    """Return the policy of the highest speed, a fixed point (Dinkelbach 1967): its speed is the price of its time."""
+    """Return the policy of highest speed, by Dinkelbach's algorithm (1967) in at most ROUNDS updates.
+
+    In each update, time costs as many tokens as the previous policy emits in it. The updates end when the speed stays
+    the same.
+
+    verify_ms: Milliseconds of a target pass over 1 to K + 1 tokens, [K + 1]. draft_ms: Milliseconds to draft a token.
+    """
     ms = np.array(verify_ms)
     chance, next_chance = _by_confidence(steps)
     policy = Policy(
@@ -147,7 +156,7 @@ def _copies(policy: Policy, steps: Steps) -> np.ndarray:
 
 
 def _by_confidence(steps: Steps) -> tuple[np.ndarray, np.ndarray]:
-    """Return the chances of drafted tokens, and of the tokens after accepted tokens, by bin of confidence, [bins]."""
+    """Return `chance` and `next_chance` of a Policy, [bins] each."""
     count, k = len(EDGES) + 1, steps.confidence.shape[1]
     place, accepted = np.arange(k), steps.accepted[:, None]
     own, right, tried = bins(steps.confidence), place < accepted, place <= accepted
@@ -159,7 +168,7 @@ def _by_confidence(steps: Steps) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_match(steps: Steps, k: int) -> np.ndarray:
-    """Return the chances of copied tokens by kind and length of the match and place in the copy."""
+    """Return `copies` of a Policy, [3, LENGTHS, K]."""
     found = np.zeros((len(MATCH_KINDS), LENGTHS, k))
     for place in range(k):
         tried = (steps.length > 0) & (steps.copied >= place)
@@ -170,7 +179,12 @@ def _by_match(steps: Steps, k: int) -> np.ndarray:
 
 
 def _rates(group: np.ndarray, right: np.ndarray, groups: int) -> np.ndarray:
-    """Return the share of right tokens of each group, [groups], drawn to the share of all where there are few."""
+    """Return the share of right tokens in each group, [groups].
+
+    PRIOR tokens with the share of all groups are added to each group, so a group with few tokens gets a similar share.
+
+    group: Group of each token, an index, [n]. right: Whether each token is right, [n].
+    """
     whole = right.mean() if len(right) else 0.0
     hits, tried = (np.bincount(group, w, groups) for w in (right.astype(float), None))
     return (hits + PRIOR * whole) / (tried + PRIOR)

@@ -1,6 +1,6 @@
-"""Verify rules for token trees. From the root on, they try the children of a node one after another.
+"""Verify rules for token trees. They walk from the root and try the children of each node until a child is accepted.
 
-N drafted tokens, V vocab. draftlab.engine.verify defines nodes and p.
+N drafted tokens, V vocab. draftlab.engine.verify defines nodes, p, and the arguments and result of a Rule.
 """
 
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from torch import Tensor
 from draftlab.engine.verify import Chance, Tokens, Verdict, normalised
 from draftlab.registry import RULES
 
-HALVINGS = 20  # number of times that the interval around rho is halved
+HALVINGS = 20  # the interval around rho is halved until it is at most 2^-HALVINGS wide
 
 
 @RULES.register("recursive")
 def recursive(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
     """Verify siblings one after another, each against the residual of p that the rejected siblings leave.
 
-    The residual after a rejection uses the distribution that the child was drawn from. The rule covers children that
-    were drawn independently (SpecInfer, 2305.09781, algorithm 2) or without replacement (Sequoia, 2402.12374), and,
-    with one-hot q, the most probable tokens as children (EAGLE). For a single child it is Leviathan's rule.
+    After a rejection, the distribution q that the child was drawn from is subtracted from the residual. Children may be
+    drawn independently (SpecInfer, 2305.09781, algorithm 2) or without replacement (Sequoia, 2402.12374). They may also
+    be the most probable tokens, with one-hot q (EAGLE). For a single child the rule is that of Leviathan et al. (2023).
     """
 
     def select(residual: Tensor, children: list[int]) -> tuple[int | None, Tensor]:
@@ -59,10 +59,10 @@ def k_sequential(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 def smallest_rho(p: Tensor, q: Tensor, n: int) -> float:
     """Return the smallest rho in [1, n] with which k-sequential selection is lossless (SpecTr, theorem 2).
 
-    The smallest rho accepts the most tokens. It solves 1 - (1 - beta)^n = rho beta, where beta = sum min(q, p / rho),
-    and is approached from above.
+    The smallest rho accepts the most tokens. It solves 1 - (1 - beta)^n = rho beta, where beta = sum min(q, p / rho).
+    The result is at most 2^-HALVINGS above it, and never below.
 
-    n: Number of siblings.
+    p, q: Distributions of target and draft, [V]. n: Number of siblings.
     """
     low, high = 1.0, float(n)
     while n > 1 and high - low > 2.0**-HALVINGS:

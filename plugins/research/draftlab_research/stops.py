@@ -1,4 +1,4 @@
-"""Draft models that end a draft early if their confidence is low."""
+"""Options of draft models that end a draft early, at low confidence or high entropy."""
 
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ class ConfidenceStopSpec(DraftModelSpec):
 
 @drafter("entropy-stop")
 class EntropyStopSpec(DraftModelSpec):
-    """Options of the entropy stop. threshold: Entropy in nats above which a draft ends."""
+    """Options of the drafter entropy-stop. threshold: Entropy in nats above which a draft ends."""
 
     threshold: float = Field(1.5, ge=0)
 

@@ -1,4 +1,4 @@
-"""Search for the tree with the highest predicted speed, from texts of the target and durations of passes."""
+"""Search for the token tree with the highest predicted speed, from texts of the target and durations of passes."""
 
 import numpy as np
 
@@ -17,18 +17,18 @@ from draftlab_research.drafting.tree import (
 )
 from draftlab_research.trees import SearchedTreeSpec
 
-RANKS = 8  # largest number of children of a node
+RANKS = 8  # largest number of children of a node in a searched tree
 MAX_DEPTH = 8
 
 
 def parents_of(
     spec: SearchedTreeSpec, context: DrafterContext, model: Llama, offsets: int | None = None
 ) -> tuple[int, ...]:
-    """Return the parent of each node of the tree to draft.
+    """Return the parent of each node of the tree to draft, see generate.Draft.
 
-    The tree has the widths of `spec` or, without widths, the highest predicted speed.
+    The tree has the widths of `spec`. Without widths, it is the tree with the highest predicted speed.
 
-    offsets: Largest number of tokens that a parallel draft drafts in a row. None for an ordinary draft.
+    offsets: Largest depth of the tree of a parallel draft. None: the draft is not parallel.
     """
     target = context.own_engine(spec, context.target)
     if spec.widths:
@@ -41,7 +41,10 @@ def parents_of(
     def step_ms(levels: int, tokens: int, accepted: float) -> float:
         """Return the milliseconds of drafting and verifying a tree of `tokens` tokens on `levels` levels.
 
-        A parallel draft reads the `accepted` tokens of the last step and levels - 1 mask tokens.
+        A parallel draft runs one pass over the tokens that the last step emitted and levels - 1 mask tokens. Any other
+        draft runs one pass per level, which is timed as a pass over one token.
+
+        accepted: Expected number of tokens that a step emits.
         """
         drafts, read = (levels, 1) if offsets is None else (1, accepted + levels - 1)
         return drafts * np.interp(read, widths, ms["draft"]) + np.interp(
@@ -60,7 +63,7 @@ def parents_of(
 def _path_shares(
     spec: SearchedTreeSpec, context: DrafterContext, model: Llama, offsets: int | None
 ) -> PathShare:
-    """Return a function from a path to the share of positions at which the target's next tokens are that path."""
+    """Return a PathShare from calibration texts. For a parallel draft, whole paths are counted."""
     texts = calibration_texts(context, spec.outputs)
     if offsets is not None:
         scored = score_offsets(

@@ -1,4 +1,4 @@
-"""Token trees of a draft model, a parallel draft or an EAGLE-3 head. Their shape is fixed, searched or dynamic."""
+"""Options of token trees of a draft model, parallel draft or EAGLE-3 head. Shapes are fixed, searched or dynamic."""
 
 import math
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -23,8 +23,8 @@ Siblings = Literal["top", "sampled", "distinct"]
 class WidthsSpec(DrafterSpec):
     """Options of a fixed tree.
 
-    widths: Number of children of each node, by depth. siblings: How the children of a node are drawn when sampling:
-    independently (sampled), without replacement (distinct), or the most probable tokens (top).
+    widths: Number of children of each node, by depth. siblings: How the children of a node are chosen when sampling:
+    drawn independently (sampled), drawn without replacement (distinct), or the most probable tokens (top).
     """
 
     own_engine = True
@@ -43,7 +43,7 @@ class WidthsSpec(DrafterSpec):
 
     @property
     def drawn(self) -> Siblings:
-        """Return how the children of a node are drawn at temperatures above 0."""
+        """Return how the children of a node are chosen at temperatures above 0, see siblings."""
         return self.siblings
 
     def check(self, run: RunFacts) -> None:
@@ -60,9 +60,10 @@ class WidthsSpec(DrafterSpec):
 
 
 class SearchedTreeSpec(WidthsSpec, OutputsSpec):
-    """Options of a fixed tree or, without widths, of a searched tree.
+    """Options of a fixed tree or, without widths, of the tree that tree_search finds.
 
-    nodes: Largest number of tokens of a searched tree.
+    nodes: Largest number of tokens of a searched tree. outputs: Directory of stored target outputs for the search. If
+    empty, the target completes prompts from the run's data.
     """
 
     nodes: int | None = Field(None, ge=1, le=MAX_TREE_TOKENS)
@@ -70,7 +71,7 @@ class SearchedTreeSpec(WidthsSpec, OutputsSpec):
     @model_validator(mode="after")
     def _has_one_size(self) -> Self:
         if self.widths and self.model_fields_set & {"nodes", "outputs"}:
-            raise ValueError("nodes, outputs: leave them out, because widths decide the tree")
+            raise ValueError("nodes, outputs: leave them out, because widths already give the tree")
         return self
 
     @property
@@ -79,10 +80,11 @@ class SearchedTreeSpec(WidthsSpec, OutputsSpec):
 
 
 class DynamicTreeSpec(WidthsSpec):
-    """Options of a fixed tree or of EAGLE-2's dynamic tree, which has the `nodes` tokens of highest probability.
+    """Options of a fixed tree or of EAGLE-2's dynamic tree.
 
-    topk: Number of tokens that the model reads on each level, and number of children of each. None for a fixed tree.
-    depth: Number of levels of a dynamic tree.
+    topk: Number of tokens that the draft reads on each level, and number of children of each of these tokens. None: the
+    tree is not dynamic. depth: Number of levels of a dynamic tree. nodes: Number of tokens of a dynamic tree, which are
+    the candidates whose paths are most probable.
     """
 
     topk: int | None = Field(None, ge=1, le=64)
@@ -97,7 +99,7 @@ class DynamicTreeSpec(WidthsSpec):
             return self
         if idle := self.model_fields_set & {"widths", "siblings", "outputs"}:
             raise ValueError(
-                f"{', '.join(sorted(idle))}: leave it out, because topk makes a new tree for every text"
+                f"{', '.join(sorted(idle))}: works only without topk, which builds a new tree in each step"
             )
         most = self.topk + (self.depth - 1) * self.topk**2
         if self.nodes is None or self.nodes > most:
@@ -141,7 +143,7 @@ class ParallelTreeSpec(SearchedTreeSpec, ParallelSpec):
     @model_validator(mode="after")
     def _has_a_size(self) -> Self:
         if not self.widths and not self.nodes:
-            raise ValueError("give nodes, the largest number of tokens of the tree, or widths")
+            raise ValueError("give widths, or nodes (the largest number of tokens of the tree)")
         return self
 
     def build(self, context: "DrafterContext") -> "DrafterRun":

@@ -1,4 +1,4 @@
-"""EAGLE-2's dynamic tree has the draft's most probable paths for each text, and keeps the target's distribution."""
+"""EAGLE-2's dynamic tree has the draft's most probable paths for each text, and decoding with it is lossless."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ TOPK, DEPTH, NODES = 3, 3, 7
 def plain_tree(
     log_q: Callable[[list[int]], Tensor], topk: int, depth: int, nodes: int
 ) -> set[tuple[int, ...]]:
-    """Return the paths that EAGLE-2 drafts, computed as the paper describes.
+    """Return the paths of EAGLE-2's tree, computed as the paper describes.
 
     log_q: Function from a path to the draft's log-probabilities of the next token, [V].
     """
@@ -110,7 +110,7 @@ def test_a_draft_models_tree_is_the_papers_of_every_row(models):
 
 
 def test_a_smaller_tree_is_the_beginning_of_a_larger_one(models):
-    """Otherwise the samples of a row with little room would depend on the room of the other rows."""
+    """Otherwise the samples of a row near its length limit would depend on how many tokens the other rows can draft."""
     large = proposed(drafter_of(models, "draft"), models["target"], PROMPTS, NODES)
     for count in range(1, NODES):
         small = proposed(drafter_of(models, "draft"), models["target"], PROMPTS, count)
@@ -120,7 +120,7 @@ def test_a_smaller_tree_is_the_beginning_of_a_larger_one(models):
 
 
 def test_a_heads_tree_is_the_papers_of_every_row(models):
-    """The reference runs chains of the head, which other tests compare with a plain implementation."""
+    """The reference drafts chains with the head. Other tests compare these chains with a plain implementation."""
     texts = [prompt[:7] for prompt in (PROMPTS[0], PROMPTS[1])]
     draft = proposed(drafter_of(models, "head"), models["target"], texts, NODES)
     target, head = models["target"], models["head"]
@@ -187,7 +187,10 @@ def test_a_pass_over_another_tree_in_each_row_is_that_of_the_rows_alone(models):
 
 @dataclass
 class Markov(Decoder):
-    """A decoder whose next token depends on the last token only, by a matrix of probabilities."""
+    """A decoder whose next token depends only on the last token.
+
+    matrix: Probability of each next token after each token.
+    """
 
     matrix: Tensor  # [V, V]
     context = 100
@@ -224,7 +227,7 @@ def test_every_outcome_enumerated_is_the_targets_distribution(topk, nodes):
         assert error(p, drafting, rule) < 1e-12
 
     def biased(p_rows: Tensor, tokens: Tokens, chance: Any) -> Any:
-        """Verify wrongly, as a control: after a rejection, return p itself in place of the residual."""
+        """Return p itself instead of the residual after a rejection: a wrong rule that the test must detect."""
         path, rest = recursive(p_rows, tokens, chance)
         return path, p_rows[0] if not path else rest
 

@@ -1,4 +1,4 @@
-"""Trees of EAGLE-3 heads: chains are a special case, and replay expects the same counts as decoding."""
+"""Trees of EAGLE-3 heads: a tree of one branch equals a chain, and expected counts equal those of decoding."""
 
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def test_a_tree_of_one_branch_is_the_chain(head, target):
 
 
 def test_a_wide_tree_accepts_and_leaves_the_text_as_it_is(head, target):
-    """When a branch is accepted, the states that the head reads next must move together with the cache."""
+    """When a branch is accepted, the target states that the head reads next must move to the positions of the cache."""
     sampling = SamplingParams(max_tokens=24)
     told = drafter_of(head, target)
     steps = list(
@@ -116,5 +116,5 @@ def test_replay_expects_what_greedy_decoding_with_trees_counts(near_head, k):
         own = [step for step in live if step.row == row][1:]
         assert len(own) == counts.passes[row]
         assert sum(step.accepted for step in own) == counts.accepted[row]
-    # tokens that were drafted from the head's own states are accepted, too
+    # some accepted tokens were drafted from the head's own states
     assert counts.reached[:, min(2, k)].sum() > 0

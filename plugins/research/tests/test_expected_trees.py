@@ -1,4 +1,4 @@
-"""The expected acceptance of a token tree equals the acceptance that is counted by walking the tree."""
+"""The expected acceptance of a token tree equals the acceptance that a walk through the tree counts."""
 
 import numpy as np
 from hypothesis import given, settings

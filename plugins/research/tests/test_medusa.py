@@ -1,4 +1,4 @@
-"""Medusa heads read and learn from the right states, and the text is the target's whatever the heads draft."""
+"""Medusa heads read and learn from the right states, and do not change the text of the target."""
 
 import json
 import subprocess
@@ -57,7 +57,7 @@ def random_heads(seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_heads_of_zero_repeat_the_token_that_the_target_chose_last(target, k, rows):
-    """Heads of zero are the target's LM head on the last state. States at other positions would give other tokens."""
+    """A head with zero weights predicts the text's last token. States at other positions would give other tokens."""
     drafter = recording(MedusaDrafter, target, torch.zeros(HEADS, HIDDEN, HIDDEN))
     sampling = SamplingParams(max_tokens=24)
     found = output_tokens(speculative_decode(target, drafter, PROMPTS[:rows], k, sampling))
@@ -98,7 +98,7 @@ def test_a_head_is_taught_what_the_target_says_of_the_token_that_it_predicts():
     torch.testing.assert_close(found.hidden, wanted.hidden)
     states = student.states(torch.from_numpy(spread.ids[:, :-1]))
     own = trunk(torch.from_numpy(ids[:, :-1]))
-    for k in range(1, HEADS + 1):  # zero heads: the target's states, k positions later
+    for k in range(1, HEADS + 1):  # zero heads: the target's states, shifted by k positions
         torch.testing.assert_close(states[k - 1 :: HEADS][:, k:], own[:, :-k])
 
 
@@ -157,7 +157,7 @@ def test_a_killed_run_writes_the_heads_of_one_that_was_not(trained, family_dirs,
 
 
 def test_heads_of_a_step_in_parts_are_those_of_the_whole_step(trained, family_dirs, text, tmp_path):
-    """A part holds three rows of 32 tokens, but both rows of a text stay together."""
+    """A micro-batch has room for three rows of 32 tokens, but the two rows of a text must stay together."""
     asked = words(family_dirs, text, micro_batch_tokens=100)
     COMMANDS["distill"](**asked, out=tmp_path / "heads")
     found, wanted = (load_file(folder / medusa.WEIGHTS) for folder in (tmp_path / "heads", trained))
@@ -203,7 +203,7 @@ def test_heads_draft_the_same_in_every_mode(target, parents, temperature):
         drafter = recording(MedusaDrafter, model, random_heads(), parents)
         steps = speculative_decode(model, drafter, PROMPTS, len(parents or "123"), sampling)
         texts = output_tokens(steps)
-        # only the first two drafts are compared, because a mode with graphs may draft more than the texts have room for
+        # compare only the first two drafts: a mode with graphs may draft more tokens than the texts have room for
         found.append((texts, [draft.ids.tolist() for _, draft in drafter.seen[:2]]))
     assert found[0] == found[1] == found[2]
     if temperature == 0:
@@ -274,7 +274,7 @@ def test_the_program_shows_its_options():
 
 
 def test_medusas_target_takes_ids_of_its_own_device():
-    """The first ids are compared with the empty cached ids, which are on the CPU."""
+    """FrozenTarget compares the first ids with its empty cached ids, which are on the CPU."""
     target = FrozenTarget(build("llama"))
     with FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros(1, 4, dtype=torch.long, device="cuda")

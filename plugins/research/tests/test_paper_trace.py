@@ -1,4 +1,4 @@
-"""Trace files of the paper's scripts: drafts are replayed on their texts, and broken files are refused."""
+"""Trace files of the paper's scripts: drafts can be replayed on their texts, and broken files are refused."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from draftlab_research.paper_trace import PaperTrace, paper_texts
 
 
 def paper_file(path: Path, texts: list[list[int]]) -> Path:
-    """Write texts as torch prints tensors."""
+    """Write texts to a file in the format in which torch prints tensors, and return the file."""
     path.write_text("\n".join(str(torch.tensor([text])) for text in texts) + "\n")
     return path
 
@@ -53,7 +53,7 @@ def test_a_trace_of_the_papers_scripts_replays_as_the_recorded_one(tmp_path, fam
 
 
 def test_the_papers_own_example_is_read(tmp_path):
-    """The text is from the docstring of the paper's function parse_tensors_from_file."""
+    """The text comes from the docstring of parse_tensors_from_file in the paper's scripts."""
     text = """tensor([[  518, 799, 596, 18873,  1265,   322,  1510,   372,  1283,   304,   596,
           7875, 29991, 2]])
     tensor([[  518, 10568, 29962,  1522,  2924, 29889,   518, 10568, 29962,  1522,

@@ -1,4 +1,4 @@
-"""The policy of the drafter adaptive: what it learns from steps, and that no other policy of its form is faster."""
+"""The policy of the drafter adaptive learns probabilities from steps, and is faster than simpler policies."""
 
 import itertools
 from typing import Any
@@ -22,7 +22,10 @@ def models(tmp_path_factory):
 
 
 def steps_of(seed: int, **given: Any) -> Steps:
-    """Return steps whose drafted tokens are right with the chance that their confidence is, and copies by length."""
+    """Return steps in which a drafted token is right with a probability equal to its confidence.
+
+    A copied token is right with probability 0.2 length.
+    """
     rng = np.random.default_rng(seed)
     confidence = rng.uniform(0.2, 1, (COUNT, K))
     right = rng.random((COUNT, K)) < confidence
@@ -41,7 +44,11 @@ def steps_of(seed: int, **given: Any) -> Steps:
 def speed(
     steps: Steps, copied: np.ndarray, drafted: np.ndarray, ms: np.ndarray, each: float
 ) -> float:
-    """Return the tokens per millisecond if these numbers of tokens are copied, else drafted, [S]."""
+    """Return the tokens per millisecond of steps that copy `copied` tokens, or draft `drafted` tokens if that is 0.
+
+    copied, drafted: Numbers of tokens, [S]. ms: Milliseconds of a target pass, [K + 1]. each: Milliseconds to draft a
+    token.
+    """
     tokens = np.where(
         copied > 0, np.minimum(steps.copied, copied), np.minimum(steps.accepted, drafted)
     )
@@ -64,7 +71,7 @@ def test_no_fixed_number_of_tokens_and_no_threshold_is_faster(each):
     ):
         fixed = np.where(steps.length >= shortest, tokens, 0)
         assert speed(steps, fixed, np.full(COUNT, k), ms, each) < policy.speed
-    for floor in EDGES:  # the stop of confidence-stop
+    for floor in EDGES:  # stop at low confidence, as confidence-stop does
         going = np.cumprod(steps.confidence[:, :-1] >= floor, 1).sum(1)
         assert speed(steps, copied, 1 + going, ms, each) < policy.speed * 1.002
 
@@ -88,7 +95,7 @@ def test_a_draft_that_is_never_right_or_too_slow_is_never_made(models):
 
 
 def test_a_row_stops_where_its_next_token_does_not_pay(models):
-    """Chances by confidence are 1 or 0, so a row goes on exactly while it is sure."""
+    """Acceptance probabilities are 1 or 0, so a row drafts on as long as its confidence is in a bin with 1."""
     sure = np.repeat([0.0, 1.0], [len(EDGES) - 6, 7])
     policy = Policy(
         speed=0.1, verify_ms=np.arange(10.0, 15), draft_ms=1.0, copies=np.zeros((3, LENGTHS, K)), chance=sure,

@@ -1,4 +1,4 @@
-"""The plug-in's drafters pass the tests of draftlab's own drafters, and trees have the expected acceptance."""
+"""The plug-in's drafters pass the tests of draftlab's own drafters, and the best trees are found."""
 
 from collections.abc import Sequence
 
@@ -112,7 +112,7 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
 
 
 def adaptive(inner: Stoppable) -> Drafter:
-    """Return a drafter that copies after long matches, and stops after tokens of low confidence."""
+    """Return a drafter with a policy that copies after long matches, and ends drafts after tokens of low confidence."""
     chance = np.repeat([0.1, 0.9], [3, len(EDGES) - 2])
     policy = Policy(
         speed=0.1, verify_ms=np.arange(10.0, 20), draft_ms=1.0, chance=chance, next_chance=chance, draft_gain=0.1,
@@ -159,7 +159,7 @@ def test_what_a_staged_drafter_samples_is_the_draft_model():
         assert draft.q is not None
         torch.testing.assert_close(draft.q[0], q[[2, int(draft.ids[0, 0])]])
     expected = n * q[2].unsqueeze(1) * q
-    # chi-square, 8 degrees, alpha 2e-8
+    # critical value of chi-square, 8 degrees of freedom, alpha 2e-8
     assert float(((counts - expected) ** 2 / expected).sum()) < 51.6
 
 
@@ -201,7 +201,7 @@ def test_an_unsure_model_that_is_never_unsure_is_the_model(models):
 def pair_statistic(target: Tensor, drafter: Drafter, rule=None, n: int = 500) -> float:
     """Return the chi-square statistic of the second and third emitted token against their exact joint distribution.
 
-    Both tokens are drafted in the same step.
+    A step drafts both tokens. n: Number of decoded texts.
     """
     p = torch.softmax(target, -1)
     counts = torch.zeros(3, 3)
@@ -217,7 +217,7 @@ def pair_statistic(target: Tensor, drafter: Drafter, rule=None, n: int = 500) ->
 
 TARGET = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.3, 0.4, 0.3]]).log()
 DRAFT = torch.tensor([[0.2, 0.5, 0.3], [0.5, 0.3, 0.2], [0.15, 0.15, 0.7]]).log()
-CRITICAL = 44.6  # chi-square, 8 degrees, alpha 4.4e-7
+CRITICAL = 44.6  # critical value of chi-square, 8 degrees of freedom, alpha 4.4e-7
 
 
 @pytest.mark.parametrize("siblings", ["sampled", "distinct"])
@@ -227,7 +227,7 @@ def test_what_trees_emit_has_the_targets_distribution(siblings):
 
 def test_chi_square_rejects_a_tree_whose_q_is_not_what_it_sampled(monkeypatch):
     def claims(logits, elder, siblings, sampling, uniform):
-        """Return the most probable token, with a q as if the token had been sampled."""
+        """Return the most probable token with the q of a sampled token, which is wrong."""
         ids, _ = draw_child(logits, elder, siblings, sampling, uniform)
         return ids, distribution(logits, sampling)
 
@@ -263,14 +263,14 @@ def test_trees_are_numbered_level_by_level():
 def test_the_best_tree_is_found_by_hand():
     share = independent([0.6, 0.2, 0.1])
     assert best_tree(share, 3, 3, 3) == ((0, 1, 2), pytest.approx(1 + 0.6 + 0.36 + 0.216))
-    parents, tokens = best_tree(share, 3, 5, 2)  # 0.6 0.36 0.2 0.12 0.12: no third level
+    parents, tokens = best_tree(share, 3, 5, 2)  # shares of the paths: 0.6 0.36 0.2 0.12 0.12
     assert sorted(node_depths(parents)) == [1, 1, 2, 2, 2]
     assert tokens == pytest.approx(1 + 0.6 + 0.36 + 0.2 + 0.12 + 0.12)
     assert best_tree(independent([0.5, 0.5]), 2, 2, 1) == ((0, 0), 2.0)
 
 
 def test_no_tree_of_five_tokens_keeps_more():
-    """Compare the best tree with every tree of at most three levels and three siblings."""
+    """Compare the best tree with every tree of five tokens and at most three siblings."""
     ranked = [0.5, 0.3, 0.1]
 
     def kept(parents: tuple[int, ...]) -> float:
@@ -303,13 +303,12 @@ def test_the_fastest_tree_is_a_chain_where_width_costs_and_wide_where_levels_cos
 def test_the_best_tree_over_offsets_keeps_most_of_the_texts_that_it_was_found_in():
     """Compare the best tree with every tree of five tokens.
 
-    A step begins at each token, and accepts tokens as long as the path of their ranks is in the tree.
+    From each position of a text, a step accepts tokens as long as the path of their ranks is in the tree.
     """
     rng = np.random.default_rng(0)
     texts = [rng.choice(3, (n, 3), p=(0.5, 0.3, 0.2)) for n in (90, 2, 140)]
-    for ranks in (
-        texts
-    ):  # offsets of a step depend on each other: after a wrong token the next token is rarely right
+    for ranks in texts:
+        # make ranks depend on each other: after a wrong first token, the second token of a step is rarely right
         wrong = np.flatnonzero(ranks[:-1, 0] > 0)
         ranks[wrong + 1, 1] = rng.choice(9, len(wrong), p=[0.2, *[0.1] * 8])
 
@@ -374,7 +373,7 @@ def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path):
 
 
 class RightForFirst(Drafter):
-    """A drafter of the right tokens after the first text, and of wrong tokens after all other texts."""
+    """A drafter that drafts right tokens for the first text, and wrong tokens for all other texts."""
 
     def __init__(self, follows: list[int]) -> None:
         self.follows = follows
@@ -394,7 +393,7 @@ class RightForFirst(Drafter):
 
 @pytest.mark.parametrize("inner_tokens", [1, 2])
 def test_a_staged_row_that_is_done_is_not_fed_beyond_the_capacity(models, inner_tokens):
-    """The first text is finished and as long as the capacity, while the second text still drafts."""
+    """The first text has all its drafted tokens and fills the cache, while the second text still drafts."""
     texts, k = [list(range(3, 43)), [0, 90, 91]], 3
     sampling = SamplingParams(max_tokens=8)
     whole = output_tokens(decode(models["noisy"], texts, sampling))

@@ -1,4 +1,4 @@
-"""The plug-in's kinds of drafters: their options and checks, and greedy texts that are the same as the target's."""
+"""The options and checks of the plug-in's drafters. With greedy decoding, the text is that of the target alone."""
 
 import itertools
 import re
@@ -46,7 +46,7 @@ def quick(monkeypatch):
 
 @pytest.fixture(scope="module")
 def heads(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a value of --drafter with two Medusa heads."""
+    """Return a value of --drafter for two Medusa heads with random weights."""
     folder, generator = tmp_path_factory.mktemp("heads"), torch.Generator().manual_seed(0)
     weights = {name: torch.randn(64, 64, generator=generator) * 0.05 for name in "ab"}
     medusa.write(folder, weights, family_dirs["llama"])
@@ -99,7 +99,7 @@ def test_a_tree_drafts_all_its_tokens_whatever_k_is(context):
 def test_the_best_tree_over_offsets_is_that_of_the_targets_own_texts(
     context, stored, parallel_draft, monkeypatch, capsys
 ):
-    """The draft has the target's weights, so the first offset is always right, and a second child is never accepted."""
+    """The draft has the target's weights, so its most probable first token is always right, and its second never."""
     clock = itertools.count()
     # every pass takes the same time, so only the number of accepted tokens matters
     monkeypatch.setattr(context, "clock", lambda: float(next(clock)))
@@ -249,7 +249,7 @@ def test_the_rules_are_offered():
 
 
 def test_layers_are_replayed_and_what_cannot_be_replayed_is_refused(family_dirs, stored, tmp_path):
-    """With all layers, the draft is the target, so replay expects that all tokens of greedy texts are accepted."""
+    """With all layers, the draft equals the target, so replay accepts all tokens of greedy texts."""
     asked: dict[str, Any] = {
         "directory": stored,
         "target": str(family_dirs["llama"]),

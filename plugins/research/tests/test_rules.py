@@ -1,4 +1,4 @@
-"""The verify rules for token trees emit the target's distribution, as an enumeration of all outcomes shows."""
+"""The verify rules for token trees emit the target's distribution. The tests enumerate all outcomes."""
 
 import itertools
 
@@ -59,7 +59,7 @@ def test_what_is_emitted_is_the_targets(name):
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(st.lists(probabilities(3), min_size=6, max_size=6))
 def test_what_is_emitted_is_the_targets_whatever_has_no_chance(name, rows):
-    """The distributions of target and draft may have zeros or be one-hot."""
+    """The random distributions of target and draft include zeros and one-hot distributions."""
     rule, drafting, parents = LOSSLESS[name]
     assert error(table(rows[:3]), drafting(table(rows[3:]), parents), rule) < 1e-12
 
@@ -82,7 +82,7 @@ def test_six_tokens_three_drafts(rule, drafting):
 
 
 def test_one_child_is_leviathans_rule():
-    """With the same uniform draws, the verdict is that of the vectorised rule that the engine runs."""
+    """With the same uniform draws, the result equals that of verify(), the vectorised rule of the engine."""
     rng = torch.Generator().manual_seed(1)
     for _ in range(50):
         p = torch.rand(4, 5, generator=rng).softmax(-1)
@@ -95,7 +95,7 @@ def test_one_child_is_leviathans_rule():
 
 
 def without_replacement_one_q(q: Table, parents):
-    """Draw children without replacement, but claim that each was drawn from q, as a wrong control."""
+    """Draw children without replacement, but report q as if each were drawn independently: a wrong draft."""
 
     def drafting(chance) -> Tokens:
         tokens = distinct(q, parents)(chance)
@@ -105,7 +105,7 @@ def without_replacement_one_q(q: Table, parents):
 
 
 def siblings_against_p(p: Tensor, tokens: Tokens, chance) -> Verdict:
-    """Verify every sibling against p itself in place of the residual, as a wrong control."""
+    """Verify every sibling against p itself instead of the residual: a wrong rule that the test must detect."""
     for child in tokens.children(0):
         assert tokens.q is not None
         if chance.coin(p[0, tokens.ids[child]] / tokens.q[child, tokens.ids[child]]):

@@ -1,1 +1,1 @@
-"""The drafters themselves, which need torch. The modules one folder above declare their options."""
+"""The drafters, which need torch. The modules of draftlab_research declare their options."""

@@ -1,4 +1,7 @@
-"""Drafting as long as it pays, and the recorded steps from which that is learnt. B rows, V vocab."""
+"""Drafters that follow a Policy, and the recording of the steps from which the policy is learnt.
+
+B rows (texts of a batch), K drafted tokens, V vocab.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -18,17 +21,17 @@ from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.stops import StoppingSampler
 from draftlab_research.policy import Policy, Steps
 
-LENGTH = 64  # tokens that the target adds to each prompt of the calibration
+LENGTH = 64  # most tokens that the target adds to each recorded prompt; 4 K if that is more
 
-Stoppable: TypeAlias = ModelDrafter | EagleDrafter  # their sampler may end a draft
+Stoppable: TypeAlias = ModelDrafter | EagleDrafter  # drafters whose sampler may end a draft
 
 
 class Recorder(Sampler):
-    """Samples, and records the draft's largest probability at temperature 1 for each token."""
+    """A Sampler that records the draft's largest probability, at temperature 1, for each drafted token. B is 1."""
 
     def __init__(self, sampling: SamplingParams, vocab: int | None) -> None:
         super().__init__(sampling, vocab)
-        self.confidence: list[float] = []  # of every token that was drafted, for a single row
+        self.confidence: list[float] = []  # one number for each drafted token
 
     def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
         self.confidence.append(float(torch.softmax(logits.float(), -1).amax()))
@@ -36,7 +39,7 @@ class Recorder(Sampler):
 
 
 class PolicyStop:
-    """A stop rule: a row stops where one more token does not pay."""
+    """A StopRule by which a row stops when one more drafted token does not pay, see Policy.goes_on."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy, self.alive, self.drafted = policy, np.ones(1), 0
@@ -48,7 +51,7 @@ class PolicyStop:
 
 
 class PolicyLookup(TextDrafter):
-    """Prompt lookup that copies as many tokens as pay. longest: Longest n-gram to match, in tokens."""
+    """Prompt lookup that copies as many tokens as the policy says. longest: Longest n-gram to match, in tokens."""
 
     def __init__(self, policy: Policy, longest: int) -> None:
         self.policy, self.longest = policy, longest
@@ -62,7 +65,10 @@ class PolicyLookup(TextDrafter):
 
 
 class PolicyDraft(Drafter):
-    """A drafter whose drafts end where one more token no longer pays; none at all where no draft pays."""
+    """A drafter that drafts until one more token does not pay. If policy.draft_gain is not positive, it never drafts.
+
+    inner: Drafter that computes the draft.
+    """
 
     def __init__(self, inner: Stoppable, policy: Policy) -> None:
         self.inner, self.policy = inner, policy
@@ -92,15 +98,21 @@ class PolicyDraft(Drafter):
 def recorded(
     context: DrafterContext, drafter: Stoppable, prompts: Sequence[list[int]], k: int, longest: int
 ) -> tuple[Steps, float]:
-    """Decode each prompt with K drafted tokens in every step. Return the steps, and the milliseconds of a token.
+    """Decode each prompt with K drafted tokens per step. Return the steps, and the milliseconds per drafted token.
 
-    longest: Longest n-gram that prompt lookup matches.
+    The milliseconds are the median over all steps. Steps near the end of a text, with fewer than K drafted or following
+    tokens, are not returned.
+
+    longest: Longest n-gram that prompt lookup matches, in tokens.
+
+    Raises:
+        UserError: No step has room for K drafted tokens.
     """
     sampling = replace(context.sampling, max_tokens=max(LENGTH, 4 * k), seed=1)
     recorder = Recorder(sampling.unlimited(), drafter.vocab)
     drafter.sampler = lambda *_: recorder
     rows: list[tuple[int, int, int, list[float], int]] = []
-    seconds: list[float] = []  # of a drafted token, by step
+    seconds: list[float] = []  # seconds per drafted token, for each step
     for prompt in prompts:
         recorder.confidence.clear()
         steps = list(
@@ -114,12 +126,12 @@ def recorded(
                 continue
             seconds.append(step.draft_seconds / step.drafted)
             drafted = list(itertools.islice(confidence, step.drafted))
-            # near its end, a text has less room, or fewer tokens to judge by
+            # near the end of a text, the draft is shorter, or fewer than k tokens follow to compare a copy with
             if step.drafted == len(following) == k:
                 rows.append((*_match(before, following, longest), drafted, step.accepted))
     if not rows:
         raise UserError(
-            f"--drafter adaptive: no text of the calibration has room for {k} drafted tokens; lower --k"
+            f"--drafter adaptive: no calibration text has room for {k} drafted tokens; lower --k"
         )
     kind, length, copied, confidence, accepted = (
         np.array(column) for column in zip(*rows, strict=True)
@@ -129,9 +141,11 @@ def recorded(
 
 
 def _match(before: np.ndarray, following: np.ndarray, longest: int) -> tuple[int, int, int]:
-    """Return the kind and length of the match at the end of `before`, and how many tokens of its copy are right.
+    """Return the kind and length of the match at the end of `before`, and the number of right tokens in its copy.
 
-    following: The tokens that a copy should have, [K].
+    Only tokens before the first wrong token count. Without a match, all three numbers are 0.
+
+    following: The tokens that the text has after `before`, [K].
     """
     match = latest_match(before, longest)
     if match is None:

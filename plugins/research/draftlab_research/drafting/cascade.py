@@ -1,6 +1,6 @@
 """A draft model that verifies the tokens of a cheaper drafter.
 
-B rows, K drafted tokens, V vocab.
+B rows (texts of a batch), K drafted tokens, V vocab.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,11 @@ from draftlab.sampling import SamplingParams
 
 
 class CascadeDrafter(ModelDrafter):
-    """A drafter in which a cheaper drafter drafts for a draft model (Spector and Re 2023, 2308.04623).
+    """A draft model that decodes speculatively with a cheaper, inner drafter (Spector and Re 2023, 2308.04623).
 
     The drafted tokens are samples of the draft model, so the target verifies them with the draft model's q.
+
+    inner_tokens: Number of tokens that the inner drafter drafts for each pass of the draft model.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class CascadeDrafter(ModelDrafter):
         draws = self._draws(uniform)  # [B, K, 2 inner_tokens + 1]
         while min(done := list(map(len, tokens)), default=count) < count:
             u = draws[torch.arange(len(done)), [min(n, count - 1) for n in done]]
-            # a row with enough tokens is read without its drafted tokens, so that it stays within the cache
+            # a row that already has `count` tokens is fed without them, so that it stays within the cache
             so_far = [
                 text + (more if len(more) < count else [])
                 for text, more in zip(texts, tokens, strict=True)
@@ -72,7 +74,9 @@ class CascadeDrafter(ModelDrafter):
     def _draws(self, uniform: Tensor) -> Tensor:
         """Return 2 inner_tokens + 1 uniform draws for each row and drafted position, [B, K, 2 inner_tokens + 1].
 
-        The first draw of a row in `uniform` seeds the row's draws.
+        The first draw of each row of `uniform` seeds the generator of that row.
+
+        uniform: Uniform draws in [0, 1), [B, K].
         """
         width = 2 * self.inner_tokens + 1
         draws = [

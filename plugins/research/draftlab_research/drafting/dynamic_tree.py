@@ -1,9 +1,9 @@
-"""EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858), which has the paths that the draft considers most probable.
+"""EAGLE-2's dynamic tree (Li et al. 2024, 2406.16858): the tokens whose paths are most probable under the draft.
 
-B rows, N drafted tokens, M candidates, V vocab. The value of a token is the product of the draft's probabilities on its
-path. On each level, the draft reads the topk tokens of highest value, and each of these has topk children. The N
-candidates of highest value are drafted. A parent's value is at least that of its child, so these candidates form a
-tree. The tree and its tokens depend only on the text, so q is one-hot, and verification is lossless.
+B rows (texts of a batch), N drafted tokens, M candidates, V vocab. The value of a token is the sum of the draft's
+log-probabilities on its path. On each level, the draft reads the topk candidates of highest value, and each of them has
+topk children. The N candidates of highest value are drafted. A parent's value is at least that of its child, so these
+candidates form a tree. The tree depends only on the text, so q is one-hot, and verification is lossless.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from draftlab_research.rules import recursive
 
 
 class DynamicTreeDrafter(Drafter):
-    """A drafter of dynamic trees. Another drafter of trees computes its logits, level by level."""
+    """A drafter of dynamic trees. A TreeDrafter computes their logits, level by level."""
 
     def __init__(self, reader: TreeDrafter, topk: int, depth: int) -> None:
         """Create the drafter.
 
-        reader: Drafter that computes the logits; the tree of `reader` itself is not used. topk: Number of tokens that
-        are read on each level, and number of children of each. depth: Number of levels.
+        reader: Drafter that computes the logits; its own tree is not used. topk: Number of candidates that are read on
+        each level, and number of children of each of them. depth: Number of levels.
         """
         self.reader, self.topk, self.depth = reader, topk, depth
-        reader.spare = topk * (depth - 1)  # more tokens may be read than are drafted
+        reader.spare = topk * (depth - 1)  # cache positions for all candidates that are read
 
     def reset(self, rows: int, capacity: int) -> None:
         self.reader.reset(rows, capacity)
@@ -42,7 +42,7 @@ class DynamicTreeDrafter(Drafter):
     def propose(
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
-        # [B, tokens read last, V]
+        # [B, candidates read in the last pass, V]
         logits = fit_vocab(self.reader.last_logits(texts), self.reader.vocab)
         rows, value = len(texts), logits.new_zeros(len(texts), 1, dtype=torch.float32)
         number, read = (
@@ -69,16 +69,16 @@ class DynamicTreeDrafter(Drafter):
                 rows, -1
             )
             number, ids = first + chosen, [*ids, *tokens.gather(1, chosen).unbind(1)]
-        # cached positions after the text belong to the tree
+        # drop the cached positions after the text, which hold the tree
         self.reader.cache.used = [len(text) for text in texts]
         tokens, values, number = (torch.cat(part, 1) for part in zip(*levels, strict=True))
         return _most_valuable(tokens, values, number, count)
 
 
 def _most_valuable(tokens: Tensor, values: Tensor, parents: Tensor, count: int) -> Draft:
-    """Return a draft of the `count` candidates of highest value in each row, the highest first.
+    """Return a draft of the `count` candidates of highest value in each row, in descending order of value.
 
-    A row with room for fewer tokens verifies only the first tokens, which form the best tree of that size.
+    If a row has room for fewer tokens, it verifies only the first tokens, which form the best tree of that size.
 
     tokens, values: Token ids and values of the candidates, [B, M] each. parents: Index of each candidate's parent among
     the candidates, counted from 1; 0 is the last token of the text.

@@ -1,6 +1,6 @@
 """An EAGLE-3 head that drafts trees.
 
-B rows, V vocab, D hidden.
+B rows (texts of a batch), V vocab, D hidden.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,7 @@ class EagleTreeDrafter(TreeDrafter):
     def __init__(self, drafter: EagleDrafter, parents: Sequence[int], siblings: Siblings) -> None:
         """Create the drafter.
 
-        drafter: Drafter of chains that feeds the target's states to the head. siblings: How the children of a node are
-        drawn (see TreeDrafter).
+        drafter: Drafter of chains that feeds the target's states to the head. parents, siblings: See TreeDrafter.
         """
         super().__init__(drafter.head, drafter.vocab, parents, siblings)
         self.drafter, self.head = drafter, drafter.head
@@ -47,13 +46,13 @@ class EagleTreeDrafter(TreeDrafter):
         return self.first
 
     def read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: Parents) -> Tensor:
-        """Return the logits after the text and after each drafted token, [B, nodes, V]."""
+        """Run a pass of the head over the drafted tokens. Arguments and result: See TreeDrafter.read."""
         self.cache.used = [len(text) - 1 for text in texts]
         rooted = Tree.from_parents(parents, self.head.device)
-        # the root of the tree already is in the cache
+        # the root of the tree is already in the cache
         tree = Tree(rooted.depth[..., 1:] - 1, rooted.mask[..., 1:, 1:].contiguous())
         rows = torch.arange(len(texts), device=self.head.device).unsqueeze(1)
-        # the head's state at each token's parent
+        # the head's state at the parent of each drafted token, [B, drafted tokens, D]
         beside = self.states[rows, torch.tensor(parents, device=self.head.device)]
         logits, states = self.head.step(
             torch.stack(ids, 1), beside, self.cache, last=len(ids), tree=tree

@@ -6,18 +6,18 @@ from draftlab.model.llama import Llama
 
 
 def skip_layers(target: Llama, keep: Sequence[int]) -> Llama:
-    """Return a model that has only some of the target's layers and shares the target's weights.
+    """Return a model with some of the target's layers, which shares the target's weights.
 
-    keep: Indices of the layers to keep.
+    keep: Indices of the layers to keep, in the order in which the model runs them.
 
     Raises:
         ValueError: `keep` is empty, or the target lacks one of the layers.
     """
     if not keep or not set(keep) <= set(range(target.shape.layers)):
         raise ValueError(
-            f"cannot keep the layers {list(keep)} out of {target.shape.layers}; name one or more that exist"
+            f"cannot keep the layers {list(keep)} out of {target.shape.layers}; name at least one existing layer"
         )
-    model = Llama.__new__(Llama)  # a plain Llama, even if the target is a native model
+    model = Llama.__new__(Llama)  # a plain Llama, even if the target is a NativeLlama
     vars(model).update(vars(target))
     model.shape = target.shape.model_copy(update={"layers": len(keep)})
     model.blocks = [target.blocks[i] for i in keep]

@@ -1,7 +1,8 @@
 """Medusa heads (Cai et al. 2024, 2401.10774), which draft from the target's last hidden state.
 
-B rows, K drafted tokens, N heads, D hidden, V vocab. The target predicts the next token from h. Head k predicts the
-token k positions later: softmax(W_lm (SiLU(W_k h) + h)). W_lm is the target's LM head, so a head adds only W_k.
+B rows (texts of a batch), K drafted tokens, N heads, D hidden, V vocab. From its last hidden state h, the target
+predicts the next token. Head k predicts the token k positions after that token: softmax(W_lm (SiLU(W_k h) + h)). W_lm
+is the target's LM head, so a head adds only W_k.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,10 @@ WEIGHTS = "heads.safetensors"
 
 
 class Manifest(FileModel):
-    """The content of medusa.json: number and size of the heads, and the fingerprint of the target."""
+    """The content of medusa.json.
+
+    heads: Number of heads. hidden: D. target: Fingerprint of the target.
+    """
 
     heads: int = Field(ge=1, le=1000)
     hidden: int = Field(ge=1, le=1 << 24)
@@ -36,10 +40,10 @@ class Manifest(FileModel):
 
 
 class MedusaDrafter(Drafter):
-    """A drafter that computes the tokens of all Medusa heads in one matrix product, as a chain or as a tree.
+    """A drafter that drafts a chain or a tree with Medusa heads, without a pass of a draft model.
 
-    All tokens on a level of a tree have the same distribution. No drafted token depends on the drafted tokens before
-    it, so the verify rules for chains and trees apply with the heads' distributions.
+    Head k gives the logits of the k-th token of a chain, or of all tokens on level k of a tree. These logits do not
+    depend on drafted tokens. The verify rules for chains and trees apply with the heads' distributions as q.
     """
 
     def __init__(
@@ -51,8 +55,8 @@ class MedusaDrafter(Drafter):
     ) -> None:
         """Create the drafter.
 
-        heads: Weight of each head, [N, D, D]. parents: Parent of each node of a tree (see TreeDrafter). None drafts a
-        chain. siblings: How the children of a node are drawn (see TreeDrafter).
+        heads: Weights W_k of the heads, [N, D, D]. parents, siblings: See TreeDrafter. Without parents, the drafter
+        drafts a chain.
         """
         self.target, self.heads = target, heads.to(target.embed)
         self.parents = parents
@@ -68,7 +72,7 @@ class MedusaDrafter(Drafter):
     def propose(
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
-        # the target has not read the last token yet, so its last state is that of the token before
+        # the target has not read the last token yet, so its last state belongs to the second-to-last token
         at = [len(text) - 2 for text in texts]
         read = self.states.states[torch.arange(len(at)), at].to(self.heads)
         state = rms_norm(
@@ -90,14 +94,14 @@ class MedusaDrafter(Drafter):
 def apply_heads(hidden: Tensor, heads: Tensor) -> Tensor:
     """Return the inputs of the target's LM head for each Medusa head, [..., N, D].
 
-    hidden: The target's last hidden states, [..., D]. heads: Weight of each head, [N, D, D].
+    hidden: The target's last hidden states, [..., D]. heads: Weights W_k of the heads, [N, D, D].
     """
     product = F.linear(hidden, heads.flatten(0, 1)).unflatten(-1, heads.shape[:2])
     return F.silu(product) + hidden.unsqueeze(-2)
 
 
 def write(folder: Path, heads: Mapping[str, Tensor], target: Path) -> None:
-    """Write the weights of heads, and their manifest, to a folder. heads: Weights in order, [D, D] each."""
+    """Write the weights of heads, and their manifest, to a folder. heads: Weights in the order of k, [D, D] each."""
     save_file(
         {f"{number:02d}": w.contiguous() for number, w in enumerate(heads.values(), 1)},
         folder / WEIGHTS,
@@ -108,10 +112,10 @@ def write(folder: Path, heads: Mapping[str, Tensor], target: Path) -> None:
 
 
 def read(folder: Path, target: Path) -> Tensor:
-    """Read the weights of all heads in a folder, [N, D, D].
+    """Return the weights of all heads in a folder, [N, D, D].
 
     Raises:
-        UserError: There are no heads, a file is damaged, or the heads belong to another target.
+        UserError: The folder has no heads, a file is damaged, or the heads were trained for another target.
     """
     missing = next((name for name in (MANIFEST, WEIGHTS) if not (folder / name).is_file()), None)
     if missing is not None:
@@ -129,7 +133,7 @@ def read(folder: Path, target: Path) -> Tensor:
     names = [f"{number:02d}" for number in range(1, manifest.heads + 1)]
     if sorted(weights) != sorted(names) or [tuple(w.shape) for w in weights.values()] != shapes:
         raise UserError(
-            f"{folder / WEIGHTS} does not have the {manifest.heads} heads that {MANIFEST} names; train the heads again"
+            f"{folder / WEIGHTS} does not have the {manifest.heads} heads of {MANIFEST}; train the heads again"
         )
     for name, tensor in weights.items():
         check_weight(tensor, name, folder)

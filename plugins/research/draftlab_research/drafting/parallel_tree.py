@@ -1,6 +1,6 @@
 """A parallel draft that drafts trees.
 
-B rows, V vocab.
+B rows (texts of a batch), V vocab.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from draftlab_research.drafting.tree import Siblings, TreeDrafter, draft_levels
 
 
 class ParallelTreeDrafter(TreeDrafter):
-    """A parallel draft that drafts a tree of fixed shape. All nodes of a level have the same distribution."""
+    """A parallel draft that drafts a tree of fixed shape in one pass. Tokens of a level come from the same logits."""
 
     def __init__(
         self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings
     ) -> None:
-        """Create the drafter. Raises UserError: the model is not a parallel draft."""
+        """Create the drafter. Arguments: See TreeDrafter. Raises UserError: the model is not a parallel draft."""
         super().__init__(model, vocab, parents, siblings)
         self.token = mask_token(model)
 

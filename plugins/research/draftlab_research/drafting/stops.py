@@ -1,6 +1,6 @@
 """Draft models that end a draft early.
 
-B rows, V vocab.
+B rows (texts of a batch), V vocab.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +12,12 @@ from draftlab.engine.generate import Draft, ModelDrafter, Sampler
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
 
-# a function from the draft's probabilities at temperature 1, [B, V], to whether each row stops, [B]
+# a function that takes the draft's probabilities at temperature 1, [B, V], and returns whether each row stops, [B]
 StopRule = Callable[[Tensor], Tensor]
 
 
 def confidence_below(threshold: float) -> StopRule:
-    """Return a rule that stops if the largest probability is below the threshold.
+    """Return a rule that stops a row if the largest probability of its draft is below the threshold.
 
     transformers does the same with assistant_confidence_threshold.
     """
@@ -25,17 +25,17 @@ def confidence_below(threshold: float) -> StopRule:
 
 
 def entropy_above(nats: float) -> StopRule:
-    """Return a rule that stops if the draft's entropy is above a number of nats.
+    """Return a rule that stops a row if the entropy of its draft is above `nats`.
 
-    Entropy bounds the acceptance rate (SVIP, 2411.18462).
+    The entropy bounds the acceptance rate (SVIP, 2411.18462).
     """
     return lambda p: torch.special.entr(p).sum(-1) > nats
 
 
 class ConfidenceStopDrafter(ModelDrafter):
-    """A draft model that ends its draft after the first token at which a rule stops.
+    """A draft model that ends the draft of a row after the first token at which a StopRule stops it.
 
-    This token stays in the draft, because dropping tokens by their probability would bias the output.
+    The draft keeps this token, because dropping tokens by their probability would bias the output.
     """
 
     def __init__(self, model: Decoder, vocab: int | None, stops: StopRule) -> None:
@@ -47,13 +47,13 @@ class ConfidenceStopDrafter(ModelDrafter):
     ) -> Draft:
         logits = self.last_logits(texts)[:, -1]
         stopping = StoppingSampler(sampling.unlimited(), self.vocab, self.stops)
-        # pass by pass, because one CUDA graph of all passes could not stop
+        # Decoder.draft runs pass by pass; a CUDA graph of all passes could not stop early
         self.drafted, q = Decoder.draft(self.model, logits, self.cache, uniform, stopping)
         return Draft(ids=self.drafted, q=q, counts=stopping.counts)
 
 
 class StoppingSampler(Sampler):
-    """Ends the draft when all rows have stopped."""
+    """A Sampler that ends the draft of the batch when all rows have stopped."""
 
     def __init__(self, sampling: SamplingParams, vocab: int | None, stops: StopRule) -> None:
         super().__init__(sampling, vocab)
@@ -68,5 +68,5 @@ class StoppingSampler(Sampler):
 
     @property
     def counts(self) -> list[int]:
-        """Return the number of drafted tokens of each row, [B]."""
+        """Return the number of drafted tokens of each row, [B]. It includes the token at which the row stopped."""
         return torch.stack([row.to(self.active.device) for row in self.drafted]).sum(0).tolist()

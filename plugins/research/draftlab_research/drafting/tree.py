@@ -1,7 +1,7 @@
 """Token trees that a model drafts level by level, and the search for the fastest tree.
 
-B rows, N drafted tokens, V vocab. As in generate.Draft, `parents` has the node that each drafted token follows. Node 0
-is the last token of the text.
+B rows (texts of a batch), N drafted tokens, V vocab. As in generate.Draft, `parents` holds the parent node of each
+drafted token. Node 0 is the last token of the text, and node i + 1 is drafted token i.
 """
 
 import heapq
@@ -21,16 +21,17 @@ from draftlab.sampling import SamplingParams
 from draftlab_research.rules import recursive
 
 Siblings = Literal["top", "sampled", "distinct"]
-# maps a path, as ranks in the draft's distributions, to the share of positions with these as the target's next tokens
+# A path is given by the rank of each token in the draft's distribution, 0 for the most probable token. The function
+# returns its share: the fraction of positions at which the target's next tokens have these ranks.
 PathShare = Callable[[tuple[int, ...]], float]
 
 
 class TreeDrafter(ModelDrafter):
     """A draft model that drafts a tree of fixed shape, with one pass per level.
 
-    parents: Node that each drafted token follows, level by level; node 0 is the last token of the text. siblings: How
-    the children of a node are drawn: independently (sampled), without replacement (distinct), or the most probable
-    tokens (top), which greedy decoding always takes. spare: Number of cache slots beyond the text and the tree.
+    parents: Parent node of each drafted token, level by level. siblings: How the children of a node are chosen: drawn
+    independently (sampled), drawn without replacement (distinct), or the most probable tokens (top). Greedy decoding
+    always takes the most probable tokens. spare: Number of cache positions of each row beyond the text and the tree.
     """
 
     spare = 0
@@ -65,7 +66,7 @@ class TreeDrafter(ModelDrafter):
                 )
                 ids.append(child)
                 q += [] if drawn_from is None else [drawn_from]
-        # cached positions after the text belong to the tree
+        # drop the cached positions after the text, which hold the tree
         self.cache.used = [len(text) for text in texts]
         return Draft(
             ids=torch.stack(ids, 1),
@@ -76,7 +77,10 @@ class TreeDrafter(ModelDrafter):
         )
 
     def read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: Parents) -> Tensor:
-        """Return the logits after the text and after each drafted token, [B, nodes, V]."""
+        """Run a pass over the tree. Return the logits after the text and after each drafted token, [B, nodes, V].
+
+        ids: Tokens drafted so far, [B] each. parents: Parent node of each drafted token.
+        """
         last = staged([text[-1] for text in texts], self.model.device)
         fed = torch.stack([last, *ids], 1)
         if self.own_vocab is not None:
@@ -93,9 +97,11 @@ def draw_child(
     sampling: SamplingParams,
     uniform: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the next child of a node, [B], and the distribution that it was drawn from, [B, V], or None if not drawn.
+    """Return the next child of a node, [B], and the distribution q, [B, V], that it was drawn from.
 
-    logits: Logits after the node, [B, V]. elder: Children of the node so far, [B] each. uniform: Uniform draws, [B].
+    q is None if the child is the next most probable token, as in greedy decoding.
+
+    logits: Logits after the node, [B, V]. elder: Earlier children of the node, [B] each. uniform: Uniform draws, [B].
     """
     if sampling.temperature == 0 or siblings == "top":
         return logits.topk(len(elder) + 1).indices[:, -1], None
@@ -104,7 +110,7 @@ def draw_child(
         for sibling in elder:
             q = q.scatter(1, sibling.unsqueeze(1), 0)
         total = q.sum(1, keepdim=True)
-        # if no token is left to draw, any distribution will do
+        # if no token is left to draw, q is uniform; any distribution would do
         q = torch.where(total > 0, q / total, 1 / q.shape[1])
     return draw(q, uniform.to(q.device)), q
 
@@ -116,7 +122,10 @@ def draft_levels(
     sampling: SamplingParams,
     uniform: Tensor,
 ) -> Draft:
-    """Draft a tree in which all tokens of a level have the same distribution. logits: One per level, [B, levels, V]."""
+    """Draft a tree in which all tokens of a level come from the same logits.
+
+    logits: Logits of each level, [B, levels, V].
+    """
     ids: list[Tensor] = []
     q: list[Tensor] = []
     for token, level in enumerate(node_depths(parents)):
@@ -155,28 +164,28 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 
 
 def independent(ranked: Sequence[float]) -> PathShare:
-    """Return a function from a path to its share, as if ranks did not depend on earlier tokens (Sequoia, 2402.12374).
+    """Return a PathShare that assumes that ranks do not depend on earlier tokens (Sequoia, 2402.12374).
 
-    The share of a path is the share of positions at which the target's next tokens are that path.
-
-    ranked: For each rank, the share of positions at which the target's token has this rank in the draft's distribution.
+    ranked: For each rank, the fraction of positions at which the target's token has this rank in the draft's
+    distribution.
     """
     return lambda path: math.prod(ranked[rank] for rank in path)
 
 
 def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
-    """Return a function from a path to the share of positions at which the target's next tokens are that path.
+    """Return a PathShare that counts whole paths in texts.
 
-    Whole paths are counted, because a parallel draft with a wrong first token has wrong later tokens more often.
+    In a parallel draft, later tokens are wrong more often after a wrong first token, so ranks are not independent.
 
-    texts: Rank of each of a text's n tokens in the draft's distributions, with a column for each offset, [n, K].
+    texts: Rank of each of a text's n tokens in the draft's distributions, with a column for each offset, [n, offsets].
+    depth: Length of the longest counted paths, at most the number of offsets. Longer paths have the share 0.
     """
     paths = []
     for ranks in texts:
         # paths do not extend beyond the end of a text
         ahead = np.pad(ranks, [(0, depth), (0, 0)], constant_values=-1)
         paths.append(np.stack([ahead[age : age + len(ranks), age] for age in range(depth)], 1))
-    starts = np.concatenate(paths)  # [N, depth]
+    starts = np.concatenate(paths)  # [positions, depth]
     shares: dict[tuple[int, ...], float] = {}
     for level in range(1, depth + 1):
         prefixes, counts = np.unique(starts[:, :level], axis=0, return_counts=True)
@@ -189,11 +198,11 @@ def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
 def best_tree(
     share: PathShare, siblings: int, nodes: int, depth: int
 ) -> tuple[tuple[int, ...], float]:
-    """Return the tree with the most expected tokens per pass, and that number of tokens.
+    """Return the parents of the tree with the most expected tokens per target pass, and that number of tokens.
 
-    The tree has at most `nodes` nodes, `siblings` children per node and `depth` levels. share(path) is the share of
-    positions at which the target's next tokens are that path. The best tree consists of the paths with the largest
-    shares; Sequoia's dynamic program finds the same tree.
+    The number includes the token of the target. The tree has at most `nodes` drafted tokens, `siblings` children per
+    node and `depth` levels. It consists of the paths with the largest shares. Sequoia's dynamic program finds the same
+    tree.
     """
     queue: list[tuple[float, tuple[int, ...]]] = [(-share((0,)), (0,))]
     chosen: list[tuple[int, ...]] = []
@@ -219,11 +228,11 @@ def fastest_tree(
     nodes: int,
     depth: int,
 ) -> tuple[tuple[int, ...], float]:
-    """Return the tree with the most expected tokens per millisecond, and that speed.
+    """Return the parents of the tree with the most expected tokens per millisecond, and that speed (Sequoia).
 
-    The tree has at most `nodes` nodes, `siblings` children per node and `depth` levels. share: As in best_tree.
-    step_ms: Function from a tree's depth, number of nodes and expected tokens per pass to the milliseconds of drafting
-    and verifying the tree (Sequoia).
+    The tree has at most `nodes` drafted tokens, `siblings` children per node and `depth` levels. step_ms: Function from
+    a tree's depth, number of drafted tokens and expected tokens per target pass to the milliseconds of drafting and
+    verifying the tree.
     """
     trees = [
         best_tree(share, siblings, n, d)

@@ -222,3 +222,9 @@ def test_a_long_text_file_is_split_at_lines_that_look_blank_or_at_any(between, t
     assert len(found) > 20
     assert max(len(d.text) for d in found) < 5000
     assert [line for d in found for line in d.text.split("\n") if line] == lines
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "1e999", "much"])
+def test_weights_of_a_mixture_are_finite_and_above_zero(weight):
+    with raises_option(weight):
+        sources.parse_mixture(f"stdlib=0.5,packages={weight}")

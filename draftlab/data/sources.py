@@ -11,6 +11,7 @@ domains. ``SET#COLUMN`` is the mixture of all domains, weighted by their shares 
 
 import functools
 import hashlib
+import math
 import re
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -82,9 +83,9 @@ def parse_mixture(spec: str) -> dict[str, float]:
             raise UserError(
                 f"data {spec!r}: weight {weight!r} of {name!r} is not a number"
             ) from None
-        if not name or weights[name] <= 0:
+        if not name or not 0 < weights[name] < math.inf:
             raise UserError(
-                f"data {spec!r}: write SOURCE or SOURCE=WEIGHT with a weight above 0, not {part!r}"
+                f"data {spec!r}: write SOURCE or SOURCE=WEIGHT with a finite weight above 0, not {part!r}"
             )
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}

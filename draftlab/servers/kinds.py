@@ -295,7 +295,7 @@ class ServerKind:
     # kinds of drafts for which the server can change K with the number of requests
     changes_k: ClassVar[frozenset[DraftKind]] = frozenset()
 
-    # acceptance rules by variant, as in --server-rule NAME:VARIANT; "" is the default variant
+    # acceptance rules by variant, as in --server-rule NAME-VARIANT; "" is the default variant
     rules: ClassVar[Mapping[str, Acceptance]] = {}
     script_rule: ClassVar[str] = ""  # variant in `rules` that the script starts
 

@@ -315,7 +315,7 @@ class _Objective:
     def _dense(
         self, log_q: Tensor, log_p: Tensor, whole: bool
     ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return the divergence, a list of acceptance, slack and agreement, and the divergence's gradient by the logits.
+        """Return the divergence, a list of acceptance, slack and agreement, and the gradient by the logits.
 
         whole: Whether log_p covers all V ids. If False, it covers only the S ids of a trimmed head.
         """

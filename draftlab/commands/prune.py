@@ -352,10 +352,13 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
         "layers": layers,
     }
     if (agreement := pruned.agreement) is not None:
+        counted = ""
+        if agreement.predictable < agreement.tokens:
+            counted = f" over the {agreement.predictable:,} tokens that its lm_head predicts"
         lines.append(
             f"against the source on {agreement.tokens:,} tokens: held-out acceptance {agreement.acceptance:.3f}, "
             f"top-1 {agreement.top1:.3f}, cross-entropy {agreement.cross_entropy:.3f} "
-            f"(source {agreement.source_cross_entropy:.3f})"
+            f"(source {agreement.source_cross_entropy:.3f}){counted}"
         )
         data["acceptance"] = agreement.acceptance
     config = output.config

@@ -78,7 +78,7 @@ def test_steps_without_names_of_outputs_and_drafts_are_found_again(
     monkeypatch.chdir(tmp_path)
     write_workspace(family_dirs["llama"], write_functions(tmp_path / "text.txt", 60, 8))
     few = {"steps": 1, "batch_size": 2, "seq_len": 32}
-    prune = {"prune": {"layers": 2, "calibration_tokens": 64}}
+    prune = {"prune": {"layers": 2, "calibration_tokens": 64, "seq_len": 64}}
     recipe = write(tmp_path / "r.yaml", prune, {"distill": few})
 
     def made():

@@ -189,6 +189,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
             not work with several processes or with this lm_head.
     """
     from draftlab.model import checkpoint
+    from draftlab.model.hf_files import check_length
     from draftlab.pruning.masks.training import MaskTraining
     from draftlab.pruning.refit import REFITS
     from draftlab.pruning.run import Prune, Text
@@ -236,6 +237,9 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
                 check_tokenizer(manifest, source.directory)
     if config.outputs is None or config.method == "masks":
         check_data(config.data, weights)
+    if source is not None:
+        with about("--seq-len"):
+            check_length(source.directory, config.seq_len)
     head = "" if config.vocab is None else f"-v{config.vocab}"
     text = fill(Text, config, tokens=config.calibration_tokens)
     training = None
@@ -352,10 +356,13 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
         "layers": layers,
     }
     if (agreement := pruned.agreement) is not None:
+        counted = ""
+        if agreement.predictable < agreement.tokens:
+            counted = f" over the {agreement.predictable:,} tokens that its lm_head predicts"
         lines.append(
             f"against the source on {agreement.tokens:,} tokens: held-out acceptance {agreement.acceptance:.3f}, "
             f"top-1 {agreement.top1:.3f}, cross-entropy {agreement.cross_entropy:.3f} "
-            f"(source {agreement.source_cross_entropy:.3f})"
+            f"(source {agreement.source_cross_entropy:.3f}){counted}"
         )
         data["acceptance"] = agreement.acceptance
     config = output.config

@@ -210,7 +210,8 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
         ),
         Only(
             ("target", "device_map"),
-            lambda c: c.reads_target,
+            # a draft that an earlier step of a recipe will make may be a head
+            lambda c: c.reads_target or not all(Path(name).exists() for name in c.draft),
             "leave it out: none of these drafters reads the target's hidden states",
         ),
     )

@@ -57,14 +57,16 @@ class Agreement:
     """How well a draft agrees with its source on held-out text, as means over the tokens.
 
     Attributes:
-        source_cross_entropy: Cross-entropy of the source in nats per token.
-        cross_entropy: Cross-entropy of the draft in nats per token. Tokens that a trimmed head lacks count as 0 nats.
+        predictable: Number of tokens whose ids the draft's head has. It equals `tokens` unless the head is trimmed.
+        source_cross_entropy: Cross-entropy of the source in nats per predictable token.
+        cross_entropy: Cross-entropy of the draft in nats per predictable token.
         acceptance: Mean probability that the source accepts a token of the draft: the sum of min(p, q) over the
             vocabulary, with p of the source and q of the draft.
         top1: Share of tokens at which both models have the same argmax.
     """
 
     tokens: int
+    predictable: int
     source_cross_entropy: float
     cross_entropy: float
     acceptance: float
@@ -293,23 +295,28 @@ def _agreement(
         rows: For each chunk, the logits of source and draft, [1, T, V] each, and the token ids, [1, T + 1].
         head_ids: Token ids of the draft's trimmed head. None for a complete head.
     """
-    sums, tokens = torch.zeros(4, dtype=torch.float64), 0
+    sums, tokens, predictable = torch.zeros(4, dtype=torch.float64), 0, 0
     for source, draft, ids in rows:
         if head_ids is not None:
             draft = only(draft, torch.tensor(head_ids, device=draft.device))
         log_p, log_q = source[0].float().log_softmax(-1), draft[0].float().log_softmax(-1)
         targets = ids[0, 1:, None].to(log_p.device)
+        text_p, text_q = log_p.gather(1, targets), log_q.gather(1, targets)
+        inside = text_q > -torch.inf
         terms = [
-            -log_p.gather(1, targets).sum(),
-            (-log_q.gather(1, targets)).nan_to_num(posinf=0).sum(),
+            -text_p[inside].sum(),
+            -text_q[inside].sum(),
             torch.minimum(log_p, log_q).exp().sum(),
             (log_p.argmax(-1) == log_q.argmax(-1)).sum(),
         ]
         sums += torch.stack(terms).cpu()
         tokens += len(targets)
-    source_ce, draft_ce, acceptance, top1 = (sums / tokens).tolist()
+        predictable += int(inside.sum())
+    source_ce, draft_ce = (sums[:2] / max(1, predictable)).tolist()
+    acceptance, top1 = (sums[2:] / tokens).tolist()
     return Agreement(
         tokens=tokens,
+        predictable=predictable,
         source_cross_entropy=source_ce,
         cross_entropy=draft_ce,
         acceptance=acceptance,

@@ -24,6 +24,7 @@ from draftlab.latency.predict import best_k
 from draftlab.latency.scaling_law import ScalingLaw, read_law
 from draftlab.latency.workload import Workload, workload_of_replay
 from draftlab.model import hub
+from draftlab.model.hf_files import max_model_len
 from draftlab.model.shape import Shape, resolve, write_shape_file
 from draftlab.output import Output
 from draftlab.results.ranking import rank
@@ -348,7 +349,7 @@ class Searcher:
             vocab=shape.draft_vocab,
             **self.wanted.text,
             calibration_tokens=CALIBRATION_TOKENS,
-            seq_len=SEQ_LEN,
+            seq_len=min(SEQ_LEN, max_model_len(self.wanted.source)),
             scores_cache=self.steps.folder / "calibration.safetensors",
         )
 

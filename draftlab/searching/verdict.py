@@ -301,7 +301,7 @@ def would_change(
                 f"{trained.label} gives {trained.tokens_per_pass:.2f} tokens per target pass at K = {trained.k}, "
                 f"but needs {needed:.2f} to break even after the first token; drafting takes {share:.0%} of that time"
             )
-    if any("minutes" in reason for reason in left_out.values()):
+    if any("--minutes" in reason for reason in left_out.values()):
         changes.append("more --minutes, because some candidates were not tried")
     return changes or [
         "prompts whose answers repeat parts of the prompt, or a larger target, for which a draft costs relatively less"

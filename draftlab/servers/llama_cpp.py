@@ -153,9 +153,14 @@ class LlamaCpp(ServerKind):
         for seed, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
             sampling = SamplingParams(max_tokens=limit, temperature=temperature, seed=seed)
             written.append(server.generate_ids(prompt, sampling)[0])
-        counters = server.grown(before)
+        accepted = sum(server.grown(before).num_accepted_tokens_per_pos)
         tokens = sum(len(ids) - 1 for ids in written)
-        return written, tokens / (tokens - sum(counters.num_accepted_tokens_per_pos))
+        if accepted >= tokens:  # every target pass adds a token of its own
+            raise UserError(
+                f"the server's counters contradict its answers: {accepted:g} drafted tokens were accepted, but the "
+                f"answers have {tokens} tokens after their first tokens; try another version of llama.cpp"
+            )
+        return written, tokens / (tokens - accepted)
 
     def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> tuple[str, int | None]:
         return page.get("build_info", "unknown"), page.get("default_generation_settings", {}).get(

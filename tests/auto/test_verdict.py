@@ -8,7 +8,7 @@ from test_report import PROMPTS, change, score, speculative
 from draftlab.config.kinds import parse_drafter
 from draftlab.drafters.fallback import FallbackSpec
 from draftlab.intervals import Interval
-from draftlab.searching.verdict import REACHED, Arm, judged, training_ceiling
+from draftlab.searching.verdict import REACHED, Arm, judged, training_ceiling, would_change
 
 
 def gain(value: float, half: float = 0.05) -> Interval:
@@ -54,6 +54,18 @@ def test_others_are_trained_if_the_ceiling_is_above_the_noise(measured, cheaper,
         assert found.speedup == pytest.approx(measured.speedup_value(4) * series)
     assert measured.speedup(4).as_speedup() in found.text(60)
     assert ("hours" in found.text(60)) == trains
+
+
+@pytest.mark.parametrize(
+    ("reason", "helps"),
+    [
+        ("the time is too short; --minutes 90 would try all candidates", True),
+        ("the target cannot be pruned: models/minutes-of-meetings is not LLaMA-like", False),
+    ],
+)
+def test_more_time_is_advised_only_if_a_candidate_lacked_time(reason, helps):
+    changes = would_change([], {1: {}}, {"draft": reason})
+    assert any("--minutes" in each for each in changes) == helps
 
 
 def test_candidates_have_the_names_of_their_scores():

@@ -44,6 +44,15 @@ def test_shipped_recipes_are_valid_and_name_files_that_exist(path, monkeypatch):
                 assert name in made | KNOWN or Path(name).exists(), (step.command.name, key, name)
 
 
+def test_a_head_that_an_earlier_step_will_make_is_replayed_with_its_target(tmp_path):
+    head, outputs = str(tmp_path / "head"), str(tmp_path / "outputs")
+    distill = {"student": "eagle", "target": "tiny", "out": head}
+    replay = {"directory": outputs, "draft": [head], "target": "tiny", "out": str(tmp_path / "out")}
+    recipe = write(tmp_path / "r.yaml", {"distill": distill}, {"replay": replay})
+    shown = run(recipe=recipe, plan_only=True).show
+    assert shown == [f"distill {head}: to do", f"replay {tmp_path / 'out'}: to do"]
+
+
 def test_finished_steps_are_skipped_until_their_inputs_or_arguments_change(tmp_path, family_dirs):
     source = shutil.copytree(family_dirs["llama"], tmp_path / "source")
     options = {"source": str(source), "data": write_functions(tmp_path / "text.txt", 60, 40)}
@@ -78,7 +87,7 @@ def test_steps_without_names_of_outputs_and_drafts_are_found_again(
     monkeypatch.chdir(tmp_path)
     write_workspace(family_dirs["llama"], write_functions(tmp_path / "text.txt", 60, 8))
     few = {"steps": 1, "batch_size": 2, "seq_len": 32}
-    prune = {"prune": {"layers": 2, "calibration_tokens": 64}}
+    prune = {"prune": {"layers": 2, "calibration_tokens": 64, "seq_len": 64}}
     recipe = write(tmp_path / "r.yaml", prune, {"distill": few})
 
     def made():

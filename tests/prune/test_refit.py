@@ -14,7 +14,7 @@ from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
 from draftlab.pruning.cut import Cut, Rotated, Untied, keep_all
 from draftlab.pruning.importance import calibrate
-from draftlab.pruning.refit import Lockstep, Refit, _fit_matrix, ridge_solve
+from draftlab.pruning.refit import Lockstep, Refit, _agreement, _fit_matrix, ridge_solve
 from draftlab.pruning.walk import Walk
 
 CPU = torch.device("cpu")
@@ -215,3 +215,17 @@ def refitted(lockstep: Lockstep, rows: Tensor, calibration: int) -> dict[str, Te
     """Return the tensors of a draft, fitted on the first rows and compared on the others."""
     fit, held_out = rows[:calibration, None, :-1], rows[calibration:, None]
     return dict(lockstep.tensors([*fit], [*held_out], print))
+
+
+def test_both_cross_entropies_are_means_over_the_tokens_that_a_trimmed_head_has():
+    rng = torch.Generator().manual_seed(3)
+    source, draft = (torch.randn(1, 6, 8, generator=rng) for _ in range(2))
+    ids, head = torch.tensor([[0, 1, 7, 3, 6, 2, 1]]), [0, 1, 2, 3]
+    agreement = _agreement(iter([(source, draft, ids)]), head)
+    inside = [i for i, label in enumerate(ids[0, 1:].tolist()) if label in head]
+    labels = ids[0, 1:][inside]
+    wanted = nn.functional.cross_entropy(draft[0, inside, :4], labels)
+    of_source = nn.functional.cross_entropy(source[0, inside], labels)
+    assert (agreement.tokens, agreement.predictable) == (6, 4)
+    assert agreement.cross_entropy == pytest.approx(float(wanted))
+    assert agreement.source_cross_entropy == pytest.approx(float(of_source))

@@ -352,6 +352,23 @@ def test_acceptance_is_what_the_counters_grew_by():
     assert spec_decode_counters({}, of_llama_cpp) == grown
 
 
+@pytest.mark.parametrize("accepted", [1, 5])
+def test_a_llama_cpp_that_accepted_as_many_tokens_as_it_wrote_is_refused(started, accepted):
+    pages = iter([0, accepted])
+
+    def counting(method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path != "/metrics":
+            return llama_cpp(method, path, body)
+        count, name = next(pages), "llamacpp:spec_decode_num_{}_total"
+        lines = [f"{name.format(each)} {count}" for each in ("drafts", "draft_tokens")]
+        position = name.format("accepted_tokens_per_pos") + '{position="0"}'
+        return 200, "\n".join([*lines, f"{position} {count}"])
+
+    server = Server.connect(started(counting))
+    with pytest.raises(UserError):
+        LlamaCpp().served(server, [[1, 2]], [2], 0.0)
+
+
 @contextmanager
 def serving_vllm(directory: Path, *options: object) -> Iterator[Server]:
     """A real vLLM around a checkpoint (docs/servers.md)."""

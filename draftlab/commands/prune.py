@@ -53,7 +53,7 @@ class PruneConfig(OutputConfig):
     )
     shape: Path | None = option(
         None,
-        "Shape file, which sets the layers, width, FFN and parameters.",
+        "Shape file, which sets the numbers of layers, hidden dimensions, FFN neurons and parameters.",
         panel=SHAPE,
         advanced=True,
     )

@@ -171,7 +171,9 @@ class Config(BaseModel):
         try:
             json.dumps(settings, default=str, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"{where}{printable(error.object[:200])}: not UTF-8") from None
+            raise UserError(
+                f"{where}the text is not UTF-8: {printable(error.object[:200])}"
+            ) from None
         try:
             return cls(**settings)
         except ValidationError as error:

@@ -52,8 +52,8 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     data: str = shared.data()
     prompt_file: Path | None = option(
         None,
-        "JSON-lines file of prompts, with the key prompt (or messages, turns, text, question) and optionally "
-        "category.",
+        "JSON-lines file of prompts. Each row has a field prompt (or messages, turns, text, question), and optionally "
+        "a field category.",
     )
     chat: shared.ChatMode = shared.chat()
     text: Literal["data", "target"] = option(

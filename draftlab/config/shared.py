@@ -282,7 +282,8 @@ class SamplingSettings(BaseModel):
 def draft_vocab(counted_in: str, **others: Any) -> Any:
     return option(
         None,
-        f"Let the draft propose only this number of token ids, the most frequent in {counted_in}; write 16k or 16384.",
+        f"Trim the draft's vocabulary to this number of token ids, such as 16k or 16384: the most frequent in "
+        f"{counted_in}.",
         typed=str,
         **others,
     )

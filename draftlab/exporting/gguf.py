@@ -339,7 +339,10 @@ def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
 
 
 def _context(directory: Path, config: dict[str, object]) -> int:
-    """Return the context in tokens, at most the sliding window, because the GGUF file describes full attention."""
+    """Return the context in tokens, but at most the model's sliding window.
+
+    The GGUF file describes full attention, which equals the model's attention only up to the window.
+    """
     context, window = (
         checkpoint.max_model_len(directory, DEFAULT_CONTEXT),
         config.get("sliding_window"),

@@ -129,7 +129,9 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
 def convert(source: ImportSource, output: Output) -> None:
     """Convert an import source to a Hugging Face directory. Raises UserError: load raises it."""
     with output.directory() as work:
-        note(f"reading {source.layout.path} for {checkpoint.dtype_name(source.dtype)} weights")
+        note(
+            f"reading {source.layout.path}, to write {checkpoint.dtype_name(source.dtype)} weights"
+        )
         model = load(source)
         # the file's own generation config may fail the validation of transformers
         model.generation_config = GenerationConfig.from_model_config(model.config)

@@ -72,7 +72,7 @@ class Schedule(FileModel):
         )
 
     def verdict(self) -> str:
-        """Return text with the value of vLLM's setting and the batch size above which to serve without a draft."""
+        """Return text with vLLM's setting of K by batch size, and the batch size up to which a draft pays."""
         if self.pays_up_to == 0:
             return f"No draft: with 1 to {self.ranges[-1][1]} streams, no draft is faster than the target alone"
         return f"num_speculative_tokens_per_batch_size {[list(r) for r in self.ranges]} for {self.describe()}"

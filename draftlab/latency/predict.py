@@ -123,8 +123,8 @@ class DraftPrediction:
     Args:
         prediction: Prediction for every K, at the first batch size and the first prompt length.
         best_ks: Best K at every batch size and prompt length.
-        schedule: K by batch size for a server. None without a server, for a parallel draft, and if batch size 1 is the
-            only one.
+        schedule: K by batch size for a server. None if there is no server, if the draft is parallel, or if 1 is the
+            only batch size.
         model: Name and hash of the draft.
     """
 

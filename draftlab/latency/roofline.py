@@ -359,6 +359,6 @@ def _named(name: str, known: dict[str, Named], read: Callable[[Path], Named]) ->
         return known[name]
     if Path(name).suffix not in (".yaml", ".yml"):  # names may contain dots
         raise UserError(
-            f"{name!r} is neither a YAML file nor a name that draftlab knows{did_you_mean(name, known)}"
+            f"{name!r} is neither a YAML file nor a device that draftlab knows{did_you_mean(name, known)}"
         )
     return read(Path(name))

@@ -108,8 +108,8 @@ def find_prompts(
     text = text or default_text
     if text is None:
         raise UserError(
-            f"--prompts: {target.name} has no chat template; name your users' prompts by --prompts FILE, or "
-            "similar text by --data SOURCE"
+            f"--prompts: {target.name} has no chat template, so draftlab's own prompts do not suit it; give your "
+            "users' prompts (--prompts FILE) or similar text (--data SOURCE)"
         )
     hub.check_data(text)
     data.documents(data.first_source(text), "heldout")

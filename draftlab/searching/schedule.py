@@ -31,7 +31,7 @@ MAX_WIDE_SHARE = 1.0
 
 
 class NoCheapShape(UserError):
-    """The error for a search with too few shapes, or in which too few shapes have passes that are fast enough."""
+    """The error for a search that has too few shapes, or too few shapes whose passes are fast enough."""
 
 
 class ShapeTrial(FileModel):

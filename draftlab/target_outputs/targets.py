@@ -165,7 +165,7 @@ class LocalTarget:
         return with_top(outputs, self.score(padded(outputs), k)) if k else outputs
 
     def _score(self, batch: Batch, most: int, k: int) -> StoredLogprobs:
-        """Score a batch whose logits fit into memory. A batch of one row may be longer, and is scored in parts.
+        """Score a batch whose logits fit into memory. Only a batch of one row may be too long; it is scored in parts.
 
         most: Largest number of positions per part.
         """

@@ -131,7 +131,7 @@ class Training:
     def sharded(self) -> bool:
         """Return whether FSDP or DeepSpeed shards the weights.
 
-        Accelerate saves sharded weights in files with pickles.
+        Accelerate saves sharded weights in files with pickles, which are loaded only with --trust-remote-code.
         """
         return self.accelerator.distributed_type in (
             DistributedType.FSDP,

@@ -245,7 +245,10 @@ class EagleHead(StatesStudent):
         return outputs
 
     def features(self, states: Tensor) -> Tensor:
-        """Return the input of fc, [..., A E]: the target's states after the head's norms, or divided by `scale`."""
+        """Return the input of fc, [..., A E], for the states of A layers of the target, of width E each.
+
+        If the head has norms before fc, they are applied to the states. Otherwise the states are divided by `scale`.
+        """
         norms = self.norms_before_fc
         if not norms:
             return states / self.scale

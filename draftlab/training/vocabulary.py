@@ -1,4 +1,7 @@
-"""Give a trained draft as many logits as the target has, or a trimmed head with fewer. V vocab."""
+"""Resize the logits of a trained draft to the target's vocabulary, or give the draft a trimmed head.
+
+V is the number of logits.
+"""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""The drafters, which need torch. The modules of draftlab_research declare their options."""
+"""The drafters, which need torch. Their options are declared in modules of draftlab_research that do not."""

@@ -96,7 +96,8 @@ def schedule(
         UserError: A batch size is outside the profiles.
     """
     chosen, pays = list[int](), list[int]()
-    by_k = {k: steps(works[0], k) for k in (0, *ks)}  # the same for all prompt lengths
+    # the same for all prompt lengths
+    by_k = {k: steps(works[0], k, server) for k in (0, *ks)}
     for batch in range(1, most + 1):
         total, plain = dict.fromkeys(by_k, 0.0), 0.0
         for work in works:

@@ -183,7 +183,7 @@ def predict_draft(
             f"the acceptance was computed with --rule {acceptance.rule}, which {server} does not use; replay with "
             f"--server-rule {server}"
         )
-    by_k = {k: steps(work, k) for k in ks}
+    by_k = {k: steps(work, k, server) for k in ks}
     best_ks: list[BestK] = []
     for batch, prompt in product(batches, prompts):
         plain, ms = total_ms(draft, target, works[prompt], by_k, batch, server)
@@ -250,7 +250,7 @@ def predict(
         )
     costs = step_costs(draft, target, work, max(ks), batch, server)
     plain = plain_ms(costs, work)
-    by_k = {k: steps(work, k) for k in ks}
+    by_k = {k: steps(work, k, server) for k in ks}
     times = [expected_time(costs, work.prompt_tokens, each).total for each in by_k.values()]
     counts = [chain(work.texts, k) for k in ks]
     emitted = np.stack([c.steps + c.accepted for c in counts], 1)
@@ -352,9 +352,8 @@ def _row(
     total = float(time.total.sum())
     drafting = costs.without_turns(at).drafting(k)[min(round(length.value - 1), k - 1), k, 0]
     free = expected_time(replace(costs, share=0.0), prompts, steps_)
-    perfect = expected_time(
-        costs, prompts, steps(work.with_chances(np.ones_like(work.texts.chances)), k)
-    )
+    always = work.with_chances(np.ones_like(work.texts.chances))
+    perfect = expected_time(costs, prompts, steps(always, k, costs.passes.server))
     return KPrediction(
         k=k,
         tokens_per_pass=length,
@@ -386,7 +385,7 @@ def _halved(
     likelier = work.with_chances((1 + work.texts.chances) / 2)
     cases = {
         "draft": (replace(costs, share=0.5), by_k),
-        "acceptance": (costs, {k: steps(likelier, k) for k in by_k}),
+        "acceptance": (costs, {k: steps(likelier, k, costs.passes.server) for k in by_k}),
         "verify": (replace(costs, verify=(costs.verify + costs.verify[0]) / 2), by_k),
         "host": (replace(costs, host=costs.host / 2), by_k),
     }

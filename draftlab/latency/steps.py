@@ -7,7 +7,8 @@ after a target pass, which is slightly too slow.
 
 In vLLM (0.32, v1/spec_decode/llm_base_proposer.py), the first draft pass of a step reads all tokens that the target has
 just read, including rejected tokens. A drafter that does not read the target's hidden states reads one more token. This
-pass runs even at K = 0, so that the draft's cache stays complete.
+pass runs even at K = 0, so that the draft's cache stays complete. vLLM drafts K tokens in every step, even if fewer are
+left before the length limit; draftlab's engine drafts only those that fit (Texts.room).
 """
 
 from collections.abc import Callable, Mapping
@@ -205,11 +206,14 @@ def plain_ms(costs: StepCosts, work: Workload) -> np.ndarray:
     return expected_time(replace(costs, share=0.0), work.prompt_tokens, steps(work, 0)).total
 
 
-def steps(work: Workload, k: int) -> Steps:
+def steps(work: Workload, k: int, server: Server | None = None) -> Steps:
     """Return the expected steps to decode every text at one K."""
-    chances = work.texts.chances
-    inside = np.arange(chances.shape[1]) < work.texts.lengths[:, None]
-    drafted = np.minimum(k, work.texts.room()) * inside
+    texts = work.texts
+    if server is not None:  # the length limit shortens no draft
+        texts = replace(texts, limits=texts.limits + k)
+    chances = texts.chances
+    inside = np.arange(chances.shape[1]) < texts.lengths[:, None]
+    drafted = np.minimum(k, texts.room()) * inside
     starts = visits(chances, drafted) * inside
     after = _after(starts, chances, drafted, k) * inside[:, :, None]
     return Steps(starts=starts, drafted=drafted, after=after)

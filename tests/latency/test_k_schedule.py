@@ -102,25 +102,25 @@ def test_ranges_are_the_ks_that_they_were_made_of():
 def test_a_step_of_vllm_is_its_passes():
     """Against a walk over texts with known outcomes: target K + 1, draft K + 2 and K - 1 times 1; no draft: 1."""
     rng, k, prompt = np.random.default_rng(1), 3, 7
-    hits = [(rng.random(length) < 0.7).astype(float) for length in (40, 23)]
-    work = workload_of(hits, [prompt, prompt])
+    hits = [(rng.random(length) < 0.7).astype(float) for length in (40, 23, 2)]
+    work = workload_of(hits, [prompt] * 3)
     draft, target = roofline("d", 0.2, 6, 0.001), roofline("t", 1.0, 6, 0.01)
     batch, total, plain, paused = 4, 0.0, 0.0, 0.0
     for row in hits:
         at = 0
         while at < len(row):
             context = np.array(prompt + at)
-            drafted = min(k, len(row) - at - 1)
-            total += float(target.forward_ms(drafted + 1, batch, context))
-            total += float(draft.forward_ms(drafted + 2, batch, context))
-            total += sum(float(draft.steady_ms(batch, context + i)) for i in range(1, drafted))
-            accepted = next((i for i in range(drafted) if not row[at + i]), drafted)
-            at += accepted + 1
+            # vLLM drafts k tokens in the last step, too
+            total += float(target.forward_ms(k + 1, batch, context))
+            total += float(draft.forward_ms(k + 2, batch, context))
+            total += sum(float(draft.steady_ms(batch, context + i)) for i in range(1, k))
+            at += next((i for i, hit in enumerate(row[at : at + k]) if not hit), k) + 1
         for at in range(len(row)):
             plain += float(target.steady_ms(batch, np.array(prompt + at)))
             paused += float(draft.forward_ms(2, batch, np.array(prompt + at)))
-    by_n = {n: steps(work, n) for n in (0, k)}
+    by_n = {n: steps(work, n, "vllm") for n in (0, k)}
     alone, by_k = total_ms(draft, target, work, by_n, batch, "vllm")
+    assert set(by_n[k].drafted[by_n[k].starts > 0]) == {k}
     # the first pass counts at the context of the step
     assert by_k[k] == pytest.approx(total, rel=0.01)
     assert alone == pytest.approx(plain)

@@ -345,7 +345,8 @@ def llama_config(
         or shape.qkv_bias != shape.o_bias
     ):
         raise UserError(
-            "a new model must be a LLaMA; use a shape without q/k norms, whose q, k, v and o all have biases or all have none"
+            "a new model must be a LLaMA; use a shape without q/k norms, whose q, k, v and o all have "
+            "biases or all have none"
         )
     base: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],

@@ -274,7 +274,7 @@ class Comparison:
             raise UserError(f"--int8 needs --mode native, but this run has mode {engine.mode}")
         if engine.target_int8 and self.hosted:
             raise UserError(
-                "--int8: the target's weights cannot be rounded to int8, because transformers runs the target; use --int8 draft"
+                "--int8: the target cannot be in int8, because transformers runs it; use --int8 draft"
             )
         models = {"the target": self.target, **self.drafts}
         with about("--max-new-tokens"):

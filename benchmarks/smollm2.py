@@ -43,11 +43,10 @@ DRAWN = {
     "prompt lookup": "prompt-lookup",
     "lookup, then the head": "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3",
 }
-# of the published draft with --quick: results, number of prompts, tokens of an answer
-GOALS = (
-    "request_best_model", "request_best_drafter", "int8_best_model", "int8_best_drafter", "sampled_best"
-)  # fmt: skip
-PROMPTS, LENGTH = 24, 64
+PROMPTS, LENGTH = (
+    24,
+    64,
+)  # number of prompts and tokens of an answer for the published draft with --quick
 LARGE = 8  # categories with fewer requests are not drawn
 QUICK = {
     "outputs build": {"num_prompts": 64, "max_new_tokens": 64},
@@ -80,11 +79,10 @@ def main() -> None:
     found = result(options.folder)
     measure_peers(options, "plain")
     if options.quick:
-        from benchmarks.published_draft import measured  # imports this module
+        from benchmarks.published_draft import goals, scored  # imports this module
 
         questions = options.folder / "questions.jsonl"
-        published = measured(options.folder / "published", questions, PROMPTS, LENGTH)
-        found |= {name: published[name] for name in GOALS}
+        found |= goals(scored(options.folder / "published", questions, PROMPTS, LENGTH))
     if options.figures is not None:
         draw(options.figures, found["greedy"])
     print(json.dumps(found | {"benchmark": "smollm2", "quick": options.quick} | environment(1)))
@@ -117,9 +115,7 @@ def prepare(options: argparse.Namespace, content: dict[str, Any]) -> None:
     Prompts that exist are kept. content: The recipe.
     """
     folder: Path = options.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "draftlab.yaml").exists():
-        draftlab(folder, "init", "--preset", "smollm2")
+    import_models(folder)
     if not (folder / "prompts.jsonl").exists():
         gsm8k = options.gsm8k if options.gsm8k.exists() else None
         wikitext = [file for file in options.wikitext if file.exists()]
@@ -134,6 +130,13 @@ def prepare(options: argparse.Namespace, content: dict[str, Any]) -> None:
             )
         shutil.copyfile(options.prompts, folder / "questions.jsonl")
     (folder / "recipe.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+
+
+def import_models(folder: Path) -> None:
+    """Import the target and the published draft into the folder, unless that was done before."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "draftlab.yaml").exists():
+        draftlab(folder, "init", "--preset", "smollm2")
 
 
 def recipe(quick: bool) -> dict[str, Any]:

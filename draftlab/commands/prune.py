@@ -238,8 +238,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     if config.outputs is None or config.method == "masks":
         check_data(config.data, weights)
     if source is not None:
-        with about("--seq-len"):
-            check_length(source.directory, config.seq_len)
+        check_length(source.directory, config.seq_len)
     head = "" if config.vocab is None else f"-v{config.vocab}"
     text = fill(Text, config, tokens=config.calibration_tokens)
     training = None

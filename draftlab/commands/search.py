@@ -112,14 +112,13 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     from draftlab.commands.steps import step_of
     from draftlab.data.text import check_prompts
     from draftlab.model import checkpoint
-    from draftlab.model.families import shape_name
     from draftlab.model.hf_files import check_trimmable
     from draftlab.model.modes import resolve_mode
     from draftlab.model.size import read_size
     from draftlab.model.tokenizer import common_vocabulary
     from draftlab.pruning.source import prunable_shape
     from draftlab.searching import run as library
-    from draftlab.searching.schedule import NoCheapShape, StepRunner
+    from draftlab.searching.schedule import NoCheapShape, StepRunner, smaller_shapes
     from draftlab.target_outputs.store import finished_manifest
 
     with about("--target"):
@@ -132,7 +131,7 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
         check_trimmable(source, config.vocab)
         shape = shape.model_copy(update={"draft_vocab": config.vocab})
     tried = library.shapes_to_try(shape, config.layers, config.widths)
-    smaller = {shape_name(each) for each in tried if each != shape}
+    smaller = smaller_shapes(shape, tried)
     if len(smaller) < 2:
         raise NoCheapShape(
             "--layers, --widths: a search compares at least two shapes smaller than the source, but these give "

@@ -117,6 +117,11 @@ class Search(FileModel):
         return lines
 
 
+def smaller_shapes(source: Shape, shapes: Sequence[Shape]) -> dict[str, Shape]:
+    """Return the shapes other than the source's, by name."""
+    return {shape_name(shape): shape for shape in shapes if shape != source}
+
+
 def candidates(
     source: Shape,
     shapes: Sequence[Shape],
@@ -139,9 +144,9 @@ def candidates(
         NoCheapShape: Fewer than two shapes are cheap enough.
     """
     cheap = {
-        shape_name(shape): shape
-        for shape in shapes
-        if shape != source and latency_ms(shape) <= share * target_ms
+        name: shape
+        for name, shape in smaller_shapes(source, shapes).items()
+        if latency_ms(shape) <= share * target_ms
     }
     if len(cheap) < 2:
         fastest = min(map(latency_ms, shapes)) / target_ms

@@ -80,11 +80,12 @@ class PruneConfig(OutputConfig):
     seq_len: int = option(
         512, "Length of each sequence in tokens.", ge=8, panel=CALIBRATION, advanced=True
     )
-    refit: Literal["none", "norms", "layers", "head"] = option(
-        "layers",
+    refit: Literal["none", "norms", "layers", "head"] | None = option(
+        None,
         "Weights to adjust after the cut. none: no weights; norms: scale the norms to the smaller width; layers: also "
         "fit "
-        "o_proj and down_proj to the source's residual stream; head: also fit lm_head to the source's logits.",
+        "o_proj and down_proj to the source's residual stream; head: also fit lm_head to the source's logits. Default: "
+        "layers, or none with --lr, which trains weights away from the source's.",
         panel=CALIBRATION,
         advanced=True,
     )
@@ -138,7 +139,7 @@ class PruneConfig(OutputConfig):
         Only(
             ("calibration_tokens",),
             lambda c: c.calibrates,
-            "leave it out: with --refit none, this --method reads no text",
+            "leave it out: without a refit, this --method reads no calibration text",
         ),
         Only(
             ("depth", "scores_cache"),
@@ -161,7 +162,12 @@ class PruneConfig(OutputConfig):
     @property
     def calibrates(self) -> bool:
         """Return whether the draft's weights depend on calibration text."""
-        return self.method == "importance" or self.refit != "none"
+        return self.method == "importance" or self.refitted != "none"
+
+    @property
+    def refitted(self) -> str:
+        """Return the weights to adjust after the cut: the setting refit, or its default."""
+        return self.refit or ("layers" if self.lr is None else "none")
 
 
 FFN_MULTIPLE = 16  # an FFN size that is computed from other sizes is a multiple of this number
@@ -225,7 +231,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
             check_cut(source.config, have, shape)
     else:
         check(shape, llama=not have.options - {"untied"})
-    if config.refit == "head" and have.tied:
+    if config.refitted == "head" and have.tied:
         raise UserError(
             "--refit head: the source ties lm_head to the embedding, so the refit would change the embedding, too; add "
             "--untie"
@@ -250,7 +256,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
                 reweighing = Reweighing.of(config.reweigh_steps, expected, config.data, weights)
         training = fill(MaskTraining, config, reweighing=reweighing)
     cut = partial(
-        Prune, source=cast(Source, source), shape=shape, text=text, refit=REFITS[config.refit]
+        Prune, source=cast(Source, source), shape=shape, text=text, refit=REFITS[config.refitted]
     )
     run = partial(
         _prune,

@@ -111,6 +111,7 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     """
     from draftlab.commands.steps import step_of
     from draftlab.data.text import check_prompts
+    from draftlab.latency.profile import check_shape
     from draftlab.model import checkpoint
     from draftlab.model.hf_files import check_trimmable
     from draftlab.model.modes import resolve_mode
@@ -126,6 +127,7 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     with about("--source"):
         source = hub.locate_model(config.source, weights)
         _, shape = prunable_shape(config.source)
+        check_shape(config.source, shape)
         common_vocabulary(source, target)
     if config.vocab is not None:
         check_trimmable(source, config.vocab)

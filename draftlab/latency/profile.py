@@ -71,10 +71,7 @@ def subjects(models: Mapping[str, Path | Shape]) -> list[Subject]:
 
 def _subject(name: str, place: Path | Shape, whole: Mapping[str, Path]) -> Subject:
     if isinstance(place, Shape):
-        if place.qk_layernorm:
-            raise UserError(
-                f"{name} has qk_layernorm (norms of q and k after the rotation), which the engine does not support"
-            )
+        check_shape(name, place)
         return Subject(name=name, place=place, size=place)
     if name in whole:
         return Subject(name=name, place=place, size=read_size(place))
@@ -90,6 +87,18 @@ def _subject(name: str, place: Path | Shape, whole: Mapping[str, Path]) -> Subje
     raise UserError(
         f"{place} is a head, which is profiled together with its target; also name its target ({reason})"
     )
+
+
+def check_shape(name: str, shape: Shape) -> None:
+    """Check that the engine can time a shape that has no weights.
+
+    Raises:
+        UserError: The engine does not run the shape. The message begins with the name.
+    """
+    if shape.qk_layernorm:
+        raise UserError(
+            f"{name} has qk_layernorm (norms of q and k after the rotation), which the engine does not support"
+        )
 
 
 def resolve_running(

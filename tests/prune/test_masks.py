@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from builders import FAMILIES, altered, build, setup, until
+from errors import raises_option
 from small_files import copy_tokenizer, write_functions
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -206,7 +207,7 @@ def test_a_masks_prune_on_disk_is_a_plain_checkpoint(lr, dtype, family, family_d
     text = write_functions(tmp_path / "text.txt", 120, 8)
     have = checkpoint.read_shape(source)
     shape = smaller(have).model_copy(update={"tied": False})
-    refit = {"refit": "layers", "calibration_tokens": 128} if lr is None else {"refit": "none"}
+    refit = {"refit": "layers", "calibration_tokens": 128} if lr is None else {}
     write_shape_file(shape, tmp_path / "shape.yaml", "for a test")
     made = prune(
         method="masks", source=str(source), shape=tmp_path / "shape.yaml", data=text, seq_len=32, batch_size=2,
@@ -219,3 +220,23 @@ def test_a_masks_prune_on_disk_is_a_plain_checkpoint(lr, dtype, family, family_d
     assert (tmp_path / "out" / "masks" / "masks.safetensors").exists()
     assert "acceptance" in made.data
     assert not (tmp_path / ".out.state").exists()
+
+
+def test_weights_that_are_trained_with_the_masks_are_not_fitted_to_the_source(
+    family_dirs, tmp_path
+):
+    """The fit would undo what they learnt: masks at 3e-3 of SmolLM2 fell from acceptance 0.23 to 0.13."""
+    text = write_functions(tmp_path / "text.txt", 120, 8)
+    settings = dict(
+        method="masks", source=str(family_dirs["qwen3"]), layers=1, data=text, seq_len=32, batch_size=2, steps=2,
+        device="cpu",
+    )  # fmt: skip
+    written = {}
+    for refit in ("default", "none", "layers"):
+        chosen = {} if refit == "default" else {"refit": refit}
+        prune(**settings, **chosen, lr=1e-2, out=tmp_path / refit)
+        written[refit] = (tmp_path / refit / "model.safetensors").read_bytes()
+    assert written["default"] == written["none"]
+    assert written["default"] != written["layers"]
+    with raises_option("--calibration-tokens"):
+        prune(**settings, lr=1e-2, calibration_tokens=64, out=tmp_path / "unread")

@@ -58,6 +58,7 @@ class Facts(BaseModel):
     own: str = ""
     gguf: str = ""
     rows: str = YES
+    search: str = YES
 
     @property
     def architecture(self) -> str:

@@ -124,6 +124,8 @@ def expected(facts: Facts, step: str) -> str:
     """WORKS, or what the refusal must say."""
     if step in ("prune depth", "prune width", "prune masks", "design"):
         return WORKS if facts.prune == YES else facts.prune
+    if step == "search":
+        return WORKS if facts.search == YES else facts.search
     if step == "score compiled":
         return WORKS if facts.runs == YES or facts.prune != YES else "--mode native"
     if step in ("score a batch", "score a head") and facts.rows != YES:

@@ -227,10 +227,10 @@ def test_weights_that_are_trained_with_the_masks_are_not_fitted_to_the_source(
 ):
     """The fit would undo what they learnt: masks at 3e-3 of SmolLM2 fell from acceptance 0.23 to 0.13."""
     text = write_functions(tmp_path / "text.txt", 120, 8)
-    settings = dict(
-        method="masks", source=str(family_dirs["qwen3"]), layers=1, data=text, seq_len=32, batch_size=2, steps=2,
-        device="cpu",
-    )  # fmt: skip
+    settings = {
+        "method": "masks", "source": str(family_dirs["qwen3"]), "layers": 1, "data": text, "seq_len": 32,
+        "batch_size": 2, "steps": 2, "device": "cpu",
+    }  # fmt: skip
     written = {}
     for refit in ("default", "none", "layers"):
         chosen = {} if refit == "default" else {"refit": refit}

@@ -60,7 +60,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
     )
     law: bool = option(
         False,
-        "Time shapes with random weights, and fit a law that predicts latency from layers, width and bytes.",
+        "Measure shapes with random weights, and fit a law of latency to their layers, width and bytes.",
     )
     server: list[str] = option(
         factory=list,
@@ -104,7 +104,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
         Only(
             ("device_map",),
             lambda c: not c.law,
-            "leave it out: draftlab's engine runs the shapes of a law on one device",
+            "leave it out: with --law, draftlab's engine times shapes, which it runs on one device",
         ),
         Only(
             (*ENGINE, "device_map", "law"),
@@ -274,7 +274,7 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
     """Resolve and check the settings of predict, and return the job.
 
     Raises:
-        UserError: A profile or an acceptance cannot be read, or the number of acceptances does not fit the drafts.
+        UserError: A profile or a value of --acceptance cannot be read, or there are not as many values as drafts.
     """
     from draftlab.latency.cost_model import CostModel
     from draftlab.latency.predict import predict_draft

@@ -86,7 +86,7 @@ class ImportConfig(OutputConfig):
 
 
 class DesignConfig(Config):
-    """The settings of design, which finds shapes with the same budget, one for each number of layers."""
+    """The settings of the design command, which finds one shape for each number of layers, all with one budget."""
 
     params: shared.Count = option(
         None, "Budget: number of parameters of each shape, as 1.3b, 796m, 4m."
@@ -106,7 +106,7 @@ class DesignConfig(Config):
     )
     law: Path | None = option(None, "Latency law: an output of draftlab profile --law.")
     out: Path | None = option(
-        None, "Folder for a file of each shape. Default: shapes are only shown."
+        None, "Folder to write a file for each shape to. Default: shapes are shown and not written."
     )
     overwrite: bool = option(False, "Replace existing shape files.", flag="--force")
 

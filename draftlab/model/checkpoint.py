@@ -508,8 +508,8 @@ def computed_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
 def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether torch multiplies matrices of this dtype at full speed on the device.
 
-    On a CPU, float16 takes 3 times as long as float32. On a CPU without AVX-512, float16 and bfloat16 take 6 to 70
-    times as long.
+    On a CPU with AVX-512, float16 takes 3 times as long as float32. On a CPU without it, float16 and bfloat16 take 6 to
+    70 times as long as float32.
     """
     if device.type != "cpu" or dtype.itemsize > 2:
         return True

@@ -69,7 +69,7 @@ class DSpark(DFlash):
 
 
 class Block:
-    """A block whose pass has run. Its tokens are drawn in order, by one call of logits() per token."""
+    """A block of drafted tokens, after the head's pass over it. Draw them in order, with one call of logits() each."""
 
     def __init__(self, head: DSpark, states: Tensor, last: Tensor, count: int) -> None:
         """Make a block. states: Final states of its T tokens, [B, T, D]; the last `count` states predict the draft.

@@ -187,7 +187,7 @@ def matching_preset(
     if len(matches) > 1:
         names = " and ".join(name for name, _ in matches)
         raise UserError(
-            f"several files in {folder} have {layers} layers x {hidden}: {names}; choose one by --shape"
+            f"several files in {folder} have {layers} layers x {hidden}: {names}; choose one with --shape"
         )
     return matches[0] if matches else None
 

@@ -375,9 +375,9 @@ def default_heads(source: Shape, hidden: int) -> int:
 
 
 def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) -> Shape:
-    """Return the shape with another ffn, so that its number of parameters is as near as possible to `params`.
+    """Return this shape with a different ffn, so that its number of parameters is as near as possible to `params`.
 
-    The ffn is a multiple of multiple_of, or `most`.
+    The new ffn is either a multiple of `multiple_of` or exactly `most`.
 
     Raises:
         UserError: no ffn from multiple_of to `most` gives a number of parameters within 1 % of `params`.

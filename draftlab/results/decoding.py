@@ -42,7 +42,7 @@ class Generation(FileModel):
             raise ValueError("accepted > drafted in a step")
         if self.tokens != 1 + sum(self.emitted):
             raise ValueError(
-                f"{self.tokens} tokens are not the sum of the prefill's one token and the steps' {sum(self.emitted)}"
+                f"tokens is {self.tokens}, but the prefill emits 1 token and the steps emit {sum(self.emitted)}"
             )
         return self
 

@@ -57,7 +57,7 @@ class Ranked:
         doubt: Reason to doubt the score, or None.
         ratio_to_fastest: This draft's speed-up divided by the fastest draft's. None for the fastest draft itself.
         paired: Whether the requests of this draft and of the fastest draft were the same.
-        tasks: Tests of this draft's accuracy against the fastest draft's.
+        tasks: For each task, a test whether this draft is more or less accurate than the fastest draft.
     """
 
     score: Score

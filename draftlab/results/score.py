@@ -425,7 +425,7 @@ class Score(FileModel):
         )
 
     def request_ms(self, k: int) -> Interval:
-        """Return the mean milliseconds of a whole request. K = 0 is the fastest plain decoding."""
+        """Return the mean milliseconds of a whole request with k drafted tokens per step; for 0, of plain decoding."""
         return intervals.ratio(
             [(1e3 * seconds, 1) for _, seconds in request_timings(self._runs(k))]
         )

@@ -96,8 +96,8 @@ class ServedDraft:
         """Yield findings about each part of serving, from the tokenizer to the verify rule.
 
         Raises:
-            UserError: The server refuses a request or answered other clients at the same time, or no prompt is short
-                enough.
+            UserError: The server refuses a request, the server answers other clients during the check, or every prompt
+                is too long for the check.
         """
         yield ok("server", self.server.describe())
         try:

@@ -59,7 +59,7 @@ def timed_steps(rows: Sequence[Sequence[Step]]) -> list[list[TimedStep]]:
 
 
 def without_stalls(runs: Sequence[Sequence[TimedStep]]) -> list[list[TimedStep]]:
-    """Return the steps of all generations of one arm. The times of stalled steps are replaced by usual times."""
+    """Return the steps of all generations of one arm. A stalled step gets the median times of the steps of its kind."""
     kinds: dict[Hashable, list[Step]] = defaultdict(list)
     every = list(chain.from_iterable(runs))
     for timed in every:
@@ -316,7 +316,7 @@ def _stalled(runs: Mapping[tuple[int, int], list[_Run]]) -> list[tuple[int, int]
 
 
 def _generations(runs: list[_Run]) -> list[Generation]:
-    """Return the runs of an arm as generations. The times of stalled steps are replaced by usual times."""
+    """Return the runs of an arm as generations. A stalled step gets median times, see without_stalls."""
     generations: list[Generation] = []
     for run, timed in zip(runs, without_stalls([run.steps for run in runs]), strict=True):
         steps, passes = [t.step for t in timed], (run.prefill, *timed)

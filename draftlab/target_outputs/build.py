@@ -267,7 +267,7 @@ class TargetAnswers:
         if self.use == "distill" and self.prompts.requests < LEAST_PROMPTS:
             few = f"{self.prompts.source}: {self.prompts.requests} prompts are too few"
             raise UserError(
-                f"{few} to distil on, because some of them are held out; use {LEAST_PROMPTS} or more"
+                f"{few} to distil on, because some of them are held out; give {LEAST_PROMPTS} prompts or more"
             )
 
     def write(self, out: Path, target: Target, k: int) -> Manifest:

@@ -268,7 +268,7 @@ def save(state: Path, name: str, content: Mapping[str, Any]) -> None:
             torch.save({"run": run_identity(state), "content": dict(content)}, stream)
     except RuntimeError as error:  # of torch, in place of the system's error
         raise UserError(
-            f"cannot write {file}, the disk may be full: {one_line(error, 200)}"
+            f"cannot write {file}; the disk may be full: {one_line(error, 200)}"
         ) from error
 
 

@@ -66,7 +66,7 @@ def trim(
     trim_model(student, ids)
     tokens = sum(map(len, texts))
     note(
-        f"the head predicts {size:,} token ids; a test on {tokens:,} tokens: the ids most frequent in one half cover "
+        f"the head predicts {size:,} token ids; in {tokens:,} tokens, the ids most frequent in one half cover "
         f"{coverage:.2%} of the other half"
     )
 

@@ -98,7 +98,7 @@ def _masked_linear(
 ) -> Callable[[Tensor], Tensor]:
     """Return the forward function of an o_proj or down_proj with masked inputs and outputs.
 
-    The inputs are heads, [H C], or neurons, [F]; the outputs are hidden dimensions, [D].
+    o_proj has heads as inputs, and down_proj has neurons. The outputs are hidden dimensions. All have masks.
     """
 
     def forward(x: Tensor) -> Tensor:

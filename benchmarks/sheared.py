@@ -1,4 +1,4 @@
-"""Masks as in Sheared LLaMA beside the default cut of SmolLM2, at equal total compute: python -m benchmarks.sheared FOLDER
+"""Masks as in Sheared LLaMA beside the default cut, for equal total compute: python -m benchmarks.sheared FOLDER
 
 FOLDER is the folder in which recipes/smollm2-sheared.yaml ran. The last line is one JSON object.
 

@@ -73,7 +73,7 @@ class Batch:
 
     @property
     def predictions(self) -> int:
-        """Return the number of predictions. With depths, a token that several positions predict counts once for each."""
+        """Return the number of predictions. With depths, a token counts once for each position that predicts it."""
         return int(self.mask.sum() if self.depths is None else self.depths.sum())
 
     def predictions_by_offset(self, offsets: int) -> np.ndarray:

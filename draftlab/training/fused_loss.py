@@ -349,7 +349,7 @@ class _Objective:
         return value, [x.alpha - slack, slack, _tops(log_q, top)], gradient
 
     def _rows(self, ids: Tensor) -> Tensor:
-        """Return the column of each id in the student's logits. Ids that a trimmed head lacks have column S, past the end."""
+        """Return each id's column in the student's logits. It is S, past the end, for ids that a trimmed head lacks."""
         return ids if self.trimmed is None else self.trimmed.rows[ids]
 
     def _with_lost(self, log_probs: Tensor) -> Tensor:

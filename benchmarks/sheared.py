@@ -23,9 +23,7 @@ K = 3
 WAYS = "masks", "default"
 
 
-def main(
-    folder: Annotated[Path, typer.Argument(help="Folder in which the recipe ran.")],
-) -> None:
+def main(folder: Annotated[Path, typer.Argument(help="Folder in which the recipe ran.")]) -> None:
     study = folder / "runs" / "sheared"
     found: dict[str, Any] = {way: summary(study, way) for way in WAYS}
     sweep = [*study.glob("cut/rate-*"), study / "cut" / "masks-0"]

@@ -80,7 +80,9 @@ class EagleLlama(Llama):
 
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Raise TypeError, because a head reads states together with tokens; use step()."""
-        raise TypeError("an EAGLE-3 head needs the target's states together with the tokens; call step()")
+        raise TypeError(
+            "an EAGLE-3 head needs the target's states together with the tokens; call step()"
+        )
 
     @torch.inference_mode()
     def step(

@@ -47,13 +47,15 @@ class TopLogprobs:
 class Batch:
     """Rows of token ids, [B, T + 1], with a mask, [B, T]. The mask is 1 where the next token is trained on or scored.
 
+    B is the number of rows, T the number of predicted tokens of a row.
+
     Args:
         top_logprobs: The target's most probable tokens at each position, from stored target outputs.
         positions: Position of each token in its sequence, [B, T], if a row has several sequences.
         depths: Number of tokens that a parallel draft predicts from each position, [B, T]. If None, each position with
             mask 1 predicts its next token.
-        together: Number of rows in a group. The rows of a group are consecutive, and stay in the same part and the same
-            process.
+        together: Number of rows in a group. The rows of a group are consecutive. `parts` and `shard` never split a
+            group.
     """
 
     ids: np.ndarray
@@ -65,9 +67,9 @@ class Batch:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the number of tokens that a model must read of each row, [B].
+        """Return the number of tokens that a model must read of each of the B rows, [B].
 
-        It reads the tokens up to the last position with mask 1, and at least one token.
+        The model reads the tokens up to the last position with mask 1, and at least one token.
         """
         return np.where(self.mask > 0, np.arange(1, self.mask.shape[1] + 1), 1).max(1)
 
@@ -105,7 +107,7 @@ class Batch:
         return self if len(rows) == len(self.ids) else self._joined(rows, needed, width)
 
     def _joined(self, rows: list[list[int]], needed: np.ndarray, width: int) -> "Batch":
-        """Return a batch with a row of `width` tokens for each list of sequences.
+        """Return a batch in which each row of `width` tokens has one or more sequences.
 
         Each padding token is a sequence of its own, at position 0.
 
@@ -127,16 +129,16 @@ class Batch:
         return Batch(ids, np.where(ends[:, :-1], 0, self.mask[at]), top, place[:, :-1])
 
     def parts(self, tokens: int) -> "list[Batch]":
-        """Split the batch into parts of at most `tokens` tokens each. A part has at least one group of rows.
+        """Split the batch into parts of at most `tokens` tokens each. A part has rows of similar length.
 
-        A part has rows of similar length. With tokens=0, there is a single part.
+        If a single group of rows has more tokens, it is a part by itself. With tokens=0, there is a single part.
         """
         return [part for _, part in self.numbered_parts(tokens)]
 
     def numbered_parts(self, tokens: int) -> "list[tuple[list[int], Batch]]":
         """Return the parts that `parts` returns, each with the indices of its rows in this batch.
 
-        The rows of a part are cut after the last position at which any of their masks is 1. Mask tokens of a parallel
+        The rows of a part are cut after the last position at which the mask of any row is 1. Mask tokens of a parallel
         draft count towards the limit `tokens`, too.
         """
         lengths = self.lengths
@@ -240,7 +242,7 @@ class TokenBatches:
     A source has the same number of rows in every batch: its weight times the batch size, rounded by largest remainder.
     A source is read in a new random order each epoch, and no row repeats within an epoch.
 
-    streams: Token ids of each source of plain text, [N]. conversations: Rows with masks of each source of
+    streams: The N token ids of each source of plain text, [N]. conversations: The rows, with masks, of each source of
     conversations.
     """
 
@@ -252,7 +254,7 @@ class TokenBatches:
     conversations: dict[str, Batch] = field(default_factory=dict)
 
     def rows_of(self, weights: dict[str, float] | None = None) -> dict[str, int]:
-        """Return the number of rows of each source in a batch. weights: If None, the weights of the mixture."""
+        """Return the number of rows of each source in a batch. weights: None uses the weights of the mixture."""
         exact = {name: weight * self.rows for name, weight in (weights or self.weights).items()}
         rows = {name: int(value) for name, value in exact.items()}
         for name in sorted(exact, key=lambda n: rows[n] - exact[n])[
@@ -395,7 +397,7 @@ def open_batches(
     seed: int,
     loss_on: LossOn | None = None,
 ) -> TokenBatches:
-    """Return training batches of a mixture's train split, without copies of held-out standard-library files.
+    """Return batches of the training text of a mixture, without copies of held-out standard-library files.
 
     Args:
         spec: The mixture, as in "a=0.7,b=0.3".
@@ -475,12 +477,12 @@ def _conversations(
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Windows of held-out text, or conversations, one for each window.
+    """Windows of held-out text. If the text has conversations, each window is a conversation.
 
-    Neighbouring windows of a text overlap by one token, so every token except the first is predicted.
+    Neighbouring windows of plain text overlap by one token, so every token except the first is predicted.
 
-    bytes_per_token: Bytes of the text divided by its number of tokens. For conversations, only the tokens that count,
-    and their text without special tokens.
+    bytes_per_token: Bytes of the text divided by its number of tokens. For conversations, only tokens that count in the
+    loss are included, and special tokens have 0 bytes.
     """
 
     batches: list[Batch]
@@ -488,11 +490,11 @@ class HeldOut:
 
     @property
     def ids(self) -> np.ndarray:
-        """Return the ids of all windows, [N, T + 1]."""
+        """Return the ids of all N windows, [N, T + 1]."""
         return np.concatenate([batch.ids for batch in self.batches])
 
     def subset(self, count: int) -> "HeldOut":
-        """Return `count` windows, spread evenly over the text, in a single batch; or all windows, if they are fewer."""
+        """Return at most `count` windows, spread evenly over the text, in a single batch."""
         ids, mask = self.ids, np.concatenate([batch.mask for batch in self.batches])
         count = min(count, len(ids))
         chosen = [i * len(ids) // count for i in range(count)]
@@ -527,15 +529,15 @@ def open_heldout(
     loss_on: LossOn | None = None,
     least: int | None = None,
 ) -> HeldOut:
-    """Return the first held-out windows of a mixture's first source: at most `most_rows`, in batches of `rows`.
+    """Return the first held-out windows of the first source of a mixture: at most `most_rows`, in batches of `rows`.
 
     Args:
         spec: The mixture, as in "a=0.7,b=0.3".
         seq_len: Number of predicted tokens of a window, which has seq_len + 1 ids.
         loss_on: Tokens of conversations that count. Each conversation is then a window. If None, conversations are read
             as plain text.
-        least: If the text is too short for a window of seq_len predicted tokens, the whole text becomes a single window
-            of at least `least` predicted tokens. If None, the text must have a full window.
+        least: If the text is too short for a window of seq_len predicted tokens, the whole text becomes one window. It
+            must have at least `least` predicted tokens. If None, the text must have a full window.
 
     Raises:
         UserError: The source cannot be read, the text is too short for a window, or no token of the conversations
@@ -572,10 +574,10 @@ def open_heldout(
 def heldout_prompts(
     spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int, seed: int
 ) -> list[list[int]]:
-    """Return `count` held-out prompts of `length` tokens each from a mixture's first source, in random order.
+    """Return `count` held-out prompts of `length` tokens each from the first source of a mixture, in random order.
 
-    The prompts are starts of documents and, if the starts are too few, later parts of the same documents. At least
-    `length` more tokens follow each prompt in its document.
+    The prompts are the first tokens of documents and, if these prompts are too few, later parts of the same documents.
+    In its document, each prompt is followed by at least `length` more tokens.
 
     Raises:
         UserError: The source cannot be read, or its held-out split is too short.

@@ -1,4 +1,4 @@
-"""Make prompts for chat models from templates and docstrings, as a substitute for prompts of users.
+"""Make prompts for chat models from templates and docstrings, in place of prompts that users wrote.
 
 python -m draftlab.data.instructions COUNT prints prompts as JSON lines, each a conversation without an answer.
 """

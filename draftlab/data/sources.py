@@ -48,8 +48,8 @@ NOT_STDLIB = {
 class Document:
     """A text with a name that is the same on all machines.
 
-    text: For a conversation, the joined contents of its messages. domain: Value of COLUMN in SET#COLUMN, or the row's
-    category.
+    text: For a conversation, the joined contents of its messages. domain: Value of COLUMN, if the source is
+    SET#COLUMN, and otherwise the category of the row.
     """
 
     name: str
@@ -69,7 +69,7 @@ def line_name(path: Path, number: int) -> str:
 
 
 def parse_mixture(spec: str) -> dict[str, float]:
-    """Parse ``a=0.7,b=0.3``, or the name of a single source. Return the weight of each source; their sum is 1.
+    """Parse ``a=0.7,b=0.3``, or the name of a single source. Return the weight of each source. The sum is 1.
 
     Raises:
         UserError: A weight is not a positive number, or a source has no name.
@@ -119,7 +119,7 @@ def domain_of(source: str) -> str:
 
 
 def documents(source: str, split: Split | None = None) -> list[Document]:
-    """Return the documents of a source, ordered by a hash of their names. split: If None, return both splits.
+    """Return the documents of a source, ordered by a hash of their names. split: None returns both splits.
 
     Raises:
         UserError: The source is unknown or unreadable, or the split is empty.
@@ -145,8 +145,8 @@ def take_bytes(docs: list[Document], limit: int) -> list[Document]:
 def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -> list[Document]:
     """Return the candidates that share at most a fifth of their long lines with the held-out documents.
 
-    Packages contain copies of standard-library modules (setuptools has distutils). Training on such copies would make
-    held-out losses too low. A long line has at least 24 characters.
+    A long line has at least 24 characters. Packages contain copies of standard-library modules: setuptools, for
+    example, has a copy of distutils. Training on such copies would make held-out losses too low.
     """
     heldout_lines: set[str] = set().union(*(_long_lines(d.text) for d in heldout))
     return [d for d in candidates if _overlap(_long_lines(d.text), heldout_lines) <= 0.2]
@@ -250,7 +250,7 @@ def _text_file(path: Path) -> Iterator[Document]:
 
 @functools.lru_cache(maxsize=1)
 def _hub_domains(name: str, column: str) -> list[Document]:
-    """Return the documents of a hub data set with their domains, cached: each domain reads the whole data set."""
+    """Return the documents of a hub data set with their domains. Without the cache, each domain would read it all."""
     parse = partial(_row_with_domain, column)
     return list(_hub_dataset(name.removeprefix("hf:"), parse))
 

@@ -40,8 +40,8 @@ class TextRow:
     Args:
         text: The text. For a conversation, the contents of its messages, joined by line breaks.
         messages: The messages, if the row is a conversation.
-        later: Turns of the user after the first turn, if the row has `turns`.
-        left_out: Number of messages that are left out, because they have no text or are a tool's.
+        later: Turns of the user after the first turn, if the row has `turns`. The first turn is `text`.
+        left_out: Number of messages that are left out, because they have no text or come from a tool.
     """
 
     text: str
@@ -127,7 +127,7 @@ def checked_rows(
 
 
 def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> TextRow:
-    """Return the text of a row, to train on. A plain text is read from the first of `columns` that holds a text.
+    """Return the text of a row to train on. Plain text is read from the first of `columns` whose value is a text.
 
     value: Raw content of the row. where: Name of the row for errors.
 
@@ -177,7 +177,7 @@ def prompt_of(value: Any, where: str) -> TextRow:
 
 
 def read_messages(value: object, where: str) -> list[Message]:
-    """Return the messages that have text and are not a tool's.
+    """Return the messages that have text and do not come from a tool.
 
     Raises:
         UserError: `value` is not a list of messages, or all messages are left out.
@@ -263,7 +263,7 @@ class Conversation:
     counted: np.ndarray
 
     def row(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids [seq_len + 1], cut or padded, and a mask [seq_len], which is 1 where the next token counts."""
+        """Return the ids, cut or padded to [seq_len + 1], and a mask, [seq_len]. It is 1 where the next id counts."""
         ids, mask = np.zeros(seq_len + 1, np.int64), np.zeros(seq_len, np.float32)
         length = min(len(self.ids), seq_len + 1)
         ids[:length] = self.ids[:length]
@@ -284,7 +284,7 @@ def chat_ids(
     *,
     reply: bool = True,
 ) -> list[int]:
-    """Return the ids of a conversation. With `reply`, the ids end with the header of the assistant's answer.
+    """Return the ids of a conversation. With `reply`, the ids end with the tokens that begin an answer.
 
     Raises:
         UserError: The chat template refuses the conversation, or renders nothing.
@@ -303,8 +303,8 @@ def render(
 ) -> Conversation:
     """Return a conversation's tokens, and which of these tokens count in the loss.
 
-    If the chat template has generation tags, they mark the assistant's tokens. Otherwise, the conversation is rendered
-    up to the start and up to the end of each answer; the assistant's tokens are those in between.
+    If the chat template has generation tags, they mark the assistant's tokens. Otherwise, each answer is found by
+    rendering the conversation twice: up to the start of the answer, and up to its end.
 
     Raises:
         UserError: There is no chat template, the template refuses the conversation, or it renders a message differently

@@ -17,8 +17,8 @@ from draftlab.pruning.importance import Importance, Scores
 def choose(scores: Scores, source: Shape, shape: Shape, layers: list[int]) -> Keep:
     """Return the hidden dimensions, heads and neurons with the highest scores, as many as the draft's shape has.
 
-    Every kv head of the draft has the same number of query heads. First the kv heads with the highest total score of
-    their query heads are chosen. Then the best query heads of each chosen kv head are chosen.
+    The function first chooses the kv heads whose query heads have the highest total score. Then it chooses the query
+    heads with the highest scores in each chosen kv head, the same number in all of them.
 
     Args:
         source: Shape of the source.
@@ -97,7 +97,7 @@ def _scores(shape: Shape, fill: Callable[..., Tensor]) -> Scores:
 
 
 def _keep_heads(scores: Tensor, source: Shape, shape: Shape) -> tuple[list[int], list[int]]:
-    """Return the query heads and kv heads to keep in a layer. scores: Scores of the query heads, [H]."""
+    """Return the query heads and kv heads to keep in a layer. scores: Scores of the H query heads, [H]."""
     by_group = scores.unflatten(0, (source.kv_heads, -1))  # [K, G]
     kv_heads = top(by_group.sum(1), shape.kv_heads)
     per_group, group = shape.heads // shape.kv_heads, by_group.shape[1]

@@ -107,8 +107,8 @@ class Cut(TensorView):
 class Rotated(TensorView):
     """The weights of the source after its residual stream x, [T, D], is mapped to x R, [T, D'].
 
-    R has orthonormal columns, [D, D']. If D' = D, R is a rotation, and the logits stay the same. If D' < D, the stream
-    keeps only D' directions.
+    The matrix R, [D, D'], has orthonormal columns. If D' = D, R is a rotation, and the logits stay the same. If D' < D,
+    the stream keeps only D' directions.
 
     An RMSNorm commutes with a rotation if its scale is first moved into the matrices after the norm (SliceGPT,
     2401.15024, eq. 2). All layers share one R, so the model stays a plain LLaMA. A tied head cannot take the last

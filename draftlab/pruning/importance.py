@@ -41,14 +41,15 @@ class Importance(Scores):
     A layer's score is 1 minus the mean cosine between its input and its output (ShortGPT, 2403.03853). A hidden
     dimension's score is its mean absolute value in the outputs of all norms. A neuron's score is its mean absolute
     activation times the norm of its column in down_proj (after Minitron, 2407.14679, 3.1). A head's score is the sum of
-    such products over its features, with columns of o_proj.
+    such products over the head's features, with columns of o_proj. A mean absolute value is taken over the tokens of a
+    chunk. The values of several chunks and norms are combined as the root of their sum of squares.
     """
 
     # [D, D], sum over tokens of the outer products of the inputs of all norms, each scaled to mean square 1
     covariance: Tensor
 
     def principal(self, count: int, device: torch.device = CPU) -> tuple[Tensor, float]:
-        """Return the `count` directions of highest variance, [D, count], and their share of the total variance."""
+        """Return the `count` principal directions, [D, count], and their share of the variance of all directions."""
         covariance = self.covariance.to(device if device.type == "cuda" else "cpu").double()
         energy, directions = (part.cpu() for part in torch.linalg.eigh(covariance))
         directions = directions.flip(1)[:, :count]
@@ -146,7 +147,7 @@ Listener = Callable[[Tensor, Tensor], object]  # a function of a module's input 
 
 
 class _Sums:
-    """Sums of activation magnitudes over the text of a calibration, on the device of the model."""
+    """Sums of squared activation magnitudes over the chunks of a calibration, on the device of the model."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         def zeros(*size: int) -> Tensor:
@@ -205,7 +206,7 @@ def _hooked(listeners: list[tuple[nn.Module, Listener]]) -> Iterator[None]:
 
 
 def _magnitude(x: Tensor) -> Tensor:
-    """Return the square of each feature's mean absolute value over tokens, [1, T, N] -> [N]."""
+    """Return the square of the mean absolute value over the T tokens for each of N features, [1, T, N] -> [N]."""
     return x[0].to(exact_dtype(x.device)).abs().mean(0).square()
 
 

@@ -40,7 +40,7 @@ class Refit:
 
     @property
     def fits(self) -> bool:
-        """Return whether any adjustment is on. Adjustments need calibration text."""
+        """Return whether any adjustment is on, so that calibration text is needed."""
         return self.norms or self.layers or self.head
 
 
@@ -148,9 +148,9 @@ class Lockstep:
         return streams
 
     def _rescale(self, norm: nn.Module, streams: list[Stream]) -> None:
-        """Multiply a norm's weight by a factor, so that its output has the scale of the source's norm after the cut.
+        """Multiply the weight of a draft's norm, so that its output has the same scale as in the source.
 
-        The factor is needed because the draft's norm takes the mean square over fewer dimensions.
+        Without this, the scale differs, because the draft's norm takes the mean square over fewer dimensions.
 
         streams: The source's residual stream before the norm, [1, T, D] for each chunk.
         """
@@ -174,7 +174,7 @@ class Lockstep:
         Args:
             module: The draft layer.
             run: Function that runs the draft layer.
-            names: Name of the matrix. For o_proj, also the name of the norm whose input is the stream after o_proj.
+            names: Name of the matrix. For o_proj, also the name of the norm that reads the stream after o_proj.
             draft_streams: The draft's residual streams before the layer.
             targets: The source's residual streams to come close to.
         """
@@ -240,11 +240,12 @@ def _fit_matrix(
     """Change a weight matrix, so that its outputs come closer to wanted outputs.
 
     X is the input of the matrix, [T, N], and E the wanted change of its output, [T, M]. The change dW of the weights
-    minimises |E - X dW|^2 + ridge |dW|^2. If dW does not lower the error on held-out chunks, the weights stay.
+    minimises |E - X dW|^2 + ridge m |dW|^2, where m is the mean of the diagonal of X'X. If dW does not lower the error
+    on held-out chunks, the weights stay the same.
 
     Args:
         pairs: X and E of each chunk. The first `fitted` chunks are for the fit, and the others are held out.
-        ridge: Penalty, as a multiple of the mean of the diagonal of X'X.
+        ridge: Penalty, as a multiple of m.
     """
     weight = linear.get_parameter("weight")  # [M, N]
     gram = torch.zeros(weight.shape[1], weight.shape[1], device=weight.device)
@@ -268,7 +269,7 @@ def _fit_matrix(
 
 
 def ridge_solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """Return the coefficients of a ridge regression from X, [T, N], to E, [T, M], computed in fp64, [N, M].
+    """Return the coefficients, [N, M], of a ridge regression from X, [T, N], to E, [T, M], computed in fp64.
 
     The result is (X'X + ridge mean(diag X'X) I)^-1 X'E. If X is 0, the result is 0.
 

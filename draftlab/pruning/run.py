@@ -99,7 +99,7 @@ class Text:
         return [torch.from_numpy(batch.ids) for batch in text.batches]
 
     def counted(self, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
-        """Return the token ids of texts. A trimmed head keeps the most frequent ids of these texts."""
+        """Return the token ids of each text in which the ids for a trimmed head are counted."""
         if self.outputs is not None:
             return [output.ids for output in read_texts(self.outputs)]
         text = open_batches(self.data, tokenizer, rows=1, seq_len=COUNTED_TOKENS, steps=1, seed=0)
@@ -156,8 +156,8 @@ class Selection:
 class HeadIds:
     """The token ids of a trimmed head, which can propose only these ids.
 
-    coverage: Share of the text's tokens that are among the ids (see frequent_ids). None if the ids come from the
-    source, whose head is trimmed already.
+    coverage: Share of the text's tokens that are among the ids (see frequent_ids). None if the source already has a
+    trimmed head, whose ids the draft keeps.
     """
 
     ids: list[int]
@@ -212,7 +212,7 @@ class Prune:
             depth: Whether "importance" keeps the most influential layers or evenly spaced layers.
             rotate: Whether to rotate the residual stream to its principal directions before cutting the width. A model
                 with tied embeddings is never rotated.
-            scores_cache: File with the importance. If it does not exist, it is written, for later runs.
+            scores_cache: File with the importance. If the file does not exist, this run writes it for later runs.
         """
         if self.is_copy():
             return self.copy()
@@ -233,9 +233,9 @@ class Prune:
         return self.write(self._unrotated(choose.choose(scores, have, self.shape, layers)))
 
     def is_copy(self) -> bool:
-        """Return whether draft and source have the same shape. A trimmed head is no difference.
+        """Return whether draft and source have the same shape, apart from a trimmed head.
 
-        Also check that there is enough space on the disk and enough text, before hours of work.
+        Also check that there is enough space on the disk and enough text, before work that may take hours.
 
         Raises:
             UserError: There is too little space on the disk, or too little held-out text.
@@ -249,7 +249,7 @@ class Prune:
         return is_copy
 
     def copy(self) -> PrunedDraft:
-        """Write the source's weights without changes as the draft. Only the head may be made separate or trimmed."""
+        """Write the source's weights as the draft, unchanged, except that the head may be made separate or trimmed."""
         source, keep = self.source, keep_all(self.source.shape)
         with self.output.directory() as work:
             weights = source.with_head(checkpoint.Weights(source.directory)).items()
@@ -361,7 +361,7 @@ class Prune:
         """Return how important each layer, hidden dimension, head and FFN neuron of the source is.
 
         file: If this file exists, the importance is read from it. Otherwise the importance is computed, and written to
-        it. None: The importance is computed and not stored.
+        this file. With None, the importance is computed and not stored.
         """
         source, text = self.source, self.text
         facts = {

@@ -110,7 +110,7 @@ def check_prunable(config: dict[str, object], source: Shape) -> None:
 class Source:
     """A checkpoint to cut a draft from.
 
-    untied: Whether to give the draft a separate head. The checkpoint's head is tied to the embedding.
+    untied: Whether to give the draft a separate head, although the checkpoint's head is tied to its embedding.
     """
 
     directory: Path
@@ -146,8 +146,8 @@ class Source:
     def pass_dtype(self) -> torch.dtype:
         """Return the dtype in which the source runs.
 
-        Usually it is `dtype`. A float16 checkpoint runs in bfloat16 on a CPU that is slow in float16 but fast in
-        bfloat16. The source runs only for calibration and refit, so the draft's weights are not rounded to bfloat16.
+        It is `dtype`, with one exception: on a CPU that is slow in float16 but fast in bfloat16, a float16 checkpoint
+        runs in bfloat16. The source runs only for calibration and refit, so this does not round the draft's weights.
         """
         slow = self.dtype != self.stored_dtype and self.device.type == "cpu"
         return (

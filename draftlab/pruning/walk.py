@@ -19,7 +19,7 @@ Run = Callable[[Tensor], Tensor]
 class Walk:
     """A model that is run in steps: the embedding, each layer, then the head.
 
-    The weights of a step are in memory only inside its `with` block. All residual streams, [1, T, D], have the same T.
+    The weights of a step are in memory only inside its `with` block. T is the same for all residual streams, [1, T, D].
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Walk:
 
     @torch.inference_mode()
     def embed(self, ids: list[Tensor]) -> list[Tensor]:
-        """Return the residual streams before layer 0. ids: Token ids, [1, T] each."""
+        """Return the residual stream before layer 0, [1, T, D], for each sequence. ids: Token ids, [1, T] each."""
         with (
             self._loaded("model.embed_tokens"),
             self._loaded("model.norm"),
@@ -70,9 +70,9 @@ class Walk:
 
     @contextlib.contextmanager
     def head(self) -> Iterator[tuple[nn.Module, Run]]:
-        """Load the last norm and the head for the `with` block. Yield the model and a function from stream to logits.
+        """Load the last norm and the head for the `with` block. Yield the model, and a function that computes logits.
 
-        The function takes a residual stream, [1, T, D], and returns logits, [1, T, V].
+        The function takes a residual stream, [1, T, D], and returns its logits, [1, T, V].
         """
         norm = self.model.get_submodule("model.norm")
 

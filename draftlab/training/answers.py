@@ -69,7 +69,7 @@ class PromptFile:
         )
 
     def describe(self) -> str:
-        """Return a phrase for a dry run that names the prompts. Raises UserError: the file cannot be used."""
+        """Return a phrase that names the prompts, for a dry run. Raises UserError: the file cannot be used."""
         return f"the target's answers to {len(self.prompts().rows)} prompts of {self.file}"
 
     def store(self) -> Path:
@@ -120,7 +120,7 @@ class PromptFile:
     def _settings(self) -> OutputsBuildConfig:
         """Return the settings with which `draftlab outputs build` stores the answers.
 
-        The name of the output directory has a hash of the prompts, the target and the sampling settings.
+        The name of the output directory contains a hash of the prompts, the target and the sampling settings.
         """
         text = (
             {"data": str(self.file), "text": "target"}

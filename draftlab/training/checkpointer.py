@@ -143,7 +143,7 @@ class Training:
 
         The checkpoint has a temporary name until it is complete.
 
-        ended: Whether training has ended. The checkpoint at the end has no weights.
+        ended: Whether training has ended. If so, the checkpoint has no weights.
 
         Raises:
             UserError: `state` cannot be written.
@@ -309,7 +309,7 @@ def load_or_make(
 
 
 def check_resumable(state: Path) -> None:
-    """Check that the newest checkpoint may be loaded. The check comes before models are loaded, which takes time.
+    """Check that the newest checkpoint may be loaded. Call this before models are loaded, because loading takes time.
 
     Raises:
         UserError: The checkpoint has pickles, and --trust-remote-code is not set.

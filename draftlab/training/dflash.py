@@ -1,10 +1,10 @@
 """Train a DFlash head in the common training loop, on many blocks of each text in one pass.
 
-A block begins at an anchor, a random token of the text. The block consists of the anchor and mask tokens. Its tokens
-read the target's hidden states of the tokens before the anchor.
+The head drafts one block in a pass. A block begins at an anchor, a random token of the text, and its other tokens are
+mask tokens. They attend to tokens of their block, and to the target's hidden states of the tokens before the anchor.
 
 Shapes: B rows, T positions, A blocks of a row, M tokens of a block, K drafted tokens, N predictions, D hidden, H query
-heads, G kv heads, C head_dim, V vocab, L layers of the target that the head reads.
+heads, G kv heads, C head_dim, V vocab, L layers of the target that the head reads. A M is the product of A and M.
 """
 
 import math
@@ -47,14 +47,15 @@ from draftlab.training.trainer import TrainingSetup
 def run_layer(
     layer: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor
 ) -> Tensor:
-    """Return the output of a layer for the tokens of all blocks, [B, A M, D].
+    """Return the output of a layer for all tokens of the blocks, [B, A M, D]: M tokens in each of A blocks per row.
 
     Args:
         layer: A Qwen3DecoderLayer.
-        x: Input of the tokens of the blocks, [B, A M, D].
+        x: Input of the layer at the tokens of the blocks, [B, A M, D].
         context: The target's states after the head's fc and norm, [B, T, D].
-        rotary: Cosines and sines of the positions, first of the context, then of the blocks, [B, T + A M, C] each.
-        mask: Whether a token of a block attends to a position of the context or the blocks, [B, 1, A M, T + A M].
+        rotary: Cosines and sines for the positions of the context, followed by the blocks, [B, T + A M, C] each.
+        mask: Whether each token of the blocks attends to each position of the context, followed by the blocks,
+            [B, 1, A M, T + A M].
     """
     attention, own = layer.self_attn, layer.input_layernorm(x)
     both = torch.cat([context, own], 1)
@@ -107,11 +108,11 @@ class BlockHead(StatesStudent):
     def forward(
         self, ids: Tensor, states: Tensor, anchors: Tensor, positions: Tensor | None = None
     ) -> Tensor:
-        """Return the hidden states from which the LM head predicts the K drafted tokens of each block, [B, A, K, D].
+        """Return the hidden states from which the LM head predicts the K drafted tokens of A blocks, [B, A, K, D].
 
         Args:
             ids: Token ids, [B, T].
-            states: The target's states after the L layers that the head reads, [B, T, L D].
+            states: The target's states after the L layers that the head reads, joined, [B, T, L D].
             anchors: Index of the first token of each block in its row, [B, A].
             positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
         """
@@ -134,13 +135,13 @@ class BlockHead(StatesStudent):
     def _mask(
         self, window: int | None, causal: bool, anchors: Tensor, positions: Tensor, at: Tensor
     ) -> Tensor:
-        """Return the attention mask of the blocks' tokens, [B, 1, A M, T + A M].
+        """Return the attention mask of the tokens of the blocks, M in each of A blocks per row, [B, 1, A M, T + A M].
 
         The first T columns are the tokens of the text, and the other columns are the tokens of the blocks.
 
         Args:
             window: Size of the sliding window. None for full attention.
-            causal: Whether tokens of a block see only earlier tokens of their block.
+            causal: Whether a token sees no later tokens of its block.
             anchors: Index of the first token of each block in its row, [B, A].
             positions: Position of each token of the text in its sequence, [B, T].
             at: Position of each token of the blocks in its sequence, [B, A M].
@@ -165,7 +166,7 @@ class Anchors:
     """A random choice of anchors in each batch. A block of drafted tokens begins at each anchor.
 
     Attributes:
-        share: Share of the positions in the batch's mask that become anchors.
+        share: Share of anchors among the positions of a row whose mask is not 0. The number of anchors is rounded up.
         most: Number of drafted tokens of a block, K.
     """
 
@@ -208,15 +209,16 @@ class BlockObjective(Objective):
         positions: Tensor | None,
         depths: Tensor,
     ) -> Tensor:
-        """Return the six sums of DistillStep.forward over all predictions of the blocks, [1, 6].
+        """Return the six sums that DistillStep.forward describes, over all predictions of the blocks, [1, 6].
 
-        Without gradients, as in evaluation, return the sums for each place in the block, [K, 6], without gamma.
+        Without gradients, as in evaluation, return the six sums for each of the K drafted tokens of a block, [K, 6].
+        The weights by gamma then do not apply.
 
         Args:
             ids: Token ids, [B, T + 1].
             mask: Weight of each next token in the loss, [B, T].
             positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
-            depths: Number of tokens to predict after each anchor, [B, T]. Tokens that are no anchors have 0.
+            depths: Number of tokens to predict after each anchor, [B, T]. It is 0 for tokens that are not anchors.
         """
         most = max(1, int((depths > 0).sum(1).max()))
         # a row with fewer anchors is filled up with positions of depth 0, which predict nothing
@@ -248,12 +250,12 @@ class BlockObjective(Objective):
         teacher: TargetPass,
         decay: Tensor | float = 1.0,
     ) -> Tensor:
-        """Return the six sums of DistillStep.forward over N predictions, [6].
+        """Return the six sums that DistillStep.forward describes, over N predictions, [6].
 
         Args:
             hidden: Inputs of the LM head, [N, D].
             predicted: Index of each prediction in the flattened mask, [N].
-            decay: Weight of each prediction by its place in the block, [N] or a number.
+            decay: Weight of each prediction by its place in the block, [N], or one number for all predictions.
         """
         weights = mask.flatten()[predicted] * decay
         target = chosen(teacher.distributions, mask.flatten().nonzero().squeeze(1), predicted)
@@ -273,7 +275,7 @@ class OpenBlockHead:
     content: Mapping[str, object]
 
     def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the head of the best evaluation to the directory `work`, in z-lab's layout."""
+        """Write the head of the best evaluation to the directory `work`, in z-lab's layout. Return no notes."""
         self.module.load_state_dict(best_weights(state, "student"))
         dtype = checkpoint.stored_dtype(self.target)
         weights = {name: weight.to(dtype) for name, weight in self.module.weights().items()}
@@ -282,7 +284,7 @@ class OpenBlockHead:
 
 
 def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], DFlashShape, Any]:
-    """Return the content of config.json of the head to train, its sizes, and the Qwen3Config of its layers.
+    """Return the config.json of the head to train, the sizes of the head, and the Qwen3Config of its layers.
 
     Raises:
         UserError: The head does not fit the target, or predicts only some of the target's token ids.

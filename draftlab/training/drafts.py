@@ -40,8 +40,8 @@ class OpenDraft:
 
     Attributes:
         like: Checkpoint that training starts from.
-        offsets: The distances at which a parallel draft learns to predict. None for an ordinary draft.
-        vocab: Number of logits of the written draft. None writes as many logits as `like` has.
+        offsets: The distances in tokens at which a parallel draft learns to predict. None for an ordinary draft.
+        vocab: Number of logits of the written draft. None keeps the number of logits of `like`.
     """
 
     module: PreTrainedModel
@@ -183,8 +183,8 @@ def _text_setup(
 ) -> TrainingSetup:
     """Return the training setup for text. The teacher is the target in memory, the target on a server, or none.
 
-    If text of the target is needed, the target first generates it, and it is stored in the directory `state`. The
-    target is loaded as teacher afterwards, so it is never in memory twice.
+    If the student trains on text of the target, the target first writes this text, which is stored in the directory
+    `state`. The target is loaded as teacher afterwards, so it is never in memory twice.
     """
     tokenizer, loss = checkpoint.load_tokenizer(draft), parse_loss(job.loss)
     served = None if job.server is None else served_teacher(job.server, draft, job.top_logprobs)
@@ -216,7 +216,7 @@ def _mixed(
     author: Author | None,
     state: Path,
 ) -> Batches:
-    """Return training batches. The steps are shared out among data, text of the target and text of the draft."""
+    """Return training batches. Each step reads either data, or text of the target, or text of the draft."""
     text, sources = job.text, {"data": data}
     if author is not None and "target" in text.shares:
         sources["target"] = target_text(text, data, author, state)
@@ -237,9 +237,10 @@ def _mixed(
 def _with_target(
     job: Distillation, setup: TrainingSetup, student: PreTrainedModel, target: Path
 ) -> TrainingSetup:
-    """Load the target. Return the setup with the target as teacher, and with smaller held-out batches if need be.
+    """Load the target. Return the setup with the target as teacher, and with held-out text that fits the device.
 
-    The logits of a held-out batch must fit in memory.
+    The held-out batches are so small that the logits of a batch fit in memory. On a CPU, costly models get fewer
+    held-out windows.
     """
     dtype, seq_len = training_dtype(job.loop.dtype), job.text.seq_len
     operations = 2 * (Weights(target).parameters + student.num_parameters()) * seq_len

@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 head in the common training loop. In each step the frozen target computes its hidden states."""
+"""Train an EAGLE-3 head in the common training loop. In each step the frozen target computes the states to read."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ class StoredRows:
 class ChainBatches:
     """Batches in which the mask of the first `steps` positions of each row is 0.
 
-    Training predicts a token at the end of a chain of `steps` drafted tokens, and such a chain needs earlier tokens.
+    Training predicts each token by chains of up to `steps` drafted tokens, which begin at earlier positions of the row.
     """
 
     batches: Batches
@@ -119,7 +119,7 @@ class OpenHead:
     """An EAGLE-3 head in training.
 
     Attributes:
-        begun: Head of an earlier run, which is trained further. None for a new head.
+        begun: Head of --draft, which is trained further. None for a new head.
         ids: The target's token id for each of the W draft ids, [W].
         coverage: Share of the training tokens that are draft ids.
         k: Number of tokens that the head learns to draft.
@@ -264,7 +264,7 @@ def _draft_ids(
     `begun`. The ids are stored in the directory `state`.
 
     Raises:
-        UserError: The special tokens are more than the ids that the head predicts.
+        UserError: There are more special tokens than ids that the head predicts.
     """
 
     def find() -> dict[str, np.ndarray]:

@@ -2,9 +2,9 @@
 
 At position i, the head reads the target's hidden states of token i and the embedding of token i + 1, and predicts token
 i + 2. This is step 0 of a chain of steps that begins at i. In each later step l, the head reads the embedding of token
-i + 1 + l and its own state of step l - 1, at rotary position i + l. As in servers, it attends to the inputs from the
-target up to position i, and to the steps of its own chain. One pass of the target gives the distributions to learn
-from and the hidden states.
+i + 1 + l and its own state of step l - 1, at rotary position i + l. As in servers, it attends to step 0 of all
+positions up to i, which reads the target's states, and to its own chain up to step l. One pass of the target gives both
+the hidden states and the distributions to learn from.
 
 Shapes: B rows, T positions, N tokens that count in the loss, L steps, D hidden, E hidden of the target, A layers of the
 target that the head reads, H query heads, C head_dim, V vocab, W draft vocab.
@@ -41,8 +41,8 @@ class TargetPass:
     """The outputs of the target that a head learns from.
 
     Attributes:
-        distributions: Distributions over the draft ids, at the positions in the mask.
-        states: Hidden states after each of the A layers that the head reads, joined, [B, T, A E].
+        distributions: Distributions over the draft ids, at the positions whose mask is not 0.
+        states: Hidden states of size E after each of the A layers that the head reads, joined, [B, T, A E].
     """
 
     distributions: Dense
@@ -55,8 +55,8 @@ class Places:
 
     Attributes:
         rotary: Cosines and sines of each step.
-        masks: Attention mask of each step, [B, 1, T, T], for several sequences in a row and for the sliding window.
-            None stands for a causal mask.
+        masks: Attention mask of each step, [B, 1, T, T], which separates the sequences of a row and limits attention to
+            the sliding window. None stands for a causal mask.
     """
 
     rotary: list[tuple[Tensor, Tensor]]
@@ -66,7 +66,7 @@ class Places:
 class Attention(nn.Module):
     """The attention of an EAGLE-3 head, for one step of training-time test.
 
-    Position i attends to positions up to i of step 0, and only to position i of later steps.
+    Position i attends to the keys of step 0 at all positions up to i, and to the keys of later steps only at i.
     """
 
     def __init__(self, config: HeadShape) -> None:
@@ -113,7 +113,7 @@ def _attend_along_chains(
 ) -> Tensor:
     """Return the attention output of a step after step 0, [B, H, T, C].
 
-    Position i attends to positions up to i of step 0, and only to position i of later steps.
+    Position i attends to the keys of step 0 at all positions up to i, and to the keys of later steps only at i.
 
     Args:
         q: Queries of the step, [B, H, T, C].
@@ -166,8 +166,8 @@ class Layer(nn.Module):
 class StatesStudent(nn.Module):
     """A head in training. Its first layer, `fc`, reads the target's hidden states.
 
-    scale: Root mean square of each feature of the states, [A E]. In training, fc reads the states divided by `scale`,
-    because some features are a thousand times larger than others.
+    scale: Root mean square of each feature of the states of size E of A layers, [A E]. In training, fc reads the states
+    divided by `scale`, because some features are a thousand times larger than others.
     """
 
     fc: nn.Linear
@@ -181,7 +181,7 @@ class StatesStudent(nn.Module):
         return self
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights to store. They contain `scale`, so that the stored head reads the states undivided."""
+        """Return the weights to store. fc.weight is divided by `scale`, so the stored head reads undivided states."""
         tensors = self.state_dict()
         return tensors | {"fc.weight": tensors["fc.weight"] / self.scale}
 
@@ -225,13 +225,13 @@ class EagleHead(StatesStudent):
     def forward(
         self, ids: Tensor, states: Tensor, steps: int, positions: Tensor | None = None
     ) -> list[Tensor]:
-        """Return the input of lm_head in each step of training-time test, [B, T, D] each.
+        """Return the input of lm_head in each step l of training-time test, [B, T, D] each.
 
-        The last 1 + l positions of each sequence are invalid in step l, because their next tokens are unknown.
+        In step l, counted from 0, the last 1 + l positions of each sequence are invalid: their next tokens are unknown.
 
         Args:
             ids: Token ids, [B, T].
-            states: The target's states after the A layers that the head reads, [B, T, A E].
+            states: The target's states of size E after the A layers that the head reads, joined, [B, T, A E].
             positions: Position of each token in its sequence, [B, T], if rows hold several sequences.
         """
         embedded = F.embedding(ids, self.embedding[0]).to(states)
@@ -272,9 +272,9 @@ class EagleHead(StatesStudent):
 
 
 class EagleObjective(Objective):
-    """Training of an EAGLE-3 head by training-time test: the head reads its own output again for some steps.
+    """Training of an EAGLE-3 head by training-time test: after step 0, the head reads its own earlier output.
 
-    The loss is the mean over these steps. All steps predict the same tokens of the text.
+    The loss is the mean over all steps. All steps predict the same tokens of the text.
     """
 
     takes_packed = True
@@ -297,9 +297,9 @@ class EagleObjective(Objective):
         positions: Tensor | None = None,
         depths: None = None,
     ) -> Tensor:
-        """Return the six sums of DistillStep.forward as means over the L steps, [1, 6].
+        """Return the six sums that DistillStep.forward describes, as means over the L steps, [1, 6].
 
-        Without gradients, as in evaluation, return the sums of each step, [L, 6].
+        Without gradients, as in evaluation, return the six sums of each step, [L, 6].
 
         Args:
             ids: Token ids, [B, T + 1].
@@ -373,13 +373,13 @@ class EagleTeacher:
         keep_states(model, layer_ids, self.states)
 
     def head_rows(self) -> Tensor:
-        """Return the rows of the target's lm_head that belong to the draft ids, [W, E]."""
+        """Return the rows of the target's lm_head that belong to the W draft ids, [W, E]."""
         weight = output_head(self.model).get_parameter("weight").detach()
         return weight[self.ids.to(weight.device)].to(self.device)
 
     @torch.no_grad()
     def distributions(self, batch: Batch) -> TargetPass:
-        """Return the target's distributions at the positions in the mask, and its states at all positions."""
+        """Return the target's distributions at the positions whose mask is not 0, and its states at all positions."""
         whole = self.whole.distributions(batch)
         if self.all_ids:
             return TargetPass(whole, self._joined())

@@ -4,13 +4,14 @@ A head with random weights spends most of a short run on learning a linear map, 
 u(i) be the input of the target's lm_head at position i, with each feature divided by its root mean square. These are
 the initial weights:
 
-* norms before fc: with weights that give the inputs of fc a mean square of 1
-* fc: as the best linear map from the states of the A layers to u(i)
-* q_proj, k_proj: so that each position attends only to itself
-* v_proj, o_proj: as the best map of rank R from the output of fc and the next token's embedding to u(i + 1) - u(i)
-* MLP: so that its output is 0
-* last norm: as the scale of each feature that fits the target's states best
-* lm_head: with the target's weights
+* The norms before fc give the inputs of fc a mean square of 1.
+* fc is the best linear map from the states of the A layers to u(i).
+* q_proj and k_proj let a position attend only to itself, in one query head of each kv head.
+* v_proj and o_proj are the best map of rank R from the output of fc and the next token's embedding to u(i + 1) minus
+  the output of fc.
+* The output of the MLP is 0.
+* The last norm has the scale of each feature that fits the target's states best.
+* lm_head has the target's weights.
 
 If the head has norm_output, it reads back states with the scale of the target's states. fc and attention therefore
 write states of this scale, and hidden_norm divides by it.
@@ -45,8 +46,8 @@ class Sample:
     """Data for the least squares: N pairs of neighbouring positions i and i + 1.
 
     Attributes:
-        states: The target's states at i, after each of the A layers that the head reads, [N, A E].
-        embedded: Embeddings of the tokens at i + 1, [N, E].
+        states: The target's states at i, after each of the A layers that the head reads, joined, [N, A E].
+        embedded: Embeddings of the tokens at i + 1, [N, E], where E is the target's hidden size.
         now, after: Inputs of the target's lm_head at i and at i + 1, [N, E].
     """
 
@@ -60,7 +61,7 @@ class Sample:
 def sample(teacher: EagleTeacher, batches: Batches, loop: Loop, seq_len: int, what: str) -> Sample:
     """Run the target on the first batches, and return its states at pairs of neighbouring positions.
 
-    Positions with outliers, that is, unusually large states, are left out.
+    A pair is left out if the states at its first position are unusually large.
 
     what: Label of the progress bar.
     """
@@ -84,9 +85,9 @@ def sample(teacher: EagleTeacher, batches: Batches, loop: Loop, seq_len: int, wh
 
 @torch.no_grad()
 def start_linear(student: EagleHead, sampled: Sample) -> None:
-    """Set the initial weights of a new head so that it predicts the target's next state, by least squares.
+    """Set the initial weights of a new head, except lm_head, so that the head predicts the target's next state.
 
-    The samples are positions of the training text.
+    The weights are fitted by least squares to `sampled`, which has pairs of positions of the training text.
     """
     layer, c = cast(Layer, student.layers[0]), student.config
     unit = sampled.now.pow(2).mean(0).sqrt()
@@ -171,7 +172,7 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
 
 
 def ridge(x: Tensor, y: Tensor) -> Tensor:
-    """Return the coefficients of a ridge regression from x, [N, I], to y, [N, O], solved in fp64, [I, O]."""
+    """Return the coefficients, [I, O], of a ridge regression from x, [N, I], to y, [N, O]. fp64 is used to solve it."""
     x, outputs = exact(x), exact(y)
     gram = x.T @ x
     gram.diagonal().add_(RIDGE * gram.diagonal().mean())

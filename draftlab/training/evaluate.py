@@ -92,10 +92,10 @@ def arrays_of(prompts: Sequence[np.ndarray], texts: Sequence[Completion]) -> dic
 def acceptance_probabilities(
     student: PreTrainedModel, text: TargetText, memory: float = 2.0, offsets: Offsets | None = None
 ) -> list[np.ndarray]:
-    """Return the acceptance probabilities of each text's n generated tokens, [n - 1] each.
+    """Return for each text the acceptance probabilities of its n generated tokens except the first, [n - 1].
 
-    The first generated token is left out, because the prefill emits it. For a parallel draft the result of a text is
-    [n - 1, K], with a column for each offset.
+    The first generated token comes from the prefill, so it is never drafted. For a parallel draft with K offsets, the
+    result of a text is [n - 1, K], with a column for each offset.
 
     Args:
         memory: Gigabytes for the logits of a pass.
@@ -120,7 +120,7 @@ def acceptance_probabilities(
 def affordable(most: int, operations: float, device: torch.device) -> int:
     """Return how many texts to evaluate on, `most` or fewer.
 
-    On a CPU, costly texts are reduced to what it computes in a few seconds, but at least to a quarter of `most`.
+    On a CPU, the number is reduced to what the CPU computes in a few seconds, but not below a quarter of `most`.
 
     operations: Floating-point operations per text.
     """
@@ -133,7 +133,7 @@ def affordable(most: int, operations: float, device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TargetTextEvaluator:
-    """A function that measures the acceptance length of a student on text that the target wrote.
+    """A callable that measures the acceptance length of a student on text that the target wrote.
 
     Attributes:
         state: Directory in which the acceptance probabilities of every evaluation are stored.
@@ -186,7 +186,7 @@ class TargetTextEvaluator:
         return cls(TargetText.of(arrays, temperature), state, author.hardware.memory, offsets)
 
     def __call__(self, student: PreTrainedModel, step: int) -> float:
-        """Return the tokens per target pass at K = 4. For a parallel draft with fewer than 4 offsets, K is lower."""
+        """Return the tokens per target pass at K = 4, or at a lower K if a parallel draft has fewer offsets."""
         chances = acceptance_probabilities(student, self.text, self.memory, self.offsets)
         checkpointer.load_or_make(
             self.state, _file(step), lambda: {f"{i:04d}": row for i, row in enumerate(chances)}
@@ -196,7 +196,7 @@ class TargetTextEvaluator:
         return float(tokens / passes)
 
     def compare(self, before: int, after: int) -> list[LengthComparison]:
-        """Compare the evaluations after two training steps, at every K."""
+        """Compare the evaluations after the training steps `before` and `after`, for every number of drafted tokens."""
         comparisons, chances = [], [self._stored(step) for step in (before, after)]
         for k in range(1, self.offsets.count + 1) if self.offsets else KS:
             old, new = (tokens_per_pass(rows, k) for rows in chances)

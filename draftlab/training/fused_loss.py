@@ -2,14 +2,14 @@
 
 The forward pass also computes the gradients of hidden states and head, by the rule of losses.py. The backward pass only
 scales them, as in Liger's fused linear losses (2410.10989). Heads are applied to a chunk of tokens at a time, and the
-teacher's head only once per token. The loss goes through a chunk in blocks that fit in the processor's cache. It
-overwrites the logits with their gradients.
+teacher's head only once per token. The loss goes through a chunk in blocks of tokens that fit in the processor's cache,
+and overwrites the logits with their gradients.
 
 A student with a trimmed head has only S of the V logits. An id outside the head is called a lost id. The teacher's
 distribution is not renormalised over the S ids, so acceptance is the same as in the engine, where lost ids are never
-drafted. One more column, whose probability rounds to 0, stands for all lost ids, and gets no gradient. The two
-distributions then sum to less than 1 over the S ids. The loss fkl would be infinite, so it leaves out p log(p / q) of
-lost ids. The other losses are exact, up to a constant. Cross-entropy leaves out lost ids.
+drafted. One more column, whose probability rounds to 0, stands for all lost ids, and gets no gradient. The teacher's
+distribution then sums to less than 1 over the S ids. The loss fkl would be infinite, so it leaves out p log(p / q) of
+lost ids. All other divergences are exact, up to a constant. Cross-entropy leaves out lost ids.
 
 A teacher may list only its k most probable tokens. All other tokens, lost ids included, then form one bucket.
 
@@ -44,13 +44,13 @@ SLICE = 512
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """Distributions over all token ids, stored as hidden states and head.
+    """Distributions over all token ids, or over the S ids of a trimmed head, stored as hidden states and head.
 
     Attributes:
         hidden: Hidden states, [N, D], or logits, [N, V], if there is no head.
         head: Weight of the head, [V, D].
         rows: Row of `hidden` for each token, ascending, if several tokens share a distribution.
-        log_total: Log of the sum of exp(logits / temperature) over all V ids, [N], if the logits cover only S ids.
+        log_total: Log of the sum of exp(logits / temperature) over all ids, [N]. Needed if the logits cover only S ids.
     """
 
     hidden: Tensor
@@ -72,7 +72,7 @@ class Dense:
         return self.hidden.new_empty(rows, self.vocab, dtype=self.dtype)
 
     def logits(self, rows: slice, buffer: Tensor | None = None) -> Tensor:
-        """Return the logits of a slice of tokens, [c, V].
+        """Return the logits of a slice of c tokens, [c, V].
 
         buffer: Tensor to which the product of hidden states and head is written. None makes a new tensor.
         """
@@ -91,7 +91,7 @@ class Dense:
         )
 
     def total(self, tokens: slice) -> Tensor | None:
-        """Return log_total of a slice of tokens, [c], or None without log_total."""
+        """Return log_total of a slice of c tokens, [c], or None if there is no log_total."""
         if self.log_total is None:
             return None
         return self.log_total[tokens if self.rows is None else self.rows[tokens]]
@@ -137,8 +137,9 @@ class Sums(NamedTuple):
     Attributes:
         objective: The loss.
         cross_entropy: Cross-entropy with the text in nats.
-        acceptance: Acceptance probability, sum min(p, q). It is a lower bound if the teacher lists only k tokens.
-        slack: The most by which the true acceptance exceeds this bound. It is 0 if the teacher covers all ids.
+        acceptance: Acceptance probability, sum min(p, q), with p of the teacher and q of the student. If the teacher
+            lists only k tokens, it is a lower bound.
+        slack: Most by which the true acceptance can exceed this bound. It is 0 if the teacher covers all ids.
         agreement: 1 for each token at which student and teacher have the same argmax.
     """
 
@@ -164,10 +165,10 @@ def fused_loss(
 
     Args:
         hidden: Input of the student's head, [N, D], or logits, [N, V], if `head` is None.
-        head: The student's head, [V, D], or [S, D] if trimmed.
+        head: The student's head, [V, D], or [S, D] if it is trimmed to S ids.
         labels: Next tokens, [N].     weights: Weight of each token, [N].
         temperature: Temperature of both distributions in the divergence, but not in cross-entropy.
-        budget: Bytes of logits in memory at a time. None takes the default of the device.
+        budget: Bytes of logits in memory at a time. None uses the default of the device.
         trimmed: The student's trimmed head. None if the student's logits cover all ids.
     """
 
@@ -248,7 +249,7 @@ def _chunks(
     objective: "_Objective",
     budget: int | None,
 ) -> Iterator[Chunk]:
-    """Yield for each chunk: its slice of tokens, the values of Sums per token, [5, c], and the gradient, [c, V].
+    """Yield for each chunk of c tokens: its slice, the five values of Sums per token, [5, c], and the gradient, [c, V].
 
     The gradient is that of the weighted loss with respect to the logits. The next chunk overwrites it.
     """
@@ -282,12 +283,12 @@ class _Objective:
     def block(
         self, z: Tensor, labels: Tensor, teacher: Tensor | TopK | None, log_total: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the values of Sums for b tokens, [5, b], and the gradient of the loss by the logits, [b, V].
+        """Return the five values of Sums for b tokens, [5, b], and the gradient for their logits, [b, V].
 
         Args:
             z: The student's logits, [b, V].
             teacher: The teacher's logits, [b, V], or its listed tokens.
-            log_total: As in Dense, [b].
+            log_total: Log of the sum over all ids, as in Dense, [b].
         """
         loss, temperature = self.loss, self.temperature
         log_q1, labels = self._with_lost(log_probs(z, 1)), self._rows(labels).unsqueeze(1)
@@ -315,7 +316,7 @@ class _Objective:
     def _dense(
         self, log_q: Tensor, log_p: Tensor, whole: bool
     ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return the divergence, a list of acceptance, slack and agreement, and the gradient by the logits.
+        """Return the divergence, the list [acceptance, slack, agreement], and the gradient for the logits.
 
         whole: Whether log_p covers all V ids. If False, it covers only the S ids of a trimmed head.
         """
@@ -330,7 +331,7 @@ class _Objective:
     def _listed(self, log_q: Tensor, teacher: TopK) -> tuple[Tensor, list[Tensor], Tensor]:
         """Return the same as _dense for a teacher that lists k tokens. All other tokens form one bucket.
 
-        The slope of the bucket is shared out among its tokens in proportion to the student's probabilities.
+        The slope of the bucket is divided among its tokens in proportion to the student's probabilities.
         """
         ids, q, listed = self._rows(teacher.ids), log_q.exp(), teacher.log_p
         if self.trimmed is not None:
@@ -349,7 +350,7 @@ class _Objective:
         return value, [x.alpha - slack, slack, _tops(log_q, top)], gradient
 
     def _rows(self, ids: Tensor) -> Tensor:
-        """Return each id's column in the student's logits. It is S, past the end, for ids that a trimmed head lacks."""
+        """Return the column of each id in the student's logits, or S, the number of columns, for lost ids."""
         return ids if self.trimmed is None else self.trimmed.rows[ids]
 
     def _with_lost(self, log_probs: Tensor) -> Tensor:
@@ -358,5 +359,5 @@ class _Objective:
 
 
 def _tops(log_q: Tensor, ids: Tensor) -> Tensor:
-    """Return whether each id, [b, 1], is the student's most probable token: 1 or 0, [b]."""
+    """Return 1 for each id, [b, 1], that is the student's most probable token, and otherwise 0, [b]."""
     return (log_q.gather(1, ids).squeeze(1) == log_q.amax(-1)).to(log_q)

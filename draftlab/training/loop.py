@@ -42,8 +42,10 @@ class Loop:
         lr: Peak learning rate.
         batch_size: Number of sequences per step, over all processes.
         warmup_ratio: Share of the steps in which the learning rate rises.
-        dtype: float32, or bfloat16 for autocast with fp32 weights. auto is bfloat16 on devices that compute it fast.
-        micro_batch_tokens: Most tokens per forward pass and process. With 0, a step is a single forward pass.
+        dtype: float32, or bfloat16 for autocast with fp32 weights. auto means bfloat16 on devices that compute bfloat16
+            fast, and float32 on all other devices.
+        micro_batch_tokens: Largest number of tokens of a forward pass in a process. With 0, a step is a single forward
+            pass.
         eval_steps: Number of steps between held-out evaluations.
         save_steps: Number of steps between checkpoints.
     """

@@ -1,11 +1,11 @@
 """Divergences between the teacher's distribution p and the student's distribution q, per token.
 
 A divergence D is a function of p and q, [N, A] each. It returns its value, [N], in nats, and its slope, [N, A]. The
-slope is q dD/dq, where a constant may be added to dD/dq. The gradient of the loss with respect to the student's logits
-z follows from the slope s: dD/dz = (s - q sum(s)) / temperature.
+slope is q dD/dq. A constant added to dD/dq makes no difference. The gradient of the loss with respect to the student's
+logits z follows from the slope s: dD/dz = (s - q sum(s)) / temperature.
 
-The formulas keep values non-negative and exact when p and q nearly agree. The textbook formula would not:
-``p (log p - log q)`` loses all digits in fp32 at an acceptance of 0.996.
+The formulas keep values non-negative and exact when p and q nearly agree. The textbook formula
+``p (log p - log q)`` would not: in fp32, it loses all digits when the acceptance probability is 0.996.
 
 Shapes: N tokens, A outcomes. The outcomes are all tokens, or k listed tokens and one bucket for all other tokens.
 """
@@ -30,6 +30,8 @@ SWITCH = 0.2  # share of a run after which ``a -> b`` switches from a to b
 @dataclass(frozen=True, slots=True)
 class Pair:
     """The teacher's distribution p and the student's distribution q, with their logs, [N, A] each.
+
+    N is the number of tokens, A the number of outcomes.
 
     alpha: Probability that a sampled draft token is accepted, [N]. It is sum min(p, q), or 1 - total variation
     (Leviathan et al. 2023, corollary 3.6).
@@ -57,7 +59,7 @@ class Kind:
     Attributes:
         make: Function that returns the divergence for this number.
         default: Default of the number. None if the kind takes no number.
-        high: Upper bound of the number. The lower bound is 0, and neither bound is allowed.
+        high: Upper bound. The number must be above 0 and below `high`.
         hint: Start of the error message if the number is out of bounds.
     """
 
@@ -198,7 +200,7 @@ class Loss:
     Attributes:
         terms: Weight and function of each divergence.
         cross_entropy: Weight of the cross-entropy.
-        until: Share of the training steps after which the loss `then` applies.
+        until: Share of the training steps after which the loss `then` applies instead.
     """
 
     name: str
@@ -212,7 +214,7 @@ class Loss:
         return bool(self.terms) or (self.then is not None and self.then.needs_teacher)
 
     def at(self, progress: float) -> "Loss":
-        """Return the loss that applies after a share of the training steps. progress: This share, in [0, 1]."""
+        """Return the loss that applies now. progress: Share of the training steps that are done, in [0, 1]."""
         return self if self.then is None or progress < self.until else self.then.at(progress)
 
     def divergence(self, x: Pair) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 A parallel draft (PARD, 2504.18583) predicts several tokens from each position: at offset j, the j-th next token.
 Training drops some of these predictions (conditional drop of tokens). A random share of the positions that predict
-offset j also predict offset j + 1, so a step costs about a third of all K T predictions.
+offset j also predict offset j + 1. By default, a step makes at most about 0.4 K T predictions per row.
 
 Shapes: B rows, T predicted tokens per row, N tokens that count in the loss, K offsets of a parallel draft.
 """
@@ -52,7 +52,7 @@ class Offsets:
 
     @property
     def cost(self) -> float:
-        """Return how many tokens, mask tokens included, a training step reads for each token of its text."""
+        """Return how many tokens the draft reads for each token of the training text. Mask tokens count, too."""
         return sum(max(self.share**j, self.floor) for j in range(self.count))
 
     @property
@@ -112,8 +112,10 @@ def run_lengths(counted: np.ndarray) -> np.ndarray:
 
 
 def expected_tokens(acceptance: Sequence[float]) -> float:
-    """Return the tokens per target pass if drafted tokens are accepted independently. acceptance: Probabilities,
-    [K]."""
+    """Return the tokens per target pass if drafted tokens are accepted independently.
+
+    acceptance: Acceptance probability of each of the K drafted tokens, [K].
+    """
     return 1 + float(np.cumprod(acceptance).sum())
 
 
@@ -151,7 +153,7 @@ class Objective(nn.Module):
     progress = 0.0
 
     def around(self, work: Callable[[], Result]) -> Result:
-        """Call a function that runs the student without `forward`, and return its result.
+        """Call `work`, which runs the student without `forward` of this objective. Return the result of `work`.
 
         With FSDP2, the weights outside of the layers are gathered for the call, as for `forward`.
         """
@@ -194,8 +196,8 @@ class DistillStep(Objective):
     ) -> Tensor:
         """Return six weighted sums over tokens, [1, 6].
 
-        They are the five sums of fused_loss.Sums, then objective + penalty of the constraint. Without gradients, as in
-        evaluation, a parallel draft has sums for each of its K offsets, [K, 6].
+        The first five are those of fused_loss.Sums. The sixth, which is trained, is `objective` plus the penalty of the
+        constraint. Without gradients, as in evaluation, a parallel draft has six sums for each of K offsets, [K, 6].
 
         Args:
             ids: Token ids, [B, T + 1].
@@ -239,7 +241,7 @@ class DistillStep(Objective):
         predicted: Tensor,
         teacher: Teacher,
     ) -> Tensor:
-        """Return the six sums over chosen tokens, [6]. predicted: Indices of the tokens in the flattened mask, [N]."""
+        """Return the six sums over N chosen tokens, [6]. predicted: Their indices in the flattened mask, [N]."""
         labels, weights = ids[:, 1:].flatten()[predicted], mask.flatten()[predicted]
         loss, trimmed = self.loss.at(self.progress), trimmed_head_of(self.student)
         sums = fused_loss(

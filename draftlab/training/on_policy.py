@@ -76,7 +76,7 @@ class StudentBatches:
     memory: float = 2.0
 
     def batch(self, step: int) -> Batch:
-        """Return all rows of a step. The processes generate them together, each a share."""
+        """Return all rows of a step. Each process generates a share of them, and gets the rows of all processes."""
         prompts, state = self.prompts.batch(step).ids, process_state()
         rows, processes = len(prompts), state.num_processes
         # equal shares, so that all processes run the same passes
@@ -109,7 +109,7 @@ class StudentBatches:
 
 
 def _in_all_processes(count: int) -> int:
-    """Return the sum of `count` over all processes, because FSDP and ZeRO need every process in every pass."""
+    """Return the sum of `count` over all processes. FSDP and ZeRO need every process in every pass."""
     local = torch.tensor(count, device=process_state().device)
     return int(cast(Tensor, reduce(local, "sum")))
 

@@ -18,7 +18,7 @@ def optimizers_for(
     other_groups: list[dict[str, Any]],
     shares: Mapping[str, float] = MappingProxyType({}),
 ) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of a model: AdamW for all parameters, or Muon for matrices of layers and AdamW for others.
+    """Return the optimizers of a model: AdamW alone, or Muon for matrices of layers and AdamW for other weights.
 
     The update of Muon (Jordan et al. 2024) is scaled to the size of AdamW's update (Liu et al. 2025), so both
     optimizers use the same learning rate.
@@ -88,7 +88,7 @@ def orthogonal(
 ) -> torch.Tensor:
     """Return a matrix with the singular vectors of `matrix`, and with singular values near 1.
 
-    The computation is Newton-Schulz iterations in float32 (Jordan et al. 2024). steps: Number of iterations.
+    It is computed by Newton-Schulz iterations in float32 (Jordan et al. 2024). steps: Number of iterations.
     """
     a, b, c = coefficients
     x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
@@ -100,7 +100,7 @@ def orthogonal(
 
 
 def training_dtype(name: str) -> str:
-    """Return the dtype to train in. "auto" is bfloat16 on devices that compute bfloat16 fast, else float32."""
+    """Return the dtype to train in. "auto" means bfloat16 where that is fast, and otherwise float32."""
     if name != "auto":
         return name
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -21,7 +21,7 @@ ROWS, BATCH = 16, 8  # number of held-out windows of each source, and of windows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reweighing:
-    """Settings for updates of a mixture's weights from the student's held-out losses.
+    """Settings for updates of the weights of a data mixture, which follow the student's held-out losses.
 
     Args:
         every: Number of steps between updates of the weights.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[Any], None]]:
-    """Yield a function that logs a record to trackers of accelerate, such as tensorboard.
+    """Yield a function that logs a record to the named trackers of accelerate, such as tensorboard.
 
     Numbers of a training step are logged as train/NAME, and numbers of an evaluation as heldout/NAME. A tracker that
     writes files puts them next to the output, in a folder with the tracker's name.
@@ -191,7 +191,7 @@ def _checkpoint_bytes(student: PreTrainedModel, loop: Loop) -> int:
 
 
 def read_log(path: Path) -> list[StepRecord | EvalRecord]:
-    """Return the records of a log. If a resumed run logged a step again, only its last record is returned.
+    """Return the records of a log. If a resumed run logged a step again, only the last record of the step counts.
 
     An incomplete last line, which a killed run may leave, is skipped.
 

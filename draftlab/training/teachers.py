@@ -45,7 +45,7 @@ class OutputHead:
         plain: Whether the logits are the product of head and last hidden states, without scaling or a cap. It is False
             for a head on disk or in other processes.
         vocab: Number of logits that count. Logits after them are padding. It has no effect on a trimmed head.
-        takes_packed: Whether the model separates the sequences of a row by their positions.
+        takes_packed: Whether the model keeps the sequences of a row separate if their positions restart at 0.
     """
 
     plain: bool
@@ -109,8 +109,8 @@ def _keeps_apart(model: PreTrainedModel) -> bool:
     """Return whether two sequences in one row stay separate if the positions of the second sequence restart at 0.
 
     The model runs on a few tokens to find out. For example, state-space models do not separate sequences. The states of
-    the second sequence may change a little by rounding. Their change is therefore compared with the change when the
-    positions go on, so that the second sequence reads the first.
+    the second sequence may change a little by rounding. This change must therefore be at most a tenth of the change
+    that occurs if the positions do not restart, so that the second sequence reads the first.
     """
     decoder, was_training = model.get_decoder(), model.training
     if (

@@ -59,7 +59,7 @@ class TrainingSetup:
         temperature: Temperature of both distributions in the divergence.
         length: Function that measures acceptance length in evaluations. None does not measure it.
         offsets: Offsets that a parallel draft learns. None for other students.
-        depths: Rule for how many tokens are predicted from each position. None takes `offsets`.
+        depths: Rule for how many tokens are predicted from each position. None uses `offsets` as the rule.
         objective: Module with the student and its loss. None makes a DistillStep, for students that are language
             models.
     """
@@ -98,7 +98,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
-    """The record of an evaluation on held-out text, with means over tokens. The student reads the true tokens.
+    """The record of an evaluation on held-out text, with means over tokens. The student reads only tokens of the text.
 
     For a parallel draft, `loss` is the mean over all offsets. Its cross-entropy, acceptance, agreement and slack are
     those of offset 1.
@@ -126,7 +126,7 @@ class EvalRecord:
         """Return the number by which the best evaluation is chosen. Higher is better.
 
         It is the acceptance length if this was measured. Otherwise it is the acceptance, or for a parallel draft the
-        tokens per target pass that follow from its acceptance. Without a teacher it is the negative loss.
+        expected tokens per target pass (see expected_tokens). Without a teacher it is the negative loss.
         """
         if self.mean_acceptance_length is not None:
             return self.mean_acceptance_length
@@ -237,7 +237,7 @@ class Trainer:
         )
 
     def evaluate(self, done: int) -> EvalRecord:
-        """Evaluate on held-out text, and save the weights if they are the best so far."""
+        """Evaluate on held-out text. Save the weights if they are the best so far, or if there is a constraint."""
         record = self._heldout(self.setup.heldout.batches, self.teacher, done)
         if (length := self.setup.length) is not None:
             accepted = self.objective.around(lambda: length(self.student, done))

@@ -26,7 +26,8 @@ def resize(directory: Path, vocab: int) -> str | None:
     """Resize a checkpoint to `vocab` logits. Return the change as text, such as "100 -> 128", or None without a change.
 
     Rows of embedding and head after the first `vocab` rows are dropped. Added rows are the mean of the old rows. The
-    logit of an added id is then the mean logit, so its probability is less than 1 / V (Jensen's inequality).
+    logit of an added id is then the mean of the old logits, so its probability is at most 1 / vocab (by Jensen's
+    inequality).
 
     Raises:
         UserError: No tensor has the name of the embedding or head in transformers, or config.json has no vocab_size.

@@ -1,7 +1,7 @@
 """Learned masks: Sheared LLaMA's targeted structured pruning (Xia et al., 2310.06694), with heads by KV group.
 
-L layers, D hidden, K kv heads, G query heads per kv head, H = K G, F ffn. The masks of one dimension are [rows, n].
-After training, the deterministic masks have an exact number of non-zero entries in each row.
+L layers, D hidden, K kv heads, G query heads per kv head, H = K G, F ffn. The masks of a dimension are [rows, size]
+(see MaskSize). After training, the deterministic masks have exactly `target` non-zero entries in each row.
 """
 
 import math
@@ -82,7 +82,7 @@ class Masks(nn.Module):
         self.values = self._values({})
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return AdamW's parameter groups: descent on log-odds, ascent on multipliers, at the published rate of 1."""
+        """Return AdamW's parameter groups, with the published rate of 1. Multipliers are trained by gradient ascent."""
         same = {"lr": 1.0, "weight_decay": 0.0}
         return [
             {"params": list(self.log_odds.parameters()), **same},
@@ -114,7 +114,7 @@ class Masks(nn.Module):
     def penalty(self) -> Tensor:
         """Return the augmented Lagrangian, the sum over dimensions of the mean of l1 (s - t) + l2 (s - t)^2.
 
-        s is the expected sparsity, t the target sparsity.
+        s is the expected sparsity of a row of masks, t the target sparsity. l1 and l2 are the dimension's multipliers.
         """
         total = torch.zeros((), device=next(iter(self.log_odds.values())).device)
         for name, gap in self._gaps(min(1.0, self.progress / WARM_UP)).items():
@@ -152,7 +152,7 @@ class Masks(nn.Module):
     def _gaps(self, share: float) -> dict[str, Tensor]:
         """Return expected minus target sparsity of each row, by dimension.
 
-        share: Factor of the final target sparsity, which rises during the warm-up.
+        share: Factor that multiplies the final target sparsity. It rises to 1 during the warm-up.
         """
         return {
             name: 1

@@ -98,7 +98,7 @@ def _masked_linear(
 ) -> Callable[[Tensor], Tensor]:
     """Return the forward function of an o_proj or down_proj with masked inputs and outputs.
 
-    o_proj has heads as inputs, and down_proj has neurons. The outputs are hidden dimensions. All have masks.
+    The inputs of o_proj belong to heads, and the inputs of down_proj to neurons. The outputs are hidden dimensions.
     """
 
     def forward(x: Tensor) -> Tensor:

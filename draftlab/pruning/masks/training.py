@@ -39,8 +39,8 @@ SAVE_STEPS = 100  # most steps between checkpoints to resume from
 class MaskTraining:
     """Settings of mask training.
 
-    lr: Peak learning rate of the weights. None freezes the weights. reweighing: Settings that let the weights of a
-    mixture of data follow the losses. None keeps them fixed.
+    lr: Peak learning rate of the model's weights. None freezes these weights. reweighing: Settings for updates of the
+    shares of a data mixture by held-out losses. None keeps the shares fixed.
     """
 
     steps: int
@@ -65,7 +65,7 @@ class MaskTraining:
 
 
 def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
-    """Train masks, and write the draft that the masks select. Several processes may train. A killed run resumes.
+    """Train masks, and write the draft that the masks select. Several processes may call this. A killed run resumes.
 
     Raises:
         UserError: The loss is not finite, or the run cannot use its state directory (see claimed_state).

@@ -1,6 +1,6 @@
 """The student parallel: a draft that predicts K tokens in one pass (PARD, An et al. 2025, 2504.18583).
 
-The first token is predicted at the last token of the text, the others at mask tokens.
+The draft predicts the first token at the last token of the text, and all later tokens at mask tokens.
 """
 
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ class ParallelStudent(DraftSpec):
 
     tokens: Number of tokens that one pass drafts. token: Id of the mask token; by default an id that no text has.
     share: Of the positions that predict an offset, the share that also predicts the next offset. floor: Least share of
-    all positions that predict an offset. share and floor are PARD's.
+    all positions that predict an offset. share and floor are from PARD.
     """
 
     tokens: int = Field(8, ge=2, le=32)

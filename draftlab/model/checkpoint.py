@@ -120,7 +120,9 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def check(directory: Path) -> None:
-    """Check that a checkpoint can be loaded. Only config.json and the headers of downloaded weights are read.
+    """Check that a checkpoint can be loaded. Weights need not be downloaded.
+
+    Of downloaded weights only the headers are read, with the exception in read_shape.
 
     Raises:
         UserError: files are broken, transformers or this machine cannot run the model, the model's cache cannot be
@@ -157,7 +159,7 @@ def read_shape(directory: Path) -> Shape:
     """Return the shape of a checkpoint from its config and the names and sizes of its tensors.
 
     Biases and q/k norms are detected by the names and sizes of tensors. Values are not read, with one exception:
-    config.json ties the LM head to the embedding, but both are stored. Then the two must be equal.
+    if config.json ties the LM head to the embedding but both are stored, both are read and must be equal.
 
     Raises:
         UserError: the checkpoint is quantised or not LLaMA-like, or its config and tensors disagree.
@@ -236,7 +238,7 @@ def planned_shape(directory: Path) -> Shape:
 
 
 def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) -> Shape:
-    """Return the shape of the model that has this config.json and tensors of these names and sizes.
+    """Return the shape of a model from the content of its config.json and the size of each tensor by name.
 
     Raises:
         OtherArchitecture: config.json lacks a size that every LLaMA-like model has.
@@ -269,7 +271,7 @@ def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) 
 def _fitting_shape(
     directory: Path, config: dict[str, object], sizes: dict[str, tuple[int, ...]]
 ) -> Shape:
-    """Return the shape of a checkpoint after a check of its tensors. sizes: Size of each tensor, by name.
+    """Check the tensors of a checkpoint, and return its shape. sizes: Size of each tensor, by name.
 
     Raises:
         UserError: a tensor is unknown, missing or of another size, or the tensors contradict config.json on biases.
@@ -310,7 +312,7 @@ def config_for(
     """Return the config `base` with the sizes of a shape.
 
     kept_layers: Indices of the layers of `base` that the new model keeps. Lists with a value per layer are reduced to
-    these layers. Default: the first layers.
+    these layers. Default: the first layers, as many as the shape has.
     """
     layers = range(shape.layers) if kept_layers is None else kept_layers
     config: dict[str, object] = {}
@@ -338,7 +340,8 @@ def llama_config(
     """Return config.json of a new LLaMA of this shape. context: Length in tokens of the longest text.
 
     Raises:
-        UserError: the shape has weights that LLaMA lacks: q/k norms, or biases of only some of q, k, v and o.
+        UserError: the shape has weights that LLaMA lacks: q/k norms, norms after attention and MLP, or biases of only
+            some of q, k, v and o.
     """
     if (
         shape.options - {"untied", "qkv_bias", "o_bias", "mlp_bias"}
@@ -366,7 +369,7 @@ def llama_config(
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device with a name such as "cpu" or "cuda:1". "auto" is the GPU, or the CPU if there is no GPU.
+    """Return the device with a name such as "cpu" or "cuda:1". "auto" stands for the GPU if there is one, else the CPU.
 
     Raises:
         UserError: this machine lacks the device, or torch was built without support for it.
@@ -389,7 +392,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype with a name from DTYPES. "auto" is bfloat16 on a GPU, and float32 on other devices."""
+    """Return the dtype with a name from DTYPES. "auto" stands for bfloat16 on a GPU, else float32."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[name]
@@ -485,9 +488,9 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 @functools.cache
 def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
-    """Return the default dtype for a checkpoint's computations: the stored dtype if it is fast here, else float32.
+    """Return the default dtype in which a checkpoint is computed: the stored dtype if is_fast() is true, else float32.
 
-    A note says so if the result is not the stored dtype.
+    If the result is not the stored dtype, a note says why.
     """
     stored = stored_dtype(directory)
     computed = computed_dtype(stored, device)
@@ -508,8 +511,8 @@ def computed_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
 def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether torch multiplies matrices of this dtype at full speed on the device.
 
-    On a CPU with AVX-512, float16 takes 3 times as long as float32. On a CPU without it, float16 and bfloat16 take 6 to
-    70 times as long as float32.
+    On CPUs with AVX-512, products in float16 take 3 times as long as in float32, and bfloat16 is fast. On CPUs without
+    AVX-512, products in float16 and bfloat16 take 6 to 70 times as long as in float32.
     """
     if device.type != "cpu" or dtype.itemsize > 2:
         return True
@@ -535,7 +538,7 @@ def meta_model(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMode
 
 
 def layer_of(name: str) -> int | None:
-    """Return the index of the layer that a tensor is in, or None for the embedding, the final norm and the head."""
+    """Return the index of the layer of the tensor `name`, or None for the embedding, the last norm and the head."""
     parts = name.split(".")
     return int(parts[2]) if name.startswith("model.layers.") else None
 

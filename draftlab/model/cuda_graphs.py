@@ -33,9 +33,9 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class _Store:
-    """Memory for a KV cache, which outlives the cache. A later cache that fits reuses the memory and its graphs.
+    """The memory of a KV cache. It outlives the cache: a later cache that fits reuses the memory and its graphs.
 
-    user: Weak reference to the keys of the cache that uses the memory. It is dead when the memory is free.
+    user: Weak reference to the keys of the cache that uses the memory. If the reference is dead, the memory is free.
     """
 
     keys: Tensor
@@ -131,7 +131,7 @@ class CudaGraphLlama(Llama):
     def _replayed(
         self, ids: Tensor, cache: Cache, last: int, states: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Replay a pass, captured on first use; return the logits and the new states.
+        """Replay the graph of a pass, and return the logits and the new states. The first call captures the graph.
 
         states: States that an EAGLE-3 head reads, [B, T, D]. None for a Llama; the new states are then None, too.
         """
@@ -150,7 +150,7 @@ class CudaGraphLlama(Llama):
     def new_layer_states(self, cache: Cache, ids: tuple[int, ...]) -> LayerStates:
         """Return LayerStates for every position of a cache.
 
-        Caches that reuse the same memory also get the same LayerStates, because graphs write to them.
+        Caches that reuse the same memory also get the same LayerStates, because graphs write to its tensor.
 
         ids: Ids of the layers, see LayerStates.
         """
@@ -211,7 +211,7 @@ class CudaGraphLlama(Llama):
     def _static_pass(
         self, cache: Cache, rows: int, width: int, last: int, end: int
     ) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        """Return a pass over static tensors, for a capture. The pass overwrites its `states` with the new states."""
+        """Return a function to capture: a pass on static tensors, which overwrites `states` with the new states."""
         model = weakref.proxy(self)
         # the cache may be freed before the graph
         memory = Cache(cache.keys.detach(), cache.values, layer_states=cache.layer_states)
@@ -242,9 +242,9 @@ class CudaGraphLlama(Llama):
 
 
 def _end(cache: Cache, width: int) -> int:
-    """Return S for the graph of a pass: the longest row's length after `width` more tokens, rounded up to BUCKET.
+    """Return S for the graph of a pass: the longest row's length after `width` more tokens, in steps of BUCKET.
 
-    The result is at most the capacity of the cache.
+    The length is rounded up to a multiple of BUCKET, but the result is at most the capacity of the cache.
 
     Raises:
         ValueError: the tokens do not fit the cache.
@@ -283,5 +283,5 @@ def capture(
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for captures on a device. torch's default stream belongs to the first capture's device."""
+    """Return the stream for captures on a device. torch has only one default for all devices."""
     return torch.cuda.Stream(device)

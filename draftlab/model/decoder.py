@@ -32,7 +32,7 @@ class AttentionMetadata:
     Args:
         mask: If folded, the numbers that are added to the attention scores, or None if every token attends to every
             position. If not folded, a bool mask or a causal bias, or None for causal attention from position 0.
-        slots: Index into the cache [B, K, capacity, C] at which the new keys and values are written.
+        slots: Index of the new keys and values in the cache of a layer, [B, K, capacity, C].
         folded: Whether the G query heads of a KV head are computed as one head with G T queries.
     """
 
@@ -92,9 +92,9 @@ class Tree:
 
     @classmethod
     def from_parents(cls, parents: Parents, device: torch.device = CPU) -> "Tree":
-        """Return a tree. Token 0 is the root, and parents[i], at most i, is the parent of token i + 1.
+        """Return the tree whose root is token 0, and in which parents[i] is the parent of token i + 1.
 
-        If the items of `parents` are tuples, each tuple has the parents of one row's tree.
+        parents[i] is at most i. If `parents` has a tuple for each row, each row has its own tree.
         """
         rows = [row for row in parents if isinstance(row, tuple)]
         if rows:
@@ -112,8 +112,8 @@ class Tree:
 class Sampler(Protocol):
     """Chooses the next drafted token of each row from logits [B, V] and uniform draws [B] in [0, 1).
 
-    It returns the tokens [B], and the draft distributions q [B, V] that they were drawn from, or None for greedy
-    tokens.
+    It returns the tokens [B], and the draft distributions q [B, V] from which they were drawn. For greedy tokens, it
+    returns None in place of q.
     """
 
     def __call__(self, logits: Tensor, draws: Tensor, /) -> Drafted: ...
@@ -165,12 +165,12 @@ class Decoder(Protocol):
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of the KV cache per token, or an upper bound of them."""
+        """Return the number of bytes that the KV cache needs per token, or an upper bound of this number."""
         return 0
 
     @property
     def replays_passes(self) -> bool:
-        """Return whether passes replay CUDA graphs. The first pass of a new shape is slow, so use few shapes."""
+        """Return whether passes replay CUDA graphs. If so, the first pass of each shape is slow; use few shapes."""
         return False
 
     def check_fits(self, capacity: int) -> None:
@@ -189,7 +189,7 @@ class Decoder(Protocol):
         """Append ids [B, T] to the cache, and return their logits, [B, T, V].
 
         Args:
-            last: If not 0, return only the logits of the last tokens, [B, last, V].
+            last: If not 0, return only the logits of the last `last` tokens, [B, last, V].
             tree: Token tree of the T tokens. Default: each token follows the token before it.
         """
         ...
@@ -214,7 +214,7 @@ class Decoder(Protocol):
         )
 
     def without_rollback(self) -> "Decoder":
-        """Return a decoder of the same model for plain decoding. Its caches need not support rolling back."""
+        """Return a decoder of the same model for decoding without a draft. Its caches need not be able to roll back."""
         return self
 
 
@@ -262,7 +262,7 @@ def feed(
     All texts feed the same number of tokens. A text with fewer uncached tokens feeds cached tokens again. A text that
     is too short for that is padded at its end.
 
-    known: Number of ids in the model's vocabulary. Larger ids are fed as known - 1.
+    known: Number of ids in the model's vocabulary. Ids from `known` on are fed as known - 1.
     """
     width = max(
         len(text) - min(used, len(text) - last)

@@ -27,7 +27,7 @@ def exact(values: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """Return a context in which float32 matrix products do not use TF32. Normal equations would square its error."""
+    """Return a context in which float32 matrix products do not use TF32, whose error normal equations would square."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -4,9 +4,9 @@ B rows (texts of a batch), T tokens, S positions, L layers, H query heads, K KV 
 draft vocab, A target layers whose states the head reads.
 
 For each position of the text, each layer of the head computes a key and a value from hidden_norm(fc(states)), where
-states are the target's. The block is the last token of the text and the mask tokens after it. Tokens of the block
-attend to the text and to each other. A mask token predicts the token at its own position. With sample_from_anchor, each
-token of the block predicts the next token.
+`states` are the states of the target at this position. The block consists of the last token of the text and the mask
+tokens after it. Tokens of the block attend to the text and to each other. Each mask token predicts the token at its own
+position. If sample_from_anchor is set, each token of the block instead predicts the token after it.
 """
 
 import json
@@ -65,7 +65,7 @@ class DFlashShape(HeadSizes):
 
     Attributes:
         windows: Sliding window of each layer in tokens, or None for attention to all positions.
-        causal: For each layer, whether a token of the block attends to no later tokens of the block.
+        causal: For each layer, True if tokens of the block do not attend to later tokens of the block.
         sample_from_anchor: Whether the text's last token predicts the first drafted token. Otherwise only mask tokens
             predict.
     """
@@ -83,7 +83,7 @@ class DFlashShape(HeadSizes):
 
     @property
     def size(self) -> ApproximateSize:
-        """Return the size of the head, including the output layer, even if that is the target's."""
+        """Return the size of the head. The output layer is counted even if the head uses the target's."""
         weights = sum(math.prod(size) for size in self.sizes().values())
         count = weights + self.draft_vocab * self.hidden
         return ApproximateSize(
@@ -169,10 +169,10 @@ class DFlash:
             )
 
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
-        """Return an empty cache for `rows` texts of at most `capacity` tokens, with room for a block after each.
+        """Return an empty cache for `rows` texts of at most `capacity` tokens each, and a block after each text.
 
         Raises:
-            UserError: text and block exceed the head's context.
+            UserError: a text and its block exceed the head's context.
         """
         c = self.config
         self.check_fits(capacity)
@@ -181,9 +181,9 @@ class DFlash:
 
     @torch.inference_mode()
     def read(self, states: Tensor, positions: Tensor, cache: BlockCache) -> None:
-        """Compute keys and values of the target's states [B, T, A D], and cache them at positions [B, T].
+        """Compute keys and values from states of the target, and cache them. ``cache.used`` does not change.
 
-        ``cache.used`` does not change.
+        states: States of the A target layers that the head reads, [B, T, A D]. positions: Their positions, [B, T].
         """
         context = F.linear(states, self.weights["fc.weight"])
         context = rms_norm(context, self.weights["hidden_norm.weight"], self.config.eps)
@@ -205,10 +205,10 @@ class DFlash:
         return F.linear(states.flatten(0, 1), self.head).unflatten(0, states.shape[:2])
 
     def text_logits(self, tokens: Tensor, cache: BlockCache) -> Tensor:
-        """Return the logits [B, K, V] of the K tokens after the text's last token, which is tokens[:, 0].
+        """Return the logits of the next N tokens of each text, [B, N, V].
 
-        tokens: The last token of each text and the K - 1 tokens after it, [B, K]. A DFlash head reads only the first; a
-        DSpark head reads all.
+        tokens: The last token of each text, and the N - 1 tokens after it, [B, N]. A DFlash head reads only the last
+        token of the text. A DSpark head reads all N tokens.
         """
         return self.block_logits(tokens[:, 0], tokens.shape[1], cache)
 
@@ -217,7 +217,7 @@ class DFlash:
         return logits if self.ids is None else spread(logits, self.ids, self.config.vocab)
 
     def block_states(self, last: Tensor, count: int, cache: BlockCache) -> Tensor:
-        """Run the pass of a block, and return the final normed states of its T tokens, [B, T, D].
+        """Run the head's pass over a block. Return the states of its T tokens after the final norm, [B, T, D].
 
         last: Last token of each text, [B]. count: Number of drafted tokens, which the last `count` states predict.
         """
@@ -317,7 +317,7 @@ def read_parts(
         head: Output layer of the target, [V, D], for a head without its own.
 
     Raises:
-        UserError: A tensor is missing, unknown or of another size, or d2t and t2d are no valid maps of ids.
+        UserError: A tensor is missing, unknown or of another size, or draft_ids() refuses d2t and t2d.
     """
     tensors = read_tensors(folder, lambda name: name.removeprefix("model."))
     sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -380,9 +380,9 @@ def parse_shape(
 def new_json(
     target: Path, layers: int, layer_ids: Sequence[int] | None, block_size: int, mask_token_id: int
 ) -> dict[str, object]:
-    """Return the content of config.json of a new DFlash head. Its layers have the sizes of the target's layers.
+    """Return the content of config.json for a new DFlash head, in the format of z-lab's heads.
 
-    The fields are those of z-lab's heads.
+    The layers of the head have the sizes of the target's layers.
 
     Raises:
         UserError: The target lacks a layer in `layer_ids`.

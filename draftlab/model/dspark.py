@@ -1,9 +1,10 @@
 """DSpark heads: a DFlash block whose tokens are drawn in order, each with a bias from the token before it.
 
 B rows (texts of a batch), T tokens of the block, K drafted tokens, D hidden, R rank, W draft ids, V vocab. One pass
-over the block gives logits, as with a DFlash head. Then a Markov head adds a bias of low rank,
-markov_w2(markov_w1[token before]). Kinds of Markov heads: "vanilla" has this bias, "gated" gates it by the block's
-state, and "rnn" has a recurrent state. A confidence head estimates the probability that a token is accepted.
+over the block gives logits, as with a DFlash head. Then a Markov head adds a bias of rank R. In a head of the kind
+"vanilla", the bias is markov_w2(markov_w1[token before]). In the kind "gated", a gate that reads the block's state
+multiplies the input of markov_w2. In the kind "rnn", a recurrent state determines this input. A confidence head
+estimates the probability that a token is accepted.
 """
 
 from pathlib import Path
@@ -27,7 +28,7 @@ class DSparkShape(DFlashShape):
         markov_rank: Rank of the Markov head's bias.
         markov_kind: Kind of the Markov head. "vanilla" ignores the block's states, "gated" has a gate that reads them,
             and "rnn" has a recurrent state that reads them.
-        confidence: Number of inputs of the confidence head, or 0 for a head without a confidence head.
+        confidence: Number of inputs of the confidence head, or 0 if there is none.
     """
 
     markov_rank: int = Field(ge=1)
@@ -64,15 +65,18 @@ class DSpark(DFlash):
 
     @torch.inference_mode()
     def block(self, last: Tensor, count: int, cache: BlockCache) -> "Block":
-        """Run the pass of a block that drafts `count` tokens. last: Last token of each text, [B]."""
+        """Run the pass over a block that drafts `count` tokens, and return the Block.
+
+        last: Last token of each text, [B].
+        """
         return Block(self, self.block_states(last, count, cache), last, count)
 
 
 class Block:
-    """A block of drafted tokens, after the head's pass over it. Draw them in order, with one call of logits() each."""
+    """The result of a head's pass over a block. To draft its tokens in order, call logits() once for each token."""
 
     def __init__(self, head: DSpark, states: Tensor, last: Tensor, count: int) -> None:
-        """Make a block. states: Final states of its T tokens, [B, T, D]; the last `count` states predict the draft.
+        """Make a block. states: Final states of its T tokens, [B, T, D]. The last `count` states predict the draft.
 
         last: Last token of each text, [B].
         """
@@ -89,7 +93,7 @@ class Block:
     def logits(self, token: Tensor) -> Tensor:
         """Return the logits [B, V] of the block's next token. Each call advances by one token.
 
-        token: The token before the next token, [B].
+        token: The token before it, [B].
         """
         biased = self._biased(token, next(self.states))
         bias = F.linear(biased, self.head.weights["markov_head.markov_w2.weight"])
@@ -102,7 +106,7 @@ class Block:
         return self._project("confidence_head.proj", features.float()).squeeze(-1).sigmoid()
 
     def _biased(self, token: Tensor, state: Tensor) -> Tensor:
-        """Return the input of markov_w2, [B, R], after a token [B]. The recurrent state of "rnn" advances.
+        """Return the input of markov_w2, [B, R], after a token [B]. In the kind "rnn", advance the recurrent state.
 
         state: The block's state at this position, [B, D].
         """

@@ -1,8 +1,9 @@
 """EAGLE-3 heads on disk (Li et al. 2025, 2503.01840): their sizes, their tensors, and the layouts that servers read.
 
-A head is one LLaMA layer. Its attention reads, at each position, the embedding of a token and a state. The first state
-is fc's projection of the outputs of some target layers; each later state is the head's own output. The head predicts
-some of the target's ids. EAGLE-3.1 adds norms before fc, a norm of the head's output, and a sliding window.
+A head is one LLaMA layer. At each position, its attention reads the embedding of a token, and the state of the position
+before. If the target has read that position, the state is fc's projection of the outputs of some target layers.
+Otherwise it is the head's own output. The head predicts some of the target's ids. EAGLE-3.1 adds norms before fc, a
+norm of the head's output, and a sliding window.
 
 D hidden, E hidden of the target, V vocab, W draft vocab, A layers of the target that fc reads.
 """
@@ -74,8 +75,8 @@ class TargetSizes:
     def default_layer_ids(self) -> tuple[int, ...]:
         """Return the ids of the layers whose outputs a head reads if its config.json does not list them.
 
-        For a target of n layers they are 2, n // 2 and n - 3, as in servers. If n is below 7, they are 1, n // 2 and n
-        - 1.
+        For a target of n layers the ids are 2, n // 2 and n - 3, as in servers. If n is below 7, they are 1, n // 2 and
+        n - 1.
 
         Raises:
             UserError: the target has fewer than four layers.
@@ -240,7 +241,7 @@ class HeadShape(HeadSizes):
     def shape(self) -> Shape:
         """Return the shape of the head's layer, with the target's vocabulary.
 
-        Unlike in this shape, q, k and v of an EAGLE-3 head have 2 x hidden inputs.
+        In this shape, q, k and v have `hidden` inputs, but in an EAGLE-3 head they have 2 x hidden inputs.
         """
         return self.shape_of(1, self.qk_norm)
 
@@ -319,7 +320,7 @@ def layer_config(kind: type["PreTrainedConfig"], content: Mapping[str, Any]) -> 
 
 
 def sizes_of(layer: Any) -> dict[str, Any]:
-    """Return the values of the LAYER_FIELDS of HeadSizes, read from transformers' configuration of a head's layers."""
+    """Return the fields of HeadSizes that are in LAYER_FIELDS. layer: transformers' configuration of the layers."""
     return {field: getattr(layer, name) for field, name in LAYER_FIELDS.items()}
 
 
@@ -343,6 +344,8 @@ def head_config(
     target: Path, layer_ids: Sequence[int] | None, draft_vocab: int, **variant: Any
 ) -> HeadShape:
     """Return the shape of an EAGLE-3 head whose layer has the sizes, rotary frequencies and eps of the target's layers.
+
+    Rotary scaling that depends on the length of the text is left out.
 
     Args:
         layer_ids: Target layers that the head reads. Default: TargetSizes.default_layer_ids.
@@ -405,7 +408,7 @@ Shaped = TypeVar("Shaped", bound=HeadShape)
 
 
 def check_as(shape: type[Shaped], folder: Path, target: Path, weights: bool = True) -> Shaped:
-    """Check a head as check() does, for the kind of head that the class `shape` describes."""
+    """Check a head of the kind that the class `shape` describes, and return its shape. See check()."""
     content, sizes = checkpoint.read_config(folder), TargetSizes.of(target)
     hub.check_head(folder, shape.kind)
     with reading(folder / "config.json"):
@@ -435,7 +438,7 @@ def read_as(config: HeadShape, folder: Path, dtype: torch.dtype, device: torch.d
     """Read the weights of a head that check() accepts. config: The result of check().
 
     Raises:
-        UserError: a weight is not finite, or d2t and t2d are no valid maps of ids.
+        UserError: a weight is not finite, or draft_ids() refuses d2t and t2d.
     """
     tensors = read_tensors(folder, _plain)
     offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab, dtype=torch.long))
@@ -463,10 +466,12 @@ def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -
 
     Args:
         offsets: The tensor d2t: target id minus draft id, [W].
-        known: The tensor t2d, if the head has it, as a check: nonzero for the target ids that the head predicts, [V].
+        known: The tensor t2d, [V]: nonzero for the target ids that the head predicts. None: the head has no t2d, and
+            d2t is not compared with it.
 
     Raises:
-        UserError: two draft ids have the same target id, an id is out of range, or t2d and d2t contradict each other.
+        UserError: d2t has a floating-point dtype, two draft ids have the same target id, an id is out of range, or t2d
+            and d2t contradict each other.
     """
     if offsets.is_floating_point():
         raise UserError(
@@ -543,7 +548,7 @@ def _target_embedding(target: Path, config: HeadShape) -> Tensor:
 
 
 def _native_json(config: HeadShape) -> dict[str, object]:
-    """Return the fields of config.json that are specific to SpecForge's layout, with all fields that servers read."""
+    """Return the fields of config.json that are specific to SpecForge's layout, for all servers that read it."""
     variant = {name: True for name in VARIANTS if getattr(config, name)}
     return (
         variant
@@ -669,7 +674,7 @@ _ONLY: dict[str, tuple[object, ...]] = {
 
 
 def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedding: bool) -> None:
-    """Raise UserError if a head is for another target, or has no embedding and another hidden size than its target."""
+    """Raise UserError if a head is for another target, or cannot use its embedding because hidden sizes differ."""
     config.check_target(name, target, config.target_hidden)
     if not own_embedding and config.hidden != target.hidden:
         raise UserError(

@@ -31,14 +31,14 @@ from draftlab.model.native_cpu import WIDE, NativeLlama
 class EagleLlama(Llama):
     """A head as a Llama that reads a state with each token. step() runs a pass; forward() raises TypeError.
 
-    q, k and v of the first layer read the token's embedding and the state, [2 D].
+    In the first layer, q, k and v read the concatenation of the token's embedding and the state, [2 D].
     """
 
     # the mask token of a P-EAGLE head, and the state [D] that is read with it; None for other heads
     mask: tuple[int, Tensor] | None = None
 
     def __init__(self, head: Head, embedding: Tensor, directory: Path) -> None:
-        """Make a Llama of a head. embedding: The target's embedding, [V, D], for a head without its own.
+        """Make a Llama from a head. embedding: The target's embedding, [V, D], which is used if the head has none.
 
         Raises:
             UserError: draftlab's engine does not support the head's rotary scaling.
@@ -91,7 +91,7 @@ class EagleLlama(Llama):
         """Run a pass over tokens, each with a state, and append them to the cache.
 
         Args:
-            ids: The token after each state: its position is the state's position plus 1, [B, T].
+            ids: Tokens, [B, T]. The position of each token is the position of its state plus 1.
             states: States from combine or from earlier steps, [B, T, D].
             last: Number of last tokens whose logits are returned.
             tree: Token tree of the T tokens. Default: each token follows the token before it.
@@ -112,7 +112,7 @@ class EagleLlama(Llama):
         choose: Sampler,
         state: Tensor | None = None,
     ) -> Drafted:
-        """Draft K tokens, one per pass, see Decoder.draft.
+        """Draft K tokens, one after the other, see Decoder.draft.
 
         state: The head's state at the last position of each text, [B, 1, D].
         """
@@ -128,7 +128,7 @@ class EagleLlama(Llama):
     def decode_states(
         self, ids: Tensor, states: Tensor, cache: Cache, metadata: AttentionMetadata, last: int
     ) -> tuple[Tensor, Tensor]:
-        """Run a pass; return logits and new states as step does. cache.used does not change.
+        """Run a pass, and return the same logits and new states as step(). cache.used does not change.
 
         metadata: Mask and cache slots of the pass.
         """
@@ -153,7 +153,7 @@ class EagleLlama(Llama):
 
 
 class NativeEagle(NativeLlama, EagleLlama):
-    """A head on the CPU whose narrow passes run in compiled C++. The states that they return are float32."""
+    """A head on the CPU whose passes of at most WIDE tokens run in compiled C++, and return float32 states."""
 
     forward = EagleLlama.forward  # pyright: ignore[reportAssignmentType]
 
@@ -161,7 +161,7 @@ class NativeEagle(NativeLlama, EagleLlama):
     def step(
         self, ids: Tensor, states: Tensor, cache: Cache, last: int, tree: Tree | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run EagleLlama.step; narrow passes are compiled."""
+        """Run a pass, see EagleLlama.step. Passes with few tokens run in compiled C++, see NativeLlama."""
         if ids.numel() > WIDE and not self.any_width:
             return super().step(ids, states.to(self.embed), cache, last, tree)
         states = states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
@@ -170,7 +170,7 @@ class NativeEagle(NativeLlama, EagleLlama):
 
 
 class CudaGraphEagle(CudaGraphLlama, EagleLlama):
-    """A head whose narrow passes replay CUDA graphs, see CudaGraphLlama."""
+    """A head whose passes of at most cuda_graphs.WIDE tokens replay CUDA graphs, see CudaGraphLlama."""
 
     forward = EagleLlama.forward  # pyright: ignore[reportAssignmentType]
 
@@ -178,7 +178,7 @@ class CudaGraphEagle(CudaGraphLlama, EagleLlama):
     def step(
         self, ids: Tensor, states: Tensor, cache: Cache, last: int, tree: Tree | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run EagleLlama.step; narrow passes replay a CUDA graph."""
+        """Run a pass, see EagleLlama.step. Passes with few tokens replay a CUDA graph, see CudaGraphLlama."""
         if tree is not None or ids.numel() > cuda_graphs.WIDE or not any(cache.used):
             return super().step(ids, states, cache, last, tree)
         logits, states_after = self._replayed(ids, cache, last, states)
@@ -198,7 +198,7 @@ class CudaGraphEagle(CudaGraphLlama, EagleLlama):
 
 
 def with_mode(head: EagleLlama, mode: Mode, int8: bool = False) -> EagleLlama:
-    """Return a head whose passes run in a mode. int8: Whether mode native rounds weights to int8."""
+    """Return the head with passes that run in a mode. int8: Whether mode native rounds weights to int8."""
     if mode == "native":
         return NativeEagle(head, int8)
     return CudaGraphEagle(head) if mode == "graphs" else head

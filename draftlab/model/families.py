@@ -40,7 +40,8 @@ class Budget:
     Args:
         amount: The cost. By `kind`: number of parameters ("total"), bytes of bf16 KV cache per token ("kv"), or
             milliseconds of a one-token pass ("latency").
-        multiple_of: The ffn is a multiple of this number. If no such ffn meets the budget, FALLBACKS are tried.
+        multiple_of: The ffn is a multiple of this number, or equal to the source's ffn. If no such ffn meets the
+            budget, the smaller numbers in FALLBACKS are tried.
         tensor_parallel: Number of devices. It must divide heads, KV heads and ffn.
         latency_ms: Function that predicts the milliseconds of a one-token pass of a shape. The kind "latency" needs it.
             The result must grow with the ffn.
@@ -66,9 +67,10 @@ class Budget:
         return math.gcd(shape.heads, shape.kv_heads) % self.tensor_parallel == 0
 
     def steps(self) -> list[int]:
-        """Return the steps to try for the ffn, in order: an ffn is a multiple of the step.
+        """Return the numbers to try, in this order, as divisors of the ffn.
 
-        The first step is multiple_of. Later steps are finer, for budgets that no multiple of multiple_of meets.
+        The first is multiple_of. Smaller numbers follow, for budgets that no multiple of multiple_of meets. Each number
+        is replaced by its least common multiple with tensor_parallel.
         """
         finer = [step for step in FALLBACKS if step < self.multiple_of]
         return [math.lcm(step, self.tensor_parallel) for step in (self.multiple_of, *finer)]
@@ -77,16 +79,18 @@ class Budget:
 def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
     """Return one shape per depth (number of layers), no larger than the source and within TOLERANCE of the budget.
 
-    For the kinds "total" and "latency", the candidate widths are the multiples of the source's head_dim. Each width
-    gets the ffn that comes nearest to the budget: a multiple of multiple_of, or the source's ffn. If no width meets the
-    budget, multiples of 16 are tried for the ffn, then multiples of 8. If several widths meet it, the width whose ratio
-    ffn / width is nearest to the source's is taken.
+    For the kinds "total" and "latency", the candidate widths are the multiples of the source's head_dim. At each
+    width, the ffn is the one that brings the cost nearest to the budget. It is the source's ffn or a smaller multiple
+    of multiple_of. If no width meets the budget, multiples of 16 are tried for the ffn, then multiples of 8. If several
+    widths meet the budget, the width whose ratio ffn / width is nearest to the source's is taken.
 
-    For the kind "kv", the budget determines the number of heads, and the heads determine the width. The ffn keeps the
-    source's ratio. Depths that cannot meet the budget are left out, with a note.
+    For the kind "kv", the budget determines the number of KV heads, and this number determines the heads and the width.
+    The ffn is the one whose ratio ffn / width is nearest to the source's.
+
+    For every kind, depths that cannot meet the budget are left out, and a note lists them.
 
     Raises:
-        UserError: no depth meets the budget. The message has the costs that are possible at each depth.
+        UserError: no depth meets the budget. The message lists the costs that are possible at each depth.
     """
     candidates = [_at_depth(source, layers, budget) for layers in depths]
     shapes = [shape for shape in candidates if shape is not None]
@@ -149,10 +153,10 @@ def presets(folder: Path) -> dict[str, Shape]:
 
 
 def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
-    """Find a preset, a shape file or a checkpoint, and return its name without folders.
+    """Find a preset, a shape file or a checkpoint. Return its name without folders, and its Shape or directory.
 
-    Also return the Shape of a preset or file, or the directory of a checkpoint. weights: Whether a checkpoint needs its
-    weight files.
+    The second result is a Shape for a preset or a shape file, and the directory for a checkpoint. weights: Whether a
+    checkpoint needs its weight files.
 
     Raises:
         UserError: there is nothing with this name, or weight files are needed and missing.
@@ -176,7 +180,7 @@ def matching_preset(
     """Return name and shape of the preset in `folder` that has these sizes and can be cut from the source, or None.
 
     Raises:
-        UserError: several presets have these sizes.
+        UserError: several such presets have these sizes.
     """
     matches = []
     for name, shape in presets(folder).items():
@@ -202,13 +206,15 @@ def requested_shape(
     multiple_of: int,
     file: Path | None,
 ) -> tuple[Shape, str | None]:
-    """Return the shape that the user requests, and the name of its shape file or preset, or None for the name.
+    """Return the shape that the user requests, and the name of its shape file or preset.
+
+    The name is None if the shape comes from neither.
 
     If only layers and hidden are set, the result is the preset with these sizes, if there is one and its ffn is a
     multiple of multiple_of. Otherwise resolve() chooses the sizes that are not set.
 
     Args:
-        file: Shape file with all sizes. The arguments for single sizes are then ignored.
+        file: Shape file with all sizes. If it is set, layers, hidden, ffn, params and multiple_of are ignored.
 
     Raises:
         UserError: no size is requested, or the shape cannot be cut from the source.
@@ -253,10 +259,10 @@ def _candidates(source: Shape, layers: int, budget: Budget, step: int) -> list[S
 
 
 def _widths(source: Shape, layers: int, budget: Budget) -> list[Shape]:
-    """Return the candidates of family() at a depth: the source's shape at every width, with the source's ffn.
+    """Return a shape for each candidate width of family(), with `layers` layers and the source's ffn.
 
-    A width is left out if it needs more KV heads than the source has, if it is not a multiple of its number of heads,
-    or if the number of devices does not divide its heads and KV heads.
+    A shape is left out if it has more KV heads than the source, if heads does not divide its width, or if the number of
+    devices does not divide its heads and KV heads.
     """
     group = source.heads // source.kv_heads
     shapes = []

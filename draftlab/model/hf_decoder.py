@@ -1,11 +1,13 @@
-"""Causal language models of transformers as decoders that roll back, with rows of any lengths, trees and layer states.
+"""Causal language models of transformers as decoders.
+
+They can roll back, compute rows of different lengths and token trees, and store the states of layers.
 
 B rows (texts of a batch), T new tokens, S slots of the cache, V vocab, A layers whose states are stored, E hidden.
 
 In a pass, transformers appends T slots to every row. Usually slot i of every row has the token at position i. Then a
 pass needs no mask, and rolling back drops slots. Otherwise a table stores the position of the token in each slot, or -1
 for a slot that the attention mask hides. Rolling back then changes only the table. Slots at the end that no row reads
-are dropped. A cache with many other unread slots is packed.
+are dropped. A cache with more than SPARSE slots per position of the longest row is packed.
 """
 
 import inspect
@@ -59,8 +61,8 @@ class HFCache:
         capacity: Largest number of positions of a row.
         used: Number of valid positions of each row, [B].
         slots: Number of slots, S.
-        table: Position of each slot's token in its row's text, or -1 if no token may read the slot, [B, S]. None: slot
-            i of every row holds position i.
+        table: For each row and slot, the position of the slot's token in the text, or -1 if no token may read the
+            slot, [B, S]. None: slot i of every row has the token at position i.
         layer_states: Store for the states of the layers that a drafter reads. None: they are not stored.
     """
 
@@ -73,7 +75,7 @@ class HFCache:
 
     @property
     def position(self) -> Tensor:
-        """Return the position of each slot's token, or -1 if no token may read the slot, [B, S]."""
+        """Return the position of the token in each slot, or -1 if no token may read the slot, [B, S]."""
         ordered = torch.arange(self.slots).expand(len(self.used), -1)
         return ordered if self.table is None else self.table
 
@@ -94,7 +96,7 @@ class HFCache:
 
     @torch.inference_mode(False)  # later passes write into these tensors
     def rows(self, mask: Tensor) -> "HFCache":
-        """Return a cache with only the rows in a mask, bool [B].
+        """Return a cache of only the rows that a mask selects, bool [B].
 
         The new cache takes over the tensors of this cache. This cache must not be used again.
         """
@@ -205,7 +207,7 @@ class HFDecoder(Decoder):
 
     @property
     def kv_bytes(self) -> int:
-        """Return an upper bound of the KV cache's bytes per token: the size if every query head had a KV head."""
+        """Return an upper bound of the KV cache's bytes per token, as if each query head had a KV head of its own."""
         return (
             2 * self.config.num_hidden_layers * self.config.hidden_size * self.model.dtype.itemsize
         )
@@ -271,7 +273,10 @@ class HFDecoder(Decoder):
     def _run(
         self, ids: Tensor, cache: HFCache, last: int, tree: Tree | None = None, masked: bool = False
     ) -> Tensor:
-        """Run a pass, and record the positions of its slots. masked: Whether to pass position ids and a custom mask."""
+        """Run a pass, and record the positions of its tokens.
+
+        masked: Whether to give the model positions and a mask.
+        """
         width = ids.shape[1]
         layout = self._layout(cache, width, tree) if masked else {}
         run: Any = self.model
@@ -321,7 +326,7 @@ class HFDecoder(Decoder):
 
     @property
     def trial(self) -> list[list[int]]:
-        """Return the token ids of TRIAL, reduced to ids of the model's vocabulary."""
+        """Return the token ids of TRIAL modulo the size of the model's vocabulary."""
         return [[token % self.vocab for token in row] for row in TRIAL]
 
     @cached_property
@@ -330,8 +335,8 @@ class HFDecoder(Decoder):
     def masked(self) -> bool:
         """Return whether the model accepts custom attention masks. Token trees and rows of different lengths need them.
 
-        A trial with two rows decides. Without a trial, the result is False for decoders with one_length, and for
-        models with ALiBi, without the argument position_ids, or with other attention than full and sliding-window.
+        A trial with two rows of different lengths decides. There is no trial, and the result is False, if one_length is
+        set, the model uses ALiBi, it takes no position_ids, or a layer has neither full nor sliding-window attention.
         """
         kinds = set(getattr(self.config, "layer_types", None) or [])
         counted = "position_ids" not in self.arguments
@@ -380,7 +385,7 @@ def _weight(module: Any) -> Tensor:
 def keep_states(
     model: PreTrainedModel, layer_ids: Iterable[int], states: dict[int, Tensor]
 ) -> None:
-    """Add hooks to a model, so that every pass stores its states in the dict `states`, by layer id.
+    """Add hooks to a model, so that every pass stores the states of these layers in the dict `states`, by layer id.
 
     layer_ids: Id i is the residual stream after i layers; id 0 is the input of the first layer.
 

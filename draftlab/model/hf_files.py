@@ -1,4 +1,4 @@
-"""The files of a Hugging Face directory, and the file of a trimmed head's ids, read without torch."""
+"""Read the files of a Hugging Face directory, and the file with the ids of a trimmed head. Torch is not imported."""
 
 import json
 import math
@@ -131,7 +131,7 @@ class _Rotary(BaseModel):
 
 
 class _Config(_Rotary):
-    """Settings of config.json whose values are checked here, because tensor sizes do not show that they are wrong."""
+    """Settings of config.json that are checked here, because the sizes of tensors cannot reveal wrong values."""
 
     max_position_embeddings: Length | None = None
     sliding_window: Length | None = None
@@ -168,7 +168,7 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _number(value: Any) -> Any:
-    """Replace transformers' notation for floats in a JSON value, {"__float__": "Infinity"}, by floats."""
+    """Return a JSON value with floats in place of transformers' notation for them, {"__float__": "Infinity"}."""
     if isinstance(value, list):
         return [_number(item) for item in value]
     if not isinstance(value, dict):
@@ -221,7 +221,7 @@ def quantization_method(config: dict[str, object]) -> str | None:
 
 
 def check_unquantised(directory: Path, config: dict[str, object]) -> None:
-    """Raise UserError if the weights are quantised: pruning and draftlab's engine need unquantised weights."""
+    """Raise UserError if the weights are quantised, because pruning and draftlab's engine need unquantised weights."""
     if (method := quantization_method(config)) is not None:
         raise quantised(directory, method)
 
@@ -241,7 +241,7 @@ def vocab_size(directory: Path) -> int:
 
 
 def max_model_len(directory: Path, default: int = UNLIMITED) -> int:
-    """Return the context length in tokens. default: Result if config.json does not have it."""
+    """Return the context length in tokens. default: Result if config.json has no context length."""
     config = text_config(directory)
     lengths = [config[name] for name in CONTEXT_NAMES if isinstance(config.get(name), int)]
     return int(str(lengths[0])) if lengths else default
@@ -323,7 +323,9 @@ class Header:
 
 
 def read_headers(directory: Path) -> dict[str, Header]:
-    """Return the header of each tensor of a checkpoint by name. Buffers that transformers ignores are left out.
+    """Return the header of each tensor of a checkpoint by name.
+
+    Bool tensors, and buffers in old checkpoints that transformers computes itself, are left out.
 
     Raises:
         UserError: a file is missing, truncated or not safetensors; a tensor is missing or stored twice.
@@ -383,7 +385,7 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Return the file of each tensor, by the tensor's name, from an index. Raises UserError: `file` is no index."""
+    """Read an index. Return the file's name for each name of a tensor. Raises UserError: `file` is no index."""
     with reading(f"{file}: weight_map"):
         return TypeAdapter(dict[str, str]).validate_python(
             read_object(file).get("weight_map"), strict=True

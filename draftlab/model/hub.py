@@ -139,7 +139,7 @@ def checkpoint_name(directory: Path) -> str:
 def head_kind(name: str | Path) -> str | None:
     """Return the kind of head that a directory's config.json describes, or None if it describes no head.
 
-    The kind may be unsupported, and then is not in HEADS. Only config.json is read.
+    Kinds that draftlab does not support, which are not in HEADS, are returned, too. Only config.json is read.
     """
     try:
         content = read_object(Path(name) / "config.json")
@@ -228,7 +228,8 @@ def source_names(mixture: str) -> list[str]:
 def split_column(source: str) -> tuple[str, str | None, str]:
     """Split a source SET#COLUMN:DOMAIN into data set, column, and domain.
 
-    Without :DOMAIN, the domain is "". Without #COLUMN, the column is None.
+    Without :DOMAIN, the domain is "". Without #COLUMN, the column is None. Only data sets on the hub and files of rows
+    (ROW_FILES) have columns; in any other source, # is part of the name.
     """
     name, _, rest = source.partition("#")
     if not rest or not (name.startswith("hf:") or Path(name).suffix in ROW_FILES):
@@ -258,7 +259,7 @@ def check_local_text(source: str) -> None:
 
 
 def offline_reason() -> str | None:
-    """Return the reason why the hub cannot be reached, or None. Each endpoint is tried once per process."""
+    """Return why the hub cannot be reached, or None if it can be reached. Each endpoint is tried once per process."""
     from huggingface_hub import constants
 
     return (
@@ -381,7 +382,7 @@ def locate_tokenizer(name: str) -> Path:
 
 
 def check_whole(name: str, weights: bool) -> None:
-    """Check that a name stands for a complete model on this disk. Names on the hub are not checked.
+    """Check that a name stands for a complete model on this disk, not only for a head. Hub names are not checked.
 
     weights: Whether the weight files of a checkpoint on this disk are needed.
 
@@ -401,7 +402,7 @@ def _refuse_head(name: str) -> None:
 
 
 def check_rounded(*drafts: str) -> None:
-    """Raise UserError if a draft has the form DIRECTORY@TYPE, and TYPE is not a GGUF type in ROUNDED."""
+    """Raise UserError if a draft has the form DIRECTORY@TYPE, but its TYPE is not one of the GGUF types in ROUNDED."""
     for name in drafts:
         kind = name.rpartition("@")[2]
         if kind not in (name, *ROUNDED) and not Path(name).exists() and local(name) is not None:

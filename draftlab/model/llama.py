@@ -1,8 +1,8 @@
 """LLaMA-like decoders with a static cache, for inference, built from Hugging Face tensors.
 
 B rows (texts of a batch), T new tokens, S cached + new tokens, K KV heads, G query heads per KV head, H = K G query
-heads, C head_dim, D hidden, V vocab. Each row of a batch has its own length. Lowering ``Cache.used`` rolls a row back:
-the positions from there on are not read, and the next tokens overwrite them.
+heads, C head_dim, D hidden, V vocab. Each row of a batch has its own length. Lowering ``Cache.used[row]`` rolls a row
+back: the positions from there on are not read, and the next tokens overwrite them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,7 +54,7 @@ class LayerStates:
             self.states[slots[0], slots[2], at : at + x.shape[-1]] = x
 
     def rows(self, mask: Tensor) -> "LayerStates":
-        """Return the LayerStates of only the rows in a mask, bool [B]."""
+        """Return the LayerStates of only the rows that a mask selects, bool [B]."""
         return LayerStates(self.ids, self.states[mask])
 
     def keep(self, row: int, at: int, path: Sequence[int]) -> None:
@@ -100,13 +100,13 @@ class Cache:
         self.used[row] = end
 
     def copy_from(self, part: "Cache", rows: range) -> None:
-        """Copy the keys and values of `part`, the cache of some consecutive rows, to the start of these rows."""
+        """Copy the keys and values of `part`, a cache of only these rows, to the first positions of the rows."""
         at = slice(rows.start, rows.stop)
         self.keys[:, at, :, : part.capacity] = part.keys
         self.values[:, at, :, : part.capacity] = part.values
 
     def rows(self, mask: Tensor) -> "Cache":
-        """Return a copy of the cache with only the rows in a mask, bool [B]."""
+        """Return a copy of the cache with only the rows that a mask selects, bool [B]."""
         used = [used for used, keep in zip(self.used, mask.tolist(), strict=True) if keep]
         layers = self.layer_states and self.layer_states.rows(mask)
         return Cache(self.keys[:, mask], self.values[:, mask], used, layers)
@@ -222,7 +222,7 @@ class Llama(Decoder):
         """Append ids [B, T] to the cache, and return their logits, [B, T, V].
 
         Args:
-            last: If not 0, return only the logits of the last tokens, [B, last, V].
+            last: If not 0, return only the logits of the last `last` tokens, [B, last, V].
             tree: Token tree of the T tokens. Default: each token follows the token before it.
 
         Raises:
@@ -246,7 +246,7 @@ class Llama(Decoder):
     ) -> Tensor:
         """Run a pass over ids [B, T], and return the logits of the last tokens, [B, last, V].
 
-        The pass writes to the keys, values and layer_states of a Cache. last: 0 stands for all tokens.
+        The pass writes to the keys, values and layer_states, which are those of a Cache. last: 0 stands for all tokens.
         """
         x = F.embedding(ids, self.embed)  # [B, T, D]
         with pinned_backends(self.device):
@@ -296,7 +296,8 @@ class Llama(Decoder):
     ) -> AttentionMetadata:
         """Return the metadata of a pass whose rows may have different lengths.
 
-        used: Number of cached tokens of each row, [B, 1]. width: T. end: S.
+        used: Number of cached tokens of each row, [B, 1]. width: Number of new tokens per row, T. end: Number of cache
+        positions that attention reads, S.
         """
         own = tree or Tree.chain(width, used.device)
         # [B, 1, S]: at each position, the index among the new tokens
@@ -372,7 +373,7 @@ MULTIPLIERS: dict[str, tuple[str, ...]] = {
 
 
 class Multiplied(Mapping[str, Tensor]):
-    """Granite's weights by name. On access, some are multiplied by a factor from config.json, see MULTIPLIERS."""
+    """Granite's weights by name. Access multiplies some of them by a factor from config.json, see MULTIPLIERS."""
 
     def __init__(
         self, weights: Mapping[str, Tensor], shape: Shape, config: Mapping[str, object]

@@ -86,8 +86,8 @@ def resolve_mode(
 ) -> Mode:
     """Return the mode in which passes run. A mode other than "auto" is returned unchanged.
 
-    "auto" is graphs on a CUDA device and native on a CPU. If that mode does not support a model, the dtype or this
-    machine, "auto" is eager, and a note says why.
+    "auto" stands for graphs on a CUDA device, and for native on a CPU. If that mode does not support a model, the dtype
+    or this machine, "auto" stands for eager, and a note says why.
 
     models: Checkpoints that run in the mode.
     """
@@ -121,10 +121,10 @@ def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama
 
 
 def in_native_mode(model: Decoder, dtype: torch.dtype, purpose: str) -> Decoder:
-    """Return a Llama on the CPU with passes in mode native. Return any other model unchanged.
+    """Return a decoder of the model that runs in mode native if possible, else the model itself.
 
-    A Llama in float16 is returned unchanged, too. So is one for which mode native fails on this machine; a note then
-    says why.
+    Only a Llama on the CPU can run in mode native, and only if `dtype` is not float16. If mode native fails on this
+    machine, the model is returned unchanged, and a note says why.
 
     purpose: What the caller does, for the note, such as "evaluating".
     """

@@ -1,8 +1,10 @@
-"""Compiled C++ for passes of llama.py with few tokens on CPUs, where Python takes longer than small products.
+"""Compiled C++ for passes of llama.py with few tokens on CPUs.
 
-B rows (texts of a batch), T new tokens, V vocab. native_cpu.cpp is compiled on first use. Weights are the model's, or
-int8 with a scale per output. The logits of a text are bit for bit the same for every T and with any other texts in the
-batch.
+In such a pass, Python would take longer than the products of its small matrices. native_cpu.cpp is compiled on first
+use. It reads the model's own weights, or weights rounded to int8 with a scale for each output. The logits of a text do
+not depend, in any bit, on T or on the other texts of the batch.
+
+B rows (texts of a batch), T new tokens, V vocab.
 """
 
 import ctypes
@@ -87,7 +89,7 @@ class _Pass(Structure):
 
 
 class NativeLlama(Llama):
-    """A Llama on the CPU whose passes of at most WIDE tokens run in compiled C++. It shares the original's weights."""
+    """A Llama on the CPU whose passes of at most WIDE tokens run in compiled C++. It shares the Llama's weights."""
 
     def __init__(self, model: Llama, int8: bool = False) -> None:
         """Make a native model of a Llama. int8: Whether to round weights to int8.
@@ -114,7 +116,7 @@ class NativeLlama(Llama):
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
-        """Run Llama.forward; narrow passes are compiled, and return float32 logits."""
+        """Run a pass, see Llama.forward. Passes with few tokens run in compiled C++, and return float32 logits."""
         if ids.numel() > WIDE and not self.any_width:
             return super().forward(ids, cache, last, tree)
         return self.narrow_pass(ids, cache, last, tree)
@@ -122,7 +124,7 @@ class NativeLlama(Llama):
     def narrow_pass(
         self, ids: Tensor, cache: Cache, last: int, tree: Tree | None, states: Tensor | None = None
     ) -> Tensor:
-        """Run a compiled pass, and return float32 logits; see Llama.forward.
+        """Run a pass in compiled C++, and return float32 logits, see Llama.forward.
 
         states: States that an EAGLE-3 head reads, float32 [B, T, D]. They are overwritten by its new states.
         """
@@ -318,7 +320,7 @@ def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
 
 
 def _features() -> str:
-    """Return text with the processor's features. Machines that share a home directory may have different processors."""
+    """Return the processor's features as text. Machines that share a cache folder may have different processors."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next(

@@ -1,8 +1,8 @@
 """Parallel drafts (PARD, An et al. 2025, 2504.18583): one pass predicts K tokens, all but the first from mask tokens.
 
 B rows (texts of a batch), T tokens of text, L tokens of a packed pass, N predictions, K drafted tokens. From the text
-up to position t, a draft predicts the tokens at t + 1, ..., t + K. The prediction at offset j, of token t + j, reads
-the text up to t, and j - 1 mask tokens at positions t + 1, ..., t + j - 1.
+up to position t, a draft predicts the tokens at t + 1, ..., t + K. The prediction at offset j is the prediction of the
+token at t + j. It reads the text up to t, and j - 1 mask tokens at positions t + 1, ..., t + j - 1.
 
 A packed pass computes these predictions for all positions t at once. Its tokens are the text, then the mask tokens of
 every position. A 2-D attention mask lets each token read only the tokens that its prediction depends on.
@@ -38,12 +38,12 @@ class Packed:
     offset: Tensor  # [N] offset of each prediction, from 1 to K
 
     def tree(self) -> Tree:
-        """Return the first row's tokens as a token tree for Llama.forward. Depths count from the cached tokens."""
+        """Return the first row as a token tree for Llama.forward. `positions` has the depth of each token."""
         return Tree(self.positions[0], self.mask[0])
 
 
 def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = None) -> Packed:
-    """Return a packed pass over texts ids [B, T].
+    """Return a packed pass over the texts `ids`, [B, T].
 
     Rows with few mask tokens are padded with mask tokens that predict nothing.
 
@@ -99,7 +99,7 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
 
 
 def pard_token(directory: Path) -> int | None:
-    """Return the mask token's id from config.json of a parallel draft, or None for another checkpoint.
+    """Return the mask token's id from config.json of a parallel draft, or None if it has no such id.
 
     Raises:
         UserError: the id is not in the vocabulary.
@@ -125,8 +125,8 @@ def trained_offsets(directory: Path) -> int | None:
 def unused_id(directory: Path, vocab: int) -> int:
     """Return an id below `vocab` that texts do not contain, for use as the mask token.
 
-    The first choice is an id without a token. The second is a special token without a role that is not in the chat
-    template. The last is the pad token.
+    The first choice is an id without a token. The second is a special token that has no role, such as bos, and is
+    not in the chat template. The last is the pad token, unless it is also bos, eos or unk.
 
     Raises:
         UserError: there is no such id. A new id would not help, because servers refuse drafts with ids that the target

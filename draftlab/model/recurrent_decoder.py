@@ -72,7 +72,7 @@ class RecurrentCache:
     layer_states: LayerStates | None = None
 
     def rows(self, mask: Tensor) -> "RecurrentCache":
-        """Return a cache with only the rows in a mask, bool [B]."""
+        """Return a cache of only the rows that a mask selects, bool [B]."""
         chosen = mask.nonzero().squeeze(1).tolist()
         layers = self.layer_states and self.layer_states.rows(mask)
         states = [self.states[row] for row in chosen]
@@ -96,7 +96,7 @@ class RecurrentDecoder(HFDecoder):
         """Run one pass per row, see Decoder.forward.
 
         Raises:
-            UserError: there is a token tree. A recurrent layer cannot separate its branches.
+            UserError: `tree` is set. A recurrent layer cannot separate the branches of a tree.
             ValueError: the tokens do not fit the cache.
         """
         if tree is not None:
@@ -115,7 +115,7 @@ class RecurrentDecoder(HFDecoder):
         return torch.cat(logits)
 
     def without_rollback(self) -> Decoder:
-        """Return a decoder that computes all rows in one pass. Without attention layers, return this decoder."""
+        """Return a decoder that computes all rows in one pass, or this decoder if the model has no attention layers."""
         return (
             HFDecoder(self.model, one_length=True) if has_layers(self.model, DynamicLayer) else self
         )

@@ -73,7 +73,8 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copy the tokenizer's files and generation_config.json from one directory to another, unchanged.
 
     Raises:
-        UserError: a .json file is not JSON, or a file is a link to a file outside its folder and the hub's blobs.
+        UserError: a .json file is not JSON, or a file is a link that leads neither to its folder nor to the hub's
+            blobs.
     """
     homes = (source.resolve(), source.resolve().parent.parent / "blobs")
     for name in TOKENIZER_FILES:

@@ -43,11 +43,13 @@ LONGEST_LINE = 4096
 
 
 def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer, corrected if it encodes text to other ids than SentencePiece does. file: tokenizer.model.
+    """Return the tokenizer, or a corrected tokenizer if it encodes text to other ids than SentencePiece does.
 
     SentencePiece orders BPE merges by score, but transformers 5 orders them by id. In LLaMA's tokenizer, runs of spaces
     have the first ids but the lowest scores. Without a tokenizer_config.json, transformers also omits the leading space
     and bos. The tokenizer of a tiktoken file is returned unchanged.
+
+    file: Path of tokenizer.model.
 
     Raises:
         UserError: `file` is no SentencePiece model, or the corrected tokenizer still gives other ids.
@@ -89,7 +91,7 @@ def _agrees(tokenizer: PreTrainedTokenizerBase, processor: "SentencePieceProcess
 
 
 def _by_score(processor: "SentencePieceProcessor") -> models.BPE:
-    """Return a BPE model with the merges of a SentencePiece model, by descending score, then by longest left part."""
+    """Return a BPE model of a SentencePiece model. Merges with high scores come first, then long left parts."""
     ids = range(processor.get_piece_size())
     vocab = {processor.id_to_piece(i): i for i in ids}
     special = {

@@ -151,7 +151,7 @@ class Shape(BaseModel):
         return self.body_params() + self._count(in_blocks=False)
 
     def body_params(self) -> int:
-        """Return the number of parameters of the blocks, without embedding, head and final norm."""
+        """Return the number of parameters of the layers, without embedding, head and final norm."""
         return self.layers * self._count(in_blocks=True)
 
     def _rows(self) -> list[Row]:
@@ -166,8 +166,8 @@ class Shape(BaseModel):
         """Return the number of floating-point operations to decode one token after `context` cached tokens.
 
         Every parameter of a matrix takes one multiply-add, which is 2 operations. The embedding takes none, but the LM
-        head does, even if the two are tied. Attention adds 4 x heads x head_dim operations per layer for each cached
-        token and for the new token.
+        head does, even if the two are tied. Rows that a trimmed head does not use take none. Attention adds 4 x heads x
+        head_dim operations per layer for each cached token and for the new token.
         """
         embedding = self.vocab * self.hidden
         matrices = sum(
@@ -210,8 +210,8 @@ def block_options(
 ) -> frozenset[Option]:
     """Detect the options of a model from the names and sizes of its first layer's tensors.
 
-    An option is detected if all of its weights are there, in the expected sizes. The option norm_after replaces other
-    weights. It is detected only if at least one of these is missing.
+    An option is detected if all of its weights are there, in the expected sizes. A model with norm_after lacks some
+    weights that other models have, so norm_after is detected only if at least one of those weights is missing.
 
     Args:
         tensors: Size of each tensor, by name.
@@ -283,7 +283,8 @@ def check_within(shape: Shape, source: Shape) -> None:
     """Check that pruning can cut a model of this shape from a source model.
 
     Raises:
-        UserError: a size is larger than the source's, or head_dim, vocab or an option differs from the source's.
+        UserError: a size or the number of heads per KV head is larger than the source's, or head_dim, vocab or an
+            option differs from the source's.
         OtherArchitecture: the source has norms after attention and MLP, which pruning does not support.
     """
     if source.norm_after:
@@ -323,12 +324,13 @@ def resolve(
 ) -> Shape:
     """Return the shape to cut from a source. Sizes that are not set follow from the source.
 
-    default_heads() gives the number of heads. The number of KV heads is the smallest with which a KV head serves no
-    more heads than in the source.
+    default_heads() gives the number of heads. The number of KV heads is the smallest for which the number of heads per
+    KV head is no larger than in the source.
 
     Args:
         layers, hidden: Default: the source's.
-        ffn: Default: hidden times the source's ratio ffn / hidden, rounded up to a multiple of multiple_of.
+        ffn: Default: hidden times the source's ratio ffn / hidden, rounded up to a multiple of multiple_of, but at most
+            the source's ffn.
         params: Number of parameters that the shape must have. It determines the ffn.
         multiple_of: A computed ffn is a multiple of this number.
 

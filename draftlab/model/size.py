@@ -25,7 +25,7 @@ class ApproximateSize:
     Args:
         kind: Kind of model for messages, such as "awq llama".
         count: Number of parameters.
-        active: Number of parameters that a token uses. In a mixture of experts these are fewer than count.
+        active: Number of parameters that a token uses. In a mixture of experts it is smaller than count.
         stored_bytes: Size of quantised weights in bytes; None for unquantised weights.
     """
 
@@ -48,7 +48,7 @@ class ApproximateSize:
         return self.count * bytes_per_weight if self.stored_bytes is None else self.stored_bytes
 
     def kv_bytes_per_token(self, bytes_per_value: float = 2) -> int:
-        """Return an upper bound of the KV cache's bytes per token: the size if every query head had a KV head."""
+        """Return an upper bound of the KV cache's bytes per token, as if each query head had a KV head of its own."""
         return int(2 * self.layers * self.hidden * bytes_per_value)
 
     def flops_per_token(self, context: int) -> int:
@@ -101,9 +101,9 @@ def training_cost(
 ) -> dict[str, object]:
     """Return the tokens, floating-point operations, memory and disk space of a training run, to print in a plan.
 
-    For each token, training takes 3 times the operations of the student's forward pass, plus the teacher's forward
-    pass. The student has fp32 weights, gradients and two Adam moments; the teacher has bf16 weights. Memory includes a
-    chunk of logits of about 100 MB, but no activations.
+    For each token, training takes 3 times the operations of the student's forward pass, plus the operations of the
+    teacher's forward pass. The student has fp32 weights, gradients and two Adam moments. The teacher has its quantised
+    weights, or weights in bf16. Memory includes a chunk of logits of about 130 MB, but no activations.
     """
     weights = 16 * student.params() + (teacher.weight_bytes() if teacher else 0)
     per_token = 3 * student.flops_per_token(seq_len // 2) + (

@@ -41,7 +41,7 @@ def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
 
 
 def known_ids(*models: Path) -> int:
-    """Return the number of ids that are tokens in every model. Larger ids only pad the logits of some model."""
+    """Return the number of ids that are tokens in every model. Ids from this number on are padding in some model."""
     return min(min(vocab_size(m), max(load_tokenizer(m).get_vocab().values()) + 1) for m in models)
 
 

@@ -2,7 +2,9 @@
 
 The method is that of FR-Spec (Zhao et al. 2025, arXiv 2502.14856) and VocabTrim (Goel et al. 2025, arXiv 2506.22694).
 The checkpoint keeps the complete LM head and embedding. head_ids.json lists the ids whose logits are computed. The
-target still emits all ids, so trimming changes the acceptance but not the output. V vocab, S ids of the trimmed head.
+target still emits all ids, so trimming changes the acceptance rate but not the output.
+
+V vocab, S ids of the trimmed head.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +30,7 @@ class TrimmedHead:
 
     Args:
         ids: Ids that have logits, [S].
-        rows: Index of every id in `ids`, [V]; S for an id that has no logit.
+        rows: For each id of the vocabulary, its index in `ids`, or S if it has no logit, [V].
     """
 
     ids: Tensor
@@ -46,9 +48,9 @@ def frequent_ids(
 ) -> tuple[list[int], float]:
     """Return the most frequent ids of the texts in ascending order, and an estimate of their coverage of new text.
 
-    For the estimate, the `size` most frequent ids of the first half of the texts are found. The estimate is the
-    fraction of the second half's tokens with these ids. Of equally frequent ids the lowest are taken, because BPE
-    training adds frequent tokens first.
+    The estimate takes the `size` most frequent ids of the first half of the texts, and is the fraction of the tokens in
+    the second half that have one of these ids. Of equally frequent ids, the lowest are taken, because BPE training adds
+    frequent tokens first.
 
     Args:
         size: Number of ids to return.
@@ -114,8 +116,8 @@ def as_whole(
     """Return config and weights of the same draft with a complete LM head, for servers without trimmed heads.
 
     The new head is not tied to the embedding. Every id that is not in `ids` gets the same row: the mean of the rows of
-    `ids`. Its logit is the mean of their logits, so it is never the largest. In practice, all added ids together have
-    less than a thousandth of the probability.
+    `ids`. Its logit is the mean of the logits of `ids`, so it is never the largest. In practice, all added ids together
+    have less than a thousandth of the probability.
 
     weights: Mapping from names to tensors, such as checkpoint.Weights. ids: Ids of the trimmed head.
 

@@ -120,9 +120,9 @@ def slowest_over_fastest(repeats: Sequence[Timing]) -> float:
 def speedup(timings: Timings, *, chosen_by: Sequence[Sequence[Timing]] | None = None) -> Interval:
     """Return the speed-up: tokens per second with drafts over tokens per second without drafts.
 
-    Both rates are ratios of sums over prompts. A K that is chosen on the timed prompts looks faster than it is. The
-    prompts are therefore split into random halves, SPLITS times. Each half is timed at the K that is fastest on the
-    other half.
+    Both rates are ratios of sums over prompts. K is the number of drafted tokens per step. A K that is chosen on the
+    timed prompts looks faster than it is. The prompts are therefore split into random halves, SPLITS times. Each half
+    is timed at the K that is fastest on the other half.
 
     chosen_by: Timings by which the fastest K is chosen, [K, R]. Default: the timings with drafts.
     """
@@ -169,7 +169,8 @@ def _at_cross_validated_k(
 ) -> "np.ndarray":
     """Return the tokens and seconds of each bootstrap sample, [S, 2].
 
-    They are sums over the halves of all splits. In each half they are taken at the K that is fastest in the other half.
+    They are sums over the halves of all splits. For each half, K is the number of drafted tokens that is fastest on the
+    other half.
 
     Args:
         drafted: Tokens and seconds by K and prompt, [K, R, 2].

@@ -108,7 +108,7 @@ class Output:
 
         Args:
             inputs: Files and directories that the command reads.
-            but: Names of settings that may differ between the two runs.
+            but: Names of settings in which the two runs may differ.
 
         Raises:
             UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
@@ -136,8 +136,8 @@ class Output:
     def record(self, directory: Path, inputs: Sequence[Path], **notes: object) -> None:
         """Write draftlab.json: the command, settings, hashes of the inputs, versions, time, memory and `notes`.
 
-        Its cpu_seconds are the CPU seconds of all threads of this process. Earlier processes of a resumed run do not
-        count.
+        cpu_seconds in this file are the CPU seconds of all threads of this process, without earlier processes of a
+        resumed run.
         """
         cpu_seconds = round(time.process_time() - self.started_cpu, 2)
         notes |= {"command_line": self.command_line, "cpu_seconds": cpu_seconds}

@@ -40,7 +40,7 @@ class Prompt:
 class Prompts:
     """A list of prompts and their source.
 
-    sha256: Hash of the prompt file. If the prompts come from a data source or a chat template, hash of the token ids.
+    sha256: Hash of the prompt file. For prompts from a data source or with a chat template: hash of the ids.
     """
 
     rows: list[Prompt]

@@ -128,8 +128,8 @@ def read_record(directory: Path) -> Record | None:
 def lineage(directory: Path, target: Path) -> dict[Path, Stage]:
     """Return the commands that made an output and its inputs, the earliest first, by output directory.
 
-    Commands that made the target or only converted a checkpoint are left out. So are inputs that were moved or written
-    again later. If the output has no record, the result is {}.
+    Commands that made the target or only converted a checkpoint are left out. So are inputs that were later
+    moved or written again. If the output has no record, the result is {}.
     """
     stages: dict[Path, Stage] = {}
     _add_stages(directory.resolve(), target.resolve(), stages, before=datetime.max.isoformat())

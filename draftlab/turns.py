@@ -40,8 +40,8 @@ def answered(
 
     Args:
         target: Text that identifies the target.
-        answer: Function that returns the token ids of the target's answers to prompts. Its arguments are the prompts,
-            and a number for each prompt, which seeds the sampling.
+        answer: Function that returns the token ids of the target's answers. Its arguments are the prompts, and a list
+            with the number of each prompt, which seeds the sampling.
 
     Raises:
         UserError: The chat template rejects an answer, or the file of answers is damaged or cannot be written.

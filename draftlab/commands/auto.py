@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class AutoConfig(OutputConfig, shared.CheckpointSettings):
-    """The settings of auto: the target, how it is served, and the time to spend."""
+    """The settings of the command `auto`: the target, how it is served, and the time to spend."""
 
     target: str = option(
         help="Checkpoint of the target: a directory or a hub name, optionally with @REVISION.",
@@ -88,10 +88,10 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
 
     @property
     def sampled_rule(self) -> str | None:
-        """Return the verify rule (a value of --server-rule) of the server when the exported start script starts it.
+        """Return the verify rule, as in --server-rule, of a server that the exported script starts.
 
-        Return None for greedy decoding and for draftlab's own engine. The rule can differ from the server's default:
-        the script for vLLM makes the draft sample.
+        Return None for greedy decoding and for draftlab's own engine. The rule can differ from the server's default.
+        For example, the script for vLLM makes the draft sample.
         """
         if self.temperature == 0 or self.server is None:
             return None
@@ -123,7 +123,7 @@ class Found(Outcome):
 
 
 def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
-    """Resolve and check the settings of auto, measure this machine, make the plan, and return the job.
+    """Resolve and check the settings of the command `auto`, measure this machine, make the plan, and return the job.
 
     If the directory has an unfinished run, use the plan of this run.
 

@@ -70,9 +70,9 @@ class Job(Generic[Result]):
 
 
 def fill(kind: Callable[..., Value], config: Config, /, **others: Any) -> Value:
-    """Call a library function or class, and return its result. Parameters with the name of a setting get this setting.
+    """Call a library function or class, and return its result. Each parameter gets the setting of the same name.
 
-    others: Further arguments. They take precedence over settings of the same name.
+    others: Arguments that are passed in place of the settings of the same name, or in addition to the settings.
     """
     same = (
         inspect.signature(kind).parameters.keys() & type(config).model_fields.keys() - others.keys()

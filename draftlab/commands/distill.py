@@ -52,7 +52,7 @@ def _proven_lr(settings: dict[str, Any]) -> float:
 
 
 class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
-    """The settings of distill: the student, the target, the training text, the loss and the length of training."""
+    """The settings of the command `distill`: the student, the target, the text, the loss and the length of training."""
 
     student: Student = option(
         "draft",
@@ -301,12 +301,12 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
 
     @property
     def compares_with_target(self) -> bool:
-        """Return whether the loss compares the student with the target: whether it has a term besides `ce`."""
+        """Return whether the loss compares the student with the target. Only the loss `ce` alone does not."""
         return shared.names(self.loss) != {"ce"}
 
     @property
     def may_answer_data(self) -> bool:
-        """Return whether the target would answer the conversations of --data, if there are any."""
+        """Return whether the target answers the conversations in --data, if --data has conversations."""
         return self.text == "target" and self.outputs is None and self.data.endswith(ROW_FILES)
 
     @property
@@ -352,13 +352,13 @@ class Trained(Outcome):
 
 
 def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
-    """Find the models and texts that the settings of distill name, check that they fit, and return the job.
+    """Find the models and texts of the settings, check that they fit together, and return the job.
 
     weights: Whether weight files must be present.
 
     Raises:
-        UserError: A checkpoint, the text, the server or the stored outputs are missing, two of these do not fit,
-            or a model cannot be trained with these settings.
+        UserError: A checkpoint, the text, the server or the stored outputs are missing or do not fit together, or a
+            model cannot be trained with these settings.
     """
     with note_if_slow("distill: loading torch and transformers"):
         from draftlab.data import loss_on_of, parse_mixture
@@ -498,8 +498,9 @@ def _check_models(
 def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
     """Return the prompts that the target answers before training, or None without such prompts.
 
-    The prompts are those of --prompt-file. With --text target, they may also be the conversations of --data, without
-    held-out conversations, from which `score` takes its prompts.
+    The prompts come from --prompt-file. Without this option and with --text target, they may come from the
+    conversations in --data. Held-out conversations are left out, because the command `score` takes its prompts from
+    them.
     """
     from draftlab.data import is_chat_file
     from draftlab.data.text import check_prompts

@@ -218,7 +218,7 @@ class Checked(Outcome):
 
 
 def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Finding]]]:
-    """Resolve and check the settings of check, and return the job.
+    """Resolve and check the settings of the command `check`, and return the job.
 
     Raises:
         UserError: The draft, target, text, device or server is missing.
@@ -292,7 +292,7 @@ def check(found: tuple[Path, list[Finding]]) -> Checked:
 
 
 def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
-    """Resolve and check the settings of export, and return the job.
+    """Resolve and check the settings of the command `export`, and return the job.
 
     Raises:
         UserError: The draft, target, scores, prediction, program or prompts are missing; the vocabularies differ; or

@@ -50,7 +50,7 @@ ENGINE = ("k", "mode", "dtype", "device", "threads", "trust_remote_code")
 
 
 class ProfileConfig(OutputConfig, CheckpointSettings):
-    """The settings of profile: the models, shapes or servers whose forward passes are timed."""
+    """The settings of the command `profile`: the models, shapes or servers whose forward passes are timed."""
 
     models: list[str] = option(
         help="Checkpoints, or shapes, which are timed with random weights. With --law: one checkpoint or shape, which "
@@ -121,7 +121,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
 
     @property
     def profiles(self) -> Path | None:
-        """Return the directory of measured profiles to which the law is fitted, or None if passes must be timed."""
+        """Return the directory of the profiles to which the law is fitted, or None if passes must be timed first."""
         first = Path(self.models[0]) if len(self.models) == 1 else None
         if not self.law or first is None or not first.is_dir() or (first / "config.json").exists():
             return None
@@ -129,7 +129,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
 
 
 class PredictConfig(Config):
-    """The settings of predict: latency profiles of drafts and target, and the acceptance of the drafts."""
+    """The settings of the command `predict`: latency profiles of drafts and target, and acceptance of the drafts."""
 
     draft_profile: list[str] = option(help=PROFILE_HELP + " Repeat the option for several drafts.")
     target_profile: str = option(help=PROFILE_HELP)
@@ -183,7 +183,7 @@ class Predicted(Outcome):
 
 
 def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
-    """Resolve and check the settings of profile, and return the job.
+    """Resolve and check the settings of the command `profile`, and return the job.
 
     Raises:
         UserError: A model or shape cannot be timed, a profile cannot be read, or a server does not fit.
@@ -263,7 +263,7 @@ def profile(measured: "Measured", output: Output) -> Profiled:
 
 
 class Measured(NamedTuple):
-    """Latency profiles, the directory that has them, and the law that is fitted to them."""
+    """Latency profiles, the directory in which they are stored, and the latency law that is fitted to them."""
 
     profiles: "list[Profile]"
     directory: Path
@@ -271,7 +271,7 @@ class Measured(NamedTuple):
 
 
 def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPrediction]]":
-    """Resolve and check the settings of predict, and return the job.
+    """Resolve and check the settings of the command `predict`, and return the job.
 
     Raises:
         UserError: A profile or a value of --acceptance cannot be read, or there are not as many values as drafts.

@@ -1,4 +1,4 @@
-"""Terminal tables of latency profiles, latency laws and predictions."""
+"""Terminal tables of latency profiles, latency laws and predictions. K is the number of drafted tokens per step."""
 
 from collections.abc import Sequence
 
@@ -53,9 +53,9 @@ def profile_table(profile: Profile) -> Table:
 
 
 def law_table(law: ScalingLaw) -> Table:
-    """Return a table with a row per shape: the measured latency, the law's latency, and the law's error.
+    """Return a table with a row per shape: the measured latency, the law's latency with its parts, and the law's error.
 
-    The error is that of a law that is fitted to all other shapes, without this shape.
+    The error in a row is the error of a law that is fitted to all shapes except the shape of this row.
     """
     first = law.profiles[0]
     rows = []
@@ -115,7 +115,8 @@ def k_table(prediction: Prediction) -> Table:
 def draft_table(predictions: list[Prediction]) -> Table:
     """Return a table with a row per draft, and plain decoding as the last row.
 
-    A row has the best K of the draft, and the tokens per target pass with which it would be as fast as the fastest.
+    A row has the best K of its draft. It also has the number of tokens per target pass that this draft would need to be
+    as fast as the fastest draft.
     """
     fastest = max(predictions, key=lambda p: p.best.speedup.value)
     helps = fastest.best.speedup.value > 1

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class InitConfig(Config):
-    """The settings of init, which writes draftlab.yaml from a preset, a checkpoint or a GGUF file."""
+    """The settings of the command `init`, which writes draftlab.yaml from a preset, a checkpoint or a GGUF file."""
 
     preset: str | None = option(
         None, f"Preset of target, source and text: {', '.join(workspace.PRESETS)}."
@@ -69,7 +69,7 @@ class InitConfig(Config):
 
 
 class ImportConfig(OutputConfig):
-    """The settings of import, which converts a GGUF file, .bin files or a PEFT adapter to a Hugging Face directory."""
+    """The settings of the command `import`, which converts checkpoints in other layouts to Hugging Face directories."""
 
     source: str = option(
         help="A GGUF file, or a directory or hub name with pytorch_model.bin or a PEFT adapter.",
@@ -86,7 +86,7 @@ class ImportConfig(OutputConfig):
 
 
 class DesignConfig(Config):
-    """The settings of the design command, which finds one shape for each number of layers, all with one budget."""
+    """The settings of the command `design`, which finds a shape for each number of layers within the same budget."""
 
     params: shared.Count = option(
         None, "Budget: number of parameters of each shape, as 1.3b, 796m, 4m."
@@ -127,7 +127,7 @@ class DesignConfig(Config):
 
 
 class EnvConfig(Config):
-    """The settings of env, which has none."""
+    """The settings of the command `env`. There are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -138,9 +138,9 @@ class Designed(Outcome):
 
 
 class NewWorkspace(NamedTuple):
-    """The workspace that init wrote, and the size of each text source that is a local file or folder.
+    """The workspace that the command `init` wrote, and the size of each text source that is a local file or folder.
 
-    questions: File of prompts that come with the published draft, if the workspace has this draft.
+    questions: File of the prompts that belong to the published draft. None if the workspace does not use this draft.
     """
 
     space: Workspace
@@ -149,7 +149,11 @@ class NewWorkspace(NamedTuple):
 
 
 def prepare_import(config: ImportConfig, weights: bool) -> "Job[ImportSource]":
-    """Resolve and check the settings of import, and return the job. Raises UserError: the source cannot be read."""
+    """Resolve and check the settings of the command `import`, and return the job.
+
+    Raises:
+        UserError: The source cannot be read.
+    """
     from draftlab.importing.run import convert, inspect
     from draftlab.model.checkpoint import DTYPES
 
@@ -175,7 +179,7 @@ def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
 
 
 def prepare_init(config: InitConfig, weights: bool) -> Job[NewWorkspace]:
-    """Resolve and check the settings of init, and return the job.
+    """Resolve and check the settings of the command `init`, and return the job.
 
     Raises:
         UserError: draftlab.yaml exists and --force is off, or a checkpoint, file or text is missing.
@@ -333,7 +337,7 @@ def _layers(space: Workspace) -> int:
 
 
 def prepare_design(config: DesignConfig, weights: bool) -> "Job[tuple[Design, Path | None]]":
-    """Resolve and check the settings of design, and return the job.
+    """Resolve and check the settings of the command `design`, and return the job.
 
     Raises:
         UserError: No draft can be cut from the source, or there is no such law.

@@ -35,12 +35,12 @@ START_TOKENS, PROMPT_TOKENS = (32, 64)
 
 
 def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
-    """Resolve and check the settings of outputs build, and return the job.
+    """Resolve and check the settings of the command `outputs build`, and return the job.
 
     weights: Whether weight files must be present, and a server must answer.
 
     Raises:
-        UserError: The target, the text or the log is missing, two of them do not fit together, or no draft could be
+        UserError: The target, the text or the log is missing, or they do not fit together. Or no draft could be
             distilled from these outputs.
     """
     with note_if_slow("outputs build: loading torch and transformers"):
@@ -261,7 +261,9 @@ def _served(
 def prepare_info(
     config: OutputsInfoConfig, weights: bool
 ) -> "Job[tuple[Path, StoreVerification | None]]":
-    """Check the settings of outputs info, and return the job. With --verify, the job compares outputs with the target.
+    """Check the settings of the command `outputs info`, and return the job.
+
+    With --verify, the job compares the outputs with the target.
 
     Raises:
         UserError: The directory has no stored outputs, or the target is missing.
@@ -316,7 +318,7 @@ class Replayed(Outcome):
 def prepare_replay(
     config: ReplayConfig, weights: bool
 ) -> "Job[dict[str, tuple[Replay, list[AcceptanceRow]]]]":
-    """Resolve and check the settings of replay, and return the job.
+    """Resolve and check the settings of the command `replay`, and return the job.
 
     Raises:
         UserError: The directory has no stored outputs, two drafts have the same name, or a draft or verify rule does

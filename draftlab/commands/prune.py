@@ -36,7 +36,7 @@ SIZES = ("layers", "width", "ffn", "params")
 
 
 class PruneConfig(OutputConfig):
-    """The settings of prune: the source, the draft's shape, how weights are chosen, and the calibration text."""
+    """The settings of the command `prune`: source, shape of the draft, choice of weights, and calibration text."""
 
     layers: int | None = option(None, "Number of layers to keep.", ge=1, panel=SHAPE)
     width: int | None = option(None, "Number of hidden dimensions to keep.", ge=1, panel=SHAPE)
@@ -166,7 +166,7 @@ class PruneConfig(OutputConfig):
 
     @property
     def refitted(self) -> str:
-        """Return the weights to adjust after the cut: the setting refit, or its default."""
+        """Return which weights are adjusted after the cut: the value of the setting `refit`, or its default."""
         return self.refit or ("layers" if self.lr is None else "none")
 
 
@@ -188,7 +188,9 @@ class Pruned(Outcome):
 
 
 def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
-    """Resolve and check the settings of prune, and return the job. weights: Whether weight files must be present.
+    """Resolve and check the settings of the command `prune`, and return the job.
+
+    weights: Whether weight files must be present.
 
     Raises:
         UserError: The source, text or outputs are missing; the shape cannot be cut from the source; or the method does
@@ -282,7 +284,7 @@ def _prune(
     Args:
         cut: Function that makes the Prune for an output.
         training: Settings of --method masks. None for other methods.
-        how: Arguments of Prune.by_scores, for other methods than masks.
+        how: Arguments of Prune.by_scores, for all methods except masks.
     """
     from draftlab.pruning.masks.training import prune_by_masks
 

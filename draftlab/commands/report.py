@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ReportConfig(Config):
-    """The settings of report: the scores to rank, and the files to write."""
+    """The settings of the command `report`: the scores to rank, and the files to write."""
 
     scores: list[Path] = option(
         factory=list,
@@ -120,9 +120,9 @@ def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
 def _serve(fastest: "Ranked") -> str:
     """Return the command that serves the target in vLLM with the fastest drafter, or "" if there is no such command.
 
-    The command serves the target alone if no drafter is faster, or if the fastest drafter changed the target's text.
-    There is no command for a drafter with weights, for scores of servers, for a doubtful measurement, or for a target
-    whose name is unknown.
+    If no drafter is faster than plain decoding, or if the fastest drafter changed the target's text, the command serves
+    the target alone. There is no command if the drafter has weights, if the score was measured on a server, if the
+    measurement is doubtful, or if the name of the target is unknown.
     """
     from draftlab.config.kinds import parse_drafter
     from draftlab.results.report import target_named

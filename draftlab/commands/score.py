@@ -45,7 +45,7 @@ ENGINE = (
 
 
 class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettings):
-    """The settings of score: the drafts, the target, the prompts, and the sampling."""
+    """The settings of the command `score`: the drafts, the target, the prompts, and the sampling."""
 
     draft: list[str] = option(
         factory=list,
@@ -233,7 +233,7 @@ class Scored(Outcome):
 
 
 def prepare(config: ScoreConfig, weights: bool) -> "Job[PlainAnswers | Score | list[Score]]":
-    """Resolve and check the settings of score, and return the job.
+    """Resolve and check the settings of the command `score`, and return the job.
 
     weights: Whether to download weight files. If False, only configurations and tokenizers are downloaded.
 

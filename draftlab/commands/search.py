@@ -25,7 +25,7 @@ CANDIDATES, TEXT = "Candidates", "Text of users"  # panels of --help
 
 
 class SearchConfig(OutputConfig, shared.CheckpointSettings):
-    """The settings of search: the candidates, the time to spend, and the text to train and measure on."""
+    """The settings of the command `search`: the candidates, the time to spend, and the text to train and measure on."""
 
     minutes: float = option(15.0, "Time to spend, approximately.", gt=0)
     layers: Numbers | None = option(
@@ -104,7 +104,7 @@ class Searched(Outcome):
 
 
 def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
-    """Resolve and check the settings of search, and return the job.
+    """Resolve and check the settings of the command `search`, and return the job.
 
     Raises:
         UserError: A checkpoint, the shapes or the text cannot be used.
@@ -208,7 +208,7 @@ def search(result: "Search", output: Output) -> Searched:
 
 
 def _rung_table(search: "Search") -> "Table":
-    """Return a table with one row per candidate, with the results of the last rung that the candidate reached."""
+    """Return a table with one row per candidate, with its results on the last rung that it reached."""
     from draftlab.model.shape import format_count
     from draftlab.results.ranking import NO_DRAFT
     from draftlab.results.tables import terminal_table

@@ -133,11 +133,11 @@ def numbers(default: str, help: str, **others: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A rule: a command refuses these options unless its config meets a condition.
+    """A rule by which a command refuses some options unless its config meets a condition.
 
     Attributes:
         options: Names of the settings. They are refused only if they are set (see Config.is_set).
-        when: Function of the config that returns whether the options are allowed.
+        when: Function that takes the config, and returns whether the options are allowed.
         reason: Text that follows "--x: " in the error.
     """
 
@@ -231,7 +231,7 @@ class Config(BaseModel):
     def is_set(self, name: str) -> bool:
         """Return whether the user gave a setting, and its value differs from its default.
 
-        If the default is computed, every setting that the user gave counts as set.
+        A setting whose default is computed counts as set whenever the user gave it.
         """
         field = type(self).model_fields[name]
         if name not in self.model_fields_set or field.default_factory is not None:
@@ -242,7 +242,7 @@ class Config(BaseModel):
         return value != field.default and str(value) != field.default
 
     def resolved(self) -> Self:
-        """Return the config, with the workspace's newest outputs as the inputs that the user left out.
+        """Return the config with values for inputs that the user left out: the newest outputs in the workspace.
 
         Raises:
             UserError: The workspace has no output that the command can read.

@@ -233,8 +233,8 @@ class DrafterSpec(KindSpec):
     def acceptance(self, replay: Any) -> Any:
         """Return the drafter's log-probability of each token of the completions: a TokenLogprobs for each text.
 
-        Shapes are [n] for a completion of n tokens, or [n, K] if by_age is set, with a column for each position in the
-        draft.
+        For a completion of n tokens, the shape is [n]. If by_age is set, it is [n, K], where K is the largest number
+        of drafted tokens per step, and each column is for one position in the draft.
 
         replay: A ReplayContext (target_outputs/replay.py).
         """
@@ -242,7 +242,7 @@ class DrafterSpec(KindSpec):
 
     @classmethod
     def step_cost(cls, passes: Any, k: int, accepted: int) -> Any:
-        """Return the milliseconds to draft k tokens in a step, for each of C context lengths, [C].
+        """Return the milliseconds that a step takes to draft k tokens: an array with a value for each context length.
 
         Args:
             passes: A Passes (latency/steps.py), whose step() gives the time of drafting.
@@ -288,7 +288,7 @@ DRAFTERS: Registry[type[DrafterSpec]] = Registry(PACKAGE, "drafter", _modules("d
 def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[DrafterKind], DrafterKind]:
     """Return a decorator that registers a class as a kind of drafter with this name.
 
-    If the class derives from another kind, it does not inherit served_by and acceptance() of that kind.
+    A class that derives from another kind does not inherit served_by and acceptance() from it.
 
     served_by: Names of the servers that have this drafter.
 
@@ -323,7 +323,7 @@ class StudentSpec(KindSpec):
         starts_from_draft: Whether training starts from a checkpoint: --draft or the newest pruned draft. If False,
             --draft names a student to train further, and without --draft training starts from a new student.
         unused: Settings of distill that the student would ignore. distill refuses them.
-        lr_share: Factor of the default learning rate, which suits pruned drafts.
+        lr_share: Factor by which the default learning rate is multiplied. The default suits pruned drafts.
     """
 
     starts_from_draft: ClassVar[bool] = False

@@ -11,7 +11,7 @@ from draftlab.registry import SERVERS
 
 
 class Acceptance(NamedTuple):
-    """A verify rule, and the temperature of the draft. If the temperature is None, the draft uses the target's.
+    """A verify rule, and the temperature of the draft. None: the draft has the same temperature as the target.
 
     At temperature 0 the draft proposes its most probable token, and the server treats the draft's distribution q as
     one-hot.

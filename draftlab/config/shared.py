@@ -75,7 +75,9 @@ def _loss(spec: str) -> str:
 
 
 def names(spec: str) -> set[str]:
-    """Return the names in the text of a mixture or a loss, such as {"fkl", "lk"} for "fkl@0.2 -> 0.5*lk(3)".
+    """Return the set of names in a text that describes a loss or a mixture of training texts.
+
+    For "fkl@0.2 -> 0.5*lk(3)" the set is {"fkl", "lk"}.
 
     Names are in lower case, and have at least two letters.
     """
@@ -198,10 +200,10 @@ CHAT_RULES = (
 def newest_output(*commands: str, ready: bool = False) -> Path:
     """Return the newest output directory of these commands in the workspace's folder of outputs.
 
-    ready: Whether to return the draft that draftlab.yaml names if there is no such output.
+    ready: Whether to return the draft in draftlab.yaml if there is no such output.
 
     Raises:
-        UserError: There is no such output, nor such a draft.
+        UserError: There is no such output, and no draft to return in its place.
     """
     space = workspace.load()
     path = workspace.newest(space.runs, commands)
@@ -215,7 +217,7 @@ def newest_output(*commands: str, ready: bool = False) -> Path:
 
 
 def newest_draft() -> Path:
-    """Return the newest draft in the workspace's folder of outputs, or else the draft that draftlab.yaml names.
+    """Return the newest draft in the workspace's folder of outputs, or the draft in draftlab.yaml if there is none.
 
     Raises:
         UserError: There is no draft.

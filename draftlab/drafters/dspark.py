@@ -1,4 +1,4 @@
-"""The drafter dspark: a DSpark head computes a block in one pass, and its tokens are drawn one after the other."""
+"""The drafter dspark: a DSpark head computes several tokens in one pass, but samples them one after the other."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +22,8 @@ class DSparkSpec(BlockSpec):
     """Drafts with a DSpark head.
 
     heads: Directory of the head, in the layout of speculators or of DeepSeek.
-    least_confidence: A draft ends before the estimated probability that all its tokens are accepted falls below this.
+    least_confidence: Least estimated probability that all tokens of a draft are accepted. A draft ends before the token
+    with which the probability would be lower.
     """
 
     format = "DSpark"

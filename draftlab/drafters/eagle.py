@@ -130,7 +130,7 @@ class EagleHeadSpec(HeadSpec):
         return self.drafter(target, eagle_llama.with_mode(model, context.mode, context.int8))
 
     def chains(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
-        """Return the head's log-probabilities for the texts of a replay, as acceptance() does."""
+        """Return the head's log-probabilities of the tokens of each text in a replay, in the form of acceptance()."""
         from draftlab.acceptance.chain_logprobs import score_chains
 
         target = replay.load_target()

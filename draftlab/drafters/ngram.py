@@ -103,9 +103,9 @@ class NgramSpec(OutputsSpec):
         return NgramModel(corpus, checkpoint.vocab_size(context.target_path), self.order)
 
     def _answers(self) -> "np.ndarray":
-        """Return the stored outputs of the target as one corpus, [N], of at most `tokens` tokens.
+        """Return the stored outputs of the target as one array of at most `tokens` token ids.
 
-        Before each output, the corpus has the last order - 1 tokens of its prompt.
+        The last order - 1 tokens of its prompt stand before each output.
         """
         import numpy as np
 

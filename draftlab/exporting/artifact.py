@@ -66,7 +66,8 @@ class Checkable(Artifact, Protocol):
     """A draft or head that can be checked, in draftlab and in a running server.
 
     Attributes:
-        served_by: Names of the servers that load the directory without an export. None: each ServerKind checks this.
+        served_by: Names of the servers that load the directory without an export. If None, the checks of each
+            ServerKind find out whether its server can load the directory.
         context: Number of tokens that the draft can read.
     """
 
@@ -92,7 +93,7 @@ class Checkable(Artifact, Protocol):
         k: int,
         device: torch.device,
     ) -> list[TokenLogprobs]:
-        """Return the draft's log-probabilities of each text's tokens, [n] or [n, K], see DrafterSpec.acceptance.
+        """Return the draft's log-probabilities of the tokens of each text, in the form of DrafterSpec.acceptance.
 
         directory: The output of write(), or the draft itself.
         """
@@ -605,7 +606,7 @@ def open_artifact(path: Path, target: Path, weights: bool = True) -> Exportable:
 
 
 def refusals(artifact: Artifact, server: ServerKind) -> list[Finding]:
-    """Return the findings that say why a server cannot run an exported draft or head, or [] if it can."""
+    """Return the findings that say why a server cannot run an exported draft or head. If it can, return []."""
     return [finding for finding in server.check(artifact) if finding.level == "error"]
 
 

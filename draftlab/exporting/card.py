@@ -135,7 +135,7 @@ def history(draft: Path) -> tuple[list[str], tuple[float, float] | None]:
 
 
 def _commands(draft: Path) -> list[str]:
-    """Return the commands that made a draft, the earliest first. They end where an input has no record."""
+    """Return the commands that made a draft, the earliest first. Commands that left no record are missing."""
     record = read_record(draft) if draft.is_dir() else None
     if record is None:
         return []

@@ -214,7 +214,11 @@ def _answer_turns(target: Path, prompts: Prompts, model: Decoder) -> Prompts:
 
 
 def choose_sampling(heterogeneous: bool, verified: verify.Verification | None) -> Sampling:
-    """Return the draft's sampling method above temperature 0: the best in the verification, or the default."""
+    """Return the draft's sampling method above temperature 0.
+
+    It is greedy if draft and target have different vocabularies. Otherwise it is the method with the largest acceptance
+    length in the verification, or the default method without a verification that compares methods.
+    """
     if heterogeneous:
         return Sampling("greedy", "the only method of vLLM for different vocabularies")
     if verified is None or len(verified.by_method) == 1:

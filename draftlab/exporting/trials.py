@@ -24,7 +24,7 @@ PROMPTS, PROMPT_TOKENS = 8, 96  # number and length of the held-out prompts
 def trial_prompts(
     model: Path, data: str, file: Path | None, count: int = PROMPTS, length: int = PROMPT_TOKENS
 ) -> list[list[int]]:
-    """Return prompts as token ids: pieces of held-out text, or the first turns of conversations in a prompt file.
+    """Return prompts as token ids: pieces of held-out text, or prompts from a file, without unanswered later turns.
 
     Args:
         model: Directory of the tokenizer.

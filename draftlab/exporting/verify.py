@@ -183,7 +183,7 @@ class Verification:
 
 
 def to_sample(prompts: list[list[int]], tokens: int, k: int, temperature: float) -> TargetTexts:
-    """Return texts with empty completions, which the server will write. tokens: Length of each completion."""
+    """Return texts whose completions are empty, because the server writes them. tokens: Length of each completion."""
     empty: list[list[int]] = [[] for _ in prompts]
     return TargetTexts(
         prompts=prompts,
@@ -197,7 +197,7 @@ def to_sample(prompts: list[list[int]], tokens: int, k: int, temperature: float)
 def generate_texts(
     model: Decoder, prompts: list[list[int]], sampling: SamplingParams, k: int
 ) -> TargetTexts:
-    """Let the target write each text greedily, up to its end and k more tokens."""
+    """Let the target write each text greedily. After the end of the text, it writes k more tokens."""
     longer = replace(sampling, max_tokens=sampling.max_tokens + k, stop_token_ids=())
     completions, lengths = [], []
     for ids in output_tokens(decode(model, prompts, longer)):
@@ -216,8 +216,8 @@ def chances_of(
 ) -> Chances:
     """Return the probability that each token of the texts is accepted, by the draft's sampling method.
 
-    For a greedy draft the probability is 0 or 1. Above temperature 0, probabilities for a draft that samples are added.
-    For these the target also scores the texts.
+    For a greedy draft the probability is 0 or 1. Above temperature 0, the result also has probabilities for a draft
+    that samples, for which the target scores the texts.
 
     Args:
         scores: The draft's log-probabilities and ranks of the tokens.
@@ -265,7 +265,7 @@ def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tupl
     """Count the tokens and the steps of speculative decoding of one text with a greedy draft.
 
     The first token is not counted, because the prefill gives it. At any temperature, the server accepts a greedily
-    drafted token exactly if it is the token in the text, because it replaces a rejected token by a different token.
+    drafted token exactly if it is the token in the text, because a server replaces a rejected token by another token.
 
     Args:
         hits: Whether the draft's most probable token is the token in the text, [n]. In [n, K], column j is for a step
@@ -309,7 +309,7 @@ def verify(
         method: The draft's sampling method above temperature 0.
 
     Raises:
-        UserError: The server does not start, or its acceptance differs from draftlab's.
+        UserError: The server does not start, or its acceptance length is outside draftlab's 95 % interval.
     """
     if texts.temperature == 0 and not server.counts_end:
         texts = replace(texts, tokens=lengths_before_end(texts, ends))
@@ -329,7 +329,7 @@ def verify(
 
 
 def lengths_before_end(texts: TargetTexts, ends: Sequence[int]) -> list[int]:
-    """Return the number of tokens of each text without an end-of-text token at its end, [R]."""
+    """Return the length of each text in tokens. An end-of-text token at the end of a text is not counted."""
     pairs = zip(texts.completions, texts.tokens, strict=True)
     return [length - (ids[length - 1] in ends) for ids, length in pairs]
 

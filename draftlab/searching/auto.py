@@ -229,7 +229,7 @@ class AutoRun:
 
     @cached_property
     def _int8(self) -> bool:
-        """Return whether target and drafts run with weights rounded to 8 bits, which is faster in mode native."""
+        """Return whether target and drafts run with weights rounded to 8 bits: without a server, in mode native."""
         machine = self.plan.machine
         device, dtype = checkpoint.resolve_device(machine.device), checkpoint.DTYPES[machine.dtype]
         native = resolve_mode("auto", device, dtype, [self.request.target]) == "native"
@@ -259,8 +259,9 @@ class AutoRun:
     def _answers(self) -> Path:
         """Store as many target outputs to train on as the time allows. Return their directory.
 
-        With prompts for training, the target writes answers to them. How fast it wrote answers for replays shows how
-        many it can write. Without such prompts, the target only reads data, which is about ten times faster.
+        If there are prompts for training, the target answers them. The number of answers is estimated from the speed at
+        which the target wrote the answers for replays. Without such prompts, the target only reads data, which is about
+        ten times faster than writing.
         """
         costs, prompts, slower = self._costs, self.request.prompts, 1.0
         if "draft" in self.plan.candidates:
@@ -319,9 +320,10 @@ class AutoRun:
         return drafts, training
 
     def _rounds(self, draft: Path, name: str, k: int) -> tuple[Path, TrainingRounds]:
-        """Train a draft in rounds. Each round has as many tokens as all earlier rounds together.
+        """Train a draft in rounds, and return the best draft and the rounds.
 
-        Training stops when a round gains too little, or when the time is over. Return the best draft, and the rounds.
+        A round has as many tokens as all training before it, or fewer if little time is left. Training stops when a
+        round improves the draft too little, or when too little time is left for another round.
 
         Args:
             name: Name of the draft's shape.
@@ -430,6 +432,6 @@ def _tokens_per_step(draft: Path) -> float:
 
 
 def _pace(draft: Path) -> float:
-    """Return the tokens per second at which a draft was trained."""
+    """Return the training speed of a draft in tokens per second."""
     record = record_of(draft)
     return number(record, "tokens") / max(record.worked_seconds, 1e-3)

@@ -97,7 +97,7 @@ class Costs:
         return self.machine.slowdown * START_SECONDS
 
     def write(self, sequences: int, tokens: int, batch: int) -> float:
-        """Return the seconds in which the target generates `sequences` texts of `tokens` tokens, `batch` at a time."""
+        """Return the seconds in which the target generates texts in batches. tokens: Tokens of each text."""
         passes = math.ceil(sequences / batch) * tokens
         computed = WRITING * batch * self._token_flops / (1e12 * self.machine.tflops)
         return passes * (max(self._reading(self.size), computed) + self._layers(self.size))
@@ -116,7 +116,7 @@ class Costs:
         return min(draft, head) if {*kinds} & {*HEADS} else draft
 
     def read(self, tokens: int) -> float:
-        """Return the seconds in which the target reads this many tokens and stores its top log-probabilities."""
+        """Return the seconds that the target needs to read this many tokens and to store its top log-probabilities."""
         return WRITING * tokens * self._token_flops / (1e12 * self.machine.training_tflops)
 
     def train(self, draft: Shape, steps: int) -> float:
@@ -471,7 +471,8 @@ def seconds_of_steps(least: Mapping[str, float], total: float) -> dict[str, floa
 def _unsuitable(request: Request) -> dict[str, str]:
     """Return the kinds of candidates that auto does not make for this request, each with the reason.
 
-    Reasons are a target that cannot have such a candidate, a server that cannot run it, or too few training prompts.
+    The target cannot have such a candidate or gains little from it, the server cannot run it, or there are too few
+    prompts to train on.
     """
     target, server = request.target, request.server
     prompts = request.prompts
@@ -532,7 +533,7 @@ def ready_drafts(names: Sequence[str], target: Path, weights: bool) -> list[Read
 
 
 def arms(candidates: int) -> int:
-    """Return how many ways to decode a score compares: plain decoding, and each candidate with each K."""
+    """Return how many ways to decode draftlab score compares: plain decoding, and each candidate at each K."""
     return 1 + candidates * len(KS)
 
 
@@ -572,8 +573,8 @@ def _least(
 def _grid(target: Path, costs: Costs, seconds: float) -> tuple[list[int], list[int], int]:
     """Return settings of a search: the numbers of layers, the widths, and the first number of distillation steps.
 
-    To cut all shapes and to train them for the first time takes at most 3/4 of `seconds`. If no settings are cheap
-    enough, return the cheapest.
+    With these settings, all shapes can be cut and trained once in at most 3/4 of `seconds`. If this time is too short
+    for all settings, return the settings that need the least time.
     """
     source = checkpoint.planned_shape(target)
     depths = [n for n in default_depths(source) if n <= max(2, 3 * source.layers // 8)]

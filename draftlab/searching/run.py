@@ -104,14 +104,14 @@ def shapes_to_try(
 
 
 def default_depths(source: Shape) -> list[int]:
-    """Return the numbers of layers to try by default: 1, 2, 3, 4, 6, 8, 12, 16, ..., up to half of the source's."""
+    """Return the numbers of layers to try by default: 1, 2, 3, 4, 6, 8, ..., up to half of the source's layers."""
     powers = [2**i for i in range(8)]
     depths = {1, *(2 * n for n in powers), *(3 * n for n in powers)}
     return sorted(n for n in depths if n <= max(1, source.layers // 2))
 
 
 def default_widths(source: Shape) -> list[int]:
-    """Return the widths to try by default: half, three quarters and all of the source's, in whole heads."""
+    """Return the widths to try by default: 1/2, 3/4 and 1 times the source's width, as whole numbers of heads."""
     heads = {max(1, source.heads * n // 4) for n in (2, 3, 4)}
     return sorted(n * source.hidden // source.heads for n in heads)
 
@@ -191,7 +191,9 @@ class Searcher:
             note(f"rung {len(rungs)}: {len(names)} drafts, {steps} steps each")
 
     def _rung(self, before: Rung | None, index: int, steps: int, names: Sequence[str]) -> Rung:
-        """Make and replay candidates, in the order of `names`, while time is left. Return them as a rung.
+        """Make and replay candidates in the order of `names`, and return them as a rung.
+
+        After the first FINALISTS candidates, more are made only while time is left.
 
         Args:
             before: The previous rung.
@@ -246,7 +248,7 @@ class Searcher:
     def _last_steps(self, rung: int, steps: int, names: Sequence[str]) -> int:
         """Return the number of distillation steps of each candidate on the last rung.
 
-        It is as large as the remaining time allows, but from first_steps to MOST_STEPS.
+        It is as large as the remaining time allows, but at least first_steps and at most MOST_STEPS.
 
         Args:
             rung: Number of the previous rung.

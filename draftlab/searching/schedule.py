@@ -160,10 +160,11 @@ def candidates(
 
 
 def remaining_rejections(before: Rung | None, rejections: dict[str, float]) -> float:
-    """Return the factor by which rejections changed from the previous rung to this rung, as the median of candidates.
+    """Return the factor by which rejections changed from the previous rung to this rung: the median over candidates.
 
-    The factor is at most 1, and it is 1 on the first rung. It predicts the rejections after more training, by which
-    candidates are ranked. Otherwise the cheapest drafts would win while all drafts are still poor.
+    The factor is at most 1, and it is 1 on the first rung. It predicts the rejections after more training, and so
+    the speed by which candidates are ranked. If they were ranked by their present speed, the cheapest drafts would win
+    while all drafts are still poor.
 
     Args:
         before: The previous rung. None on the first rung.

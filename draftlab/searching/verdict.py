@@ -105,7 +105,7 @@ class Round(FileModel, extra="ignore"):
 
 
 class TrainingRounds(FileModel):
-    """The rounds in which a draft was trained. Each round has about as many tokens as all earlier rounds together.
+    """The rounds in which a draft was trained. A round has at most about as many tokens as all training before it.
 
     k: K at which the rounds are compared. stopped: Reason why training ended.
     """
@@ -219,7 +219,7 @@ def _at_best_k(arm: Arm, scores: Sequence[Score]) -> Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling:
-    """A comparison of drafts that auto could train with the candidates that exist already.
+    """A comparison between drafts that auto could train and candidates that exist already.
 
     Args:
         name: Label of the user's draft from whose measurement `speedup` is computed.
@@ -255,15 +255,16 @@ class Ceiling:
 
 
 def training_ceiling(arms: Sequence[Arm], scores: Scores, relative: Mapping[str, float]) -> Ceiling:
-    """Return the comparison of drafts that auto could train with the candidates that exist already.
+    """Return a comparison between the drafts that auto could train and the candidates that exist already.
 
-    The upper limit assumes the cheapest draft. Its acceptance is that of the user's draft, but at least REACHED.
+    The upper limit is for a draft as fast as the cheapest draft. It is assumed to have the acceptance rate of the
+    user's draft, but at least REACHED.
 
     Args:
         arms: Candidates that exist already.
         scores: Scores of these candidates.
-        relative: For each of the user's drafts, by name in scores: the time of a pass of the cheapest draft, divided by
-            the time of a pass of this draft. At most 1.
+        relative: Time of a pass of the cheapest draft, divided by the time of a pass of each of the user's drafts, by
+            the name of this draft in scores. At most 1.
     """
     choices, ceilings = ranking(arms, scores), dict[str, float]()
     for name, cheaper in relative.items():

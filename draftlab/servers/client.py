@@ -44,7 +44,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Properties of a server that Server.probe() found by a few requests.
+    """Properties of a server, which Server.probe() finds out by a few requests.
 
     Args:
         logprobs_mode: Values that the server returns as log-probabilities, named as in vLLM's --logprobs-mode.
@@ -343,7 +343,7 @@ class Server:
             return parse_metrics(page)
 
     def grown(self, before: Mapping[str, float]) -> Counters:
-        """Return how much the server's speculative counters grew since the metrics `before`.
+        """Return how much the server's speculative counters grew after the metrics `before` were read.
 
         Raises:
             UserError: The server drafted nothing in between, or a counter decreased.

@@ -1,7 +1,7 @@
 """The interface of a kind of server. Each kind is defined in another module of this folder or in a plug-in.
 
-n tokens of a text, k most probable ("top") tokens at each position. Methods that read an incomplete answer raise
-KeyError, TypeError or similar errors. Torch is not imported.
+In shapes, n is the number of tokens of a text, and k is the number of most probable ("top") tokens at each position.
+Methods that read an incomplete answer raise KeyError, TypeError or similar errors. Torch is not imported.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ TOKEN_IDS = TypeAdapter(list[TokenId])
 
 
 class PromptLogprobs(BaseModel):
-    """A server's log-probabilities of the tokens of a text after the first, and the k top tokens at each position."""
+    """A server's log-probabilities of all tokens of a text but the first, and the k top tokens at each position."""
 
     model_config = ConfigDict(frozen=True)
 

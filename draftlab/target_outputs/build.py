@@ -59,9 +59,9 @@ class _Line(ServedCompletion):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLog:
-    """The usable lines of a server's log. They have generated tokens, and a prompt of at most seq_len tokens.
+    """The usable lines of a server's log: those with generated tokens, and with a prompt of at most seq_len tokens.
 
-    Each generated token has a list of at least top_logprobs tokens.
+    Each generated token has a list of at least top_logprobs most probable tokens.
     """
 
     path: Path
@@ -75,7 +75,7 @@ class ServerLog:
         """Open a server's log and check every line.
 
         Args:
-            top_logprobs: Largest number of tokens to use from each list. The shortest list lowers the number for all.
+            top_logprobs: Largest number of tokens to use from each list. All lists are cut to the shortest list.
 
         Raises:
             UserError: There is no such file, a line is invalid, or fewer than two lines are usable.
@@ -107,7 +107,7 @@ class ServerLog:
         return cls(path=path, vocab=vocab, seq_len=seq_len, top_logprobs=shortest[0], starts=starts)
 
     def split(self, most: int) -> tuple[list[int], list[int]]:
-        """Return the indices of the lines to train on, and the indices of at most `most` lines to hold out."""
+        """Return the indices of the lines to train on, and the indices of up to `most` lines to hold out."""
         every = range(len(self.starts))
         heldout = list(every[HELD_OUT - 1 :: HELD_OUT][:most]) or [every[-1]]
         return sorted(set(every) - set(heldout)), heldout
@@ -397,7 +397,7 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
 
 
 def _whole_conversations(prompts: Prompts, numbers: list[int]) -> list[int]:
-    """Return the prompt numbers `numbers`, and after them the numbers of all other turns of the same conversations."""
+    """Return the prompt numbers `numbers`, followed by the numbers of all other turns in the same conversations."""
     talks, already = [prompt.conversation for prompt in prompts.rows], set(numbers)
     chosen = {talks[number] for number in numbers}
     return numbers + [i for i, talk in enumerate(talks) if talk in chosen and i not in already]

@@ -155,7 +155,9 @@ def padded(outputs: Sequence[TargetOutput], seq_len: int | None = None) -> Batch
 
 
 def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
-    """Convert a batch of data to outputs, numbered from `first` on. Each output ends with its last token in the mask.
+    """Convert a batch of data to outputs with the numbers first, first + 1, ...
+
+    Each output is cut after its last token in the mask.
 
     top: The most probable tokens at all positions in the mask, row by row.
     """

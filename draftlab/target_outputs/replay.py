@@ -107,7 +107,7 @@ class Replay(FileModel):
         rule: Rule that accepts drafted tokens. "rejection" accepts with probability min(1, q / p). "match" accepts a
             token that equals the target's own sample, which has probability q. A greedy draft has q = 0 or 1.
         kind: Kind of the drafter, as --drafter names it.
-        offsets: Largest number of tokens that a parallel draft or a head drafts, K. None for an ordinary draft.
+        offsets: Largest number K of tokens that a parallel draft or a head drafts. None for an ordinary draft.
     """
 
     version: Literal[3] = 3
@@ -139,9 +139,10 @@ class Replay(FileModel):
         return self
 
     def chances(self) -> list[np.ndarray]:
-        """Return the acceptance probabilities of each text, [n - 1] or [n - 1, K].
+        """Return the acceptance probabilities of the tokens of each text except the first token.
 
-        The first token is left out, because the target's prefill emits it.
+        The target's prefill emits the first token. A text of n tokens has [n - 1] probabilities, or [n - 1, K] for a
+        drafter with `offsets` K.
         """
         by_age = () if self.offsets is None else (self.offsets,)
         return [np.array(text.chances).reshape(-1, *by_age)[1:] for text in self.texts]
@@ -160,7 +161,7 @@ class Replay(FileModel):
 
     @cached_property
     def degenerate(self) -> np.ndarray:
-        """Return for each text whether it is mostly a repetition loop, [R]."""
+        """Return whether each text is mostly a repetition loop, as an array with one value per text."""
         return np.array([t.distinct_4grams < LOOP for t in self.texts])
 
     @cached_property
@@ -347,7 +348,7 @@ def read_replay(path: Path) -> Replay:
 def rows_of(replayed: Replay, ks: Sequence[int]) -> list[AcceptanceRow]:
     """Return the acceptance over all texts for each K. For the last K, also return it for groups of texts.
 
-    The groups are the categories, and the texts that are not repetition loops.
+    The groups are the categories, and, if only some texts are repetition loops, all other texts.
     """
     counted = [replayed.counts(k) for k in ks]
     everything = np.arange(len(replayed.texts))

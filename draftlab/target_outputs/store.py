@@ -208,7 +208,11 @@ def read_store(directory: Path) -> StoredOutputs:
 
 
 def read_texts(directory: Path) -> list[TargetOutput]:
-    """Return the outputs of a store in the order of writing, without log-probabilities. Errors: See read_store."""
+    """Return the outputs of a store in the order in which they were written, without log-probabilities.
+
+    Raises:
+        UserError: See read_store.
+    """
     outputs = _all(directory, finished_manifest(directory))
     return [replace(output, logprobs=None, top=None) for output in outputs]
 

@@ -165,7 +165,7 @@ class LocalTarget:
         return with_top(outputs, self.score(padded(outputs), k)) if k else outputs
 
     def _score(self, batch: Batch, most: int, k: int) -> StoredLogprobs:
-        """Score a batch whose logits fit into memory. Only a batch of one row may be too long; it is scored in parts.
+        """Score a batch. Its logits must fit into memory, except that a single row that is too long is scored in parts.
 
         most: Largest number of positions per part.
         """
@@ -479,9 +479,8 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
 def _same_tokens(stored: StoredLogprobs, new: StoredLogprobs, vocab: int) -> np.ndarray:
     """Return the new log-probabilities of the stored ids, [n, k], for a comparison with the stored ones.
 
-    Each position has k stored ids. If the new list of a position lacks a stored id, all that is known is that its new
-    log-probability is at most the lowest in the list. The id then gets the smaller of its stored log-probability and
-    this lowest one.
+    If a stored id is missing in the new list of its position, its new log-probability is unknown, but it is at most the
+    lowest value in the list. The id then gets its stored log-probability, or this lowest value if that is smaller.
     """
     values = np.empty_like(stored.logprobs)
     new_logprobs = new.logprobs.astype(np.float16).astype(np.float32)

@@ -369,7 +369,7 @@ def llama_config(
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device with a name such as "cpu" or "cuda:1". "auto" stands for the GPU if there is one, else the CPU.
+    """Return the device with a name such as "cpu" or "cuda:1". "auto" is a CUDA GPU if there is one, else the CPU.
 
     Raises:
         UserError: this machine lacks the device, or torch was built without support for it.
@@ -392,7 +392,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype with a name from DTYPES. "auto" stands for bfloat16 on a GPU, else float32."""
+    """Return the dtype with a name from DTYPES. "auto" stands for bfloat16 on a CUDA GPU, else float32."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[name]

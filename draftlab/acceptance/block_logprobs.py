@@ -1,9 +1,9 @@
-"""Log-probabilities of a text's tokens in the blocks that a DFlash or DSpark head drafts, many blocks in one pass.
+"""Log-probabilities of a text's tokens as drafted by a DFlash or DSpark head, with many drafted blocks in one pass.
 
-n scored tokens of a text, K drafted tokens, A anchors, S positions, V vocab. An anchor is a token of the text after
-which a block begins. The block reads the target's states of the tokens before the anchor. In decoding, a drafted token
-matters only if all drafted tokens before it equal the text. A DSpark head therefore reads the text's tokens here, not
-the tokens that it would draft.
+n scored tokens of a text, K drafted tokens, A anchors, S positions, V vocab. A block is the tokens that the head drafts
+together. An anchor is a token of the text after which the head drafts a block. For this block the head reads the
+target's states of the tokens before the anchor. In decoding, a drafted token matters only if all drafted tokens before
+it equal the text. A DSpark head therefore reads the text's tokens here, not the tokens that it would draft.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,11 +31,11 @@ def score_blocks(
     k: int,
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[TokenLogprobs]:
-    """Return for each text how probable the head's blocks make its n tokens: log-probabilities and ranks, [n, K].
+    """Return log-probability and rank of each token as drafted by a head, as arrays [n, K] for each text.
 
-    A head drafts K tokens at once, as a block. Entry [i, a] is of token i of the completion if the block begins so
-    that this token is its drafted token a + 1. If that block would begin before the prompt's last token, the
-    probability is 0.
+    The head drafts K tokens at once, as a block. Entry [i, a] is for token i of the n tokens of the completion, as
+    drafted token a + 1 of a block. That block continues the text after token i - a - 1. If this token is before the
+    prompt's last token, the probability is 0.
 
     Args:
         vocab: Number of ids; further logits are padding.
@@ -88,7 +88,7 @@ def _score(
 
 
 def _copies(context: BlockCache, anchors: Tensor) -> BlockCache:
-    """Return a cache with a copy of the context for each anchor's block, which reads positions before the anchor."""
+    """Return a cache with a copy of the context for each anchor. Only the positions before the anchor are read."""
     rows = (-1, len(anchors), -1, -1, -1)
     keys, values = context.keys.expand(rows).clone(), context.values.expand(rows).clone()
     return BlockCache(keys, values, anchors.tolist())

@@ -1,6 +1,6 @@
-"""Log-probabilities of a text's tokens in the chains that an EAGLE-3 or P-EAGLE head drafts at all positions at once.
+"""Log-probabilities of a text's tokens as drafted by an EAGLE-3 or P-EAGLE head, in a chain from every position.
 
-Each pass of the head drafts the next token of all chains.
+All chains advance together: each pass of the head drafts the next token of every chain.
 
 n scored tokens of a text, K drafted tokens, T positions of the head, D hidden, V vocab. At position i the head reads
 the target's states of token i and the embedding of token i + 1 (engine/drafters/eagle.py). The chain that begins at
@@ -33,8 +33,9 @@ def score_chains(
 ) -> list[TokenLogprobs]:
     """Return log-probability and rank of each token in the chains that a head drafts, as arrays [n, K] for each text.
 
-    Entry [i, a] is for token i of the completion as drafted token a + 1 of a chain. If that chain would begin before
-    the prompt's last token, the probability is 0.
+    Entry [i, a] is for token i of the n tokens of the completion, as drafted token a + 1 of a chain of K tokens. That
+    chain continues the text after token i - a - 1. If this token is before the prompt's last token, the probability is
+    0.
 
     Args:
         vocab: Number of ids; further logits are padding.
@@ -98,7 +99,10 @@ def _score(
 
 
 def target_states(target: Llama | HFDecoder, layer_ids: tuple[int, ...], ids: Tensor) -> Tensor:
-    """Return the target's states after the A layers `layer_ids`, concatenated, [1, T, A E]. E: the target's hidden."""
+    """Return the target's states after each of the layers `layer_ids`, concatenated, [1, T, A E].
+
+    T: number of `ids`. A: number of layers. E: hidden size of the target.
+    """
     cache: Any = target.new_cache(1, len(ids))
     states = cache.layer_states = target.new_layer_states(cache, layer_ids)
     target.forward(ids[None], cache, last=1)

@@ -58,7 +58,10 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Acceptance probabilities of texts padded to n tokens, with their lengths and length limits in decoding, [R]."""
+    """R texts, padded to n tokens, with the acceptance probabilities of their tokens.
+
+    lengths, limits: Length of each text, and the length at which decoding must stop, [R].
+    """
 
     # acceptance probability of each token, [R, n], or [R, n, D] if it depends on the token's position in the draft
     chances: np.ndarray
@@ -68,9 +71,9 @@ class Texts:
     drafted: np.ndarray | None = None
 
     def room(self) -> np.ndarray:
-        """Return the most tokens that a step may draft if it begins at each token, [R, n].
+        """Return the largest number of tokens that a step may draft, by the token at which it begins, [R, n].
 
-        Draft and one token of the target must fit before the length limit.
+        The draft and one token of the target must fit before the length limit. The drafter may also limit the draft.
         """
         room = np.clip(self.limits[:, None] - np.arange(self.chances.shape[1]) - 1, 0, None)
         return room if self.drafted is None else np.minimum(room, self.drafted)
@@ -104,9 +107,10 @@ def texts_of(chances: list[np.ndarray], limits: np.ndarray | None = None) -> Tex
 
 
 def visits(chances: np.ndarray, k: int | np.ndarray) -> np.ndarray:
-    """Return the expected number of steps that begin at each token, [n] or [R, n]. Their sum is the number of passes.
+    """Return the expected number of steps that begin at each token, [n] or [R, n].
 
-    Tokens do not influence earlier tokens, so padding may have any value.
+    The sum over a text is its expected number of target passes. A token does not influence the results of earlier
+    tokens, so padding may have any value.
 
     Args:
         chances: Probability that each token is accepted, [n] or [R, n], or [R, n, D] with a column for each position in
@@ -129,9 +133,10 @@ def chain(texts: Texts, k: int | np.ndarray) -> Counts:
 
 
 def tokens_per_pass(chances: list[np.ndarray], k: int) -> np.ndarray:
-    """Return the tokens and the expected target passes of each text, [R, 2], if every step drafts k tokens.
+    """Return the number of tokens and the expected number of target passes of each text, if steps draft k tokens.
 
-    Texts without tokens are left out. The sum of all tokens divided by the sum of all passes is the acceptance length.
+    The result is [R, 2] for R texts. Texts without tokens are left out. The sum of all tokens divided by the sum of all
+    passes is the acceptance length.
     """
     counts = chain(texts_of([c for c in chances if len(c)]), k)
     return np.stack([counts.tokens, counts.passes], 1)
@@ -146,8 +151,8 @@ def count(
         chances: Probability that each token is accepted, [R, n], or [R, n, D] with a column for each position in the
             draft.
         depth: Length of the longest path in the draft that begins at each token, [R, n].
-        drafted: Number of tokens of the draft that begins at each token, [R, n]. For a chain, this is its depth.
-        deepest: Largest depth, D.
+        drafted: Number of tokens of the draft that begins at each token, [R, n]. For a chain, this equals `depth`.
+        deepest: Largest value of `depth`, D.
     """
     by_age = chances[:, :, None] if chances.ndim == 2 else chances[:, :, :deepest]
     parts: list[Counts] = []

@@ -21,10 +21,11 @@ def score_copies(
     k: int,
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[TokenLogprobs]:
-    """Return for each text which of its tokens the drafter drafts, as log-probabilities 0 or -inf, and draft lengths.
+    """Return for each text which of its tokens a deterministic drafter drafts, and how long its drafts are.
 
-    The arrays [n, K] are those of score_offsets. A draft of fewer than K tokens must be the beginning of the draft of K
-    tokens.
+    The arrays [n, K] have the entries of score_offsets. The log-probability is 0 if the drafter drafts the token, else
+    -inf. The drafter drafts up to K tokens after every token. The results hold for a smaller K only if its drafts are
+    then the beginnings of these drafts.
     """
     scored = []
     for done, (prompt, completion) in enumerate(texts, 1):
@@ -46,7 +47,7 @@ def score_ngrams(
     sampling: SamplingParams,
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[TokenLogprobs]:
-    """Return log-probability and rank of each token in an n-gram model, [n]."""
+    """Return log-probability and rank of each token of a completion by an n-gram model, as arrays [n] for each text."""
     scored = []
     for done, (prompt, completion) in enumerate(texts, 1):
         whole, parts = np.concatenate([prompt, completion]).tolist(), []

@@ -1,4 +1,4 @@
-"""Log-probabilities of a text's tokens, from one teacher-forced pass over the text, in parts if memory is short.
+"""Log-probabilities of a text's tokens, from one teacher-forced pass over the text, or several if memory is short.
 
 For a parallel draft, packed passes give log-probabilities at every offset, see model/parallel.py. B texts in a pass, W
 fed tokens of a text, n scored tokens of a text, K offsets, V vocab.
@@ -26,9 +26,10 @@ Text = tuple[np.ndarray, np.ndarray]  # prompt and completion ids
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A model's log-probability and rank of each token of a completion, [n] or [n, K].
+    """A model's log-probability and rank of each of the n tokens of a completion.
 
-    Arrays [n, K] have a column for each position in the draft. Entry [i, a] is for token i as drafted token a + 1.
+    The arrays are [n], or [n, K] if they depend on the position in a draft of K tokens. Entry [i, a] is then for token
+    i as drafted token a + 1.
     """
 
     logprobs: np.ndarray  # log-probability in the distribution that the model would sample from
@@ -53,7 +54,9 @@ def score_tokens(
     advance: Callable[[int], None] = lambda done: None,
     memory: float = 2.0,
 ) -> list[TokenLogprobs]:
-    """Return log-probability and rank of each token of the completions, after their prompts. Long texts run first.
+    """Return log-probability and rank of each token of a completion, after its prompt, as arrays [n] for each text.
+
+    The longest texts are scored first.
 
     Args:
         vocab: Number of ids; further logits are padding.
@@ -102,8 +105,8 @@ def logits_in_parts(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the logits of ids [B, W] from position `first` on, in parts of t positions.
 
-    Each item is the first position of a part and its logits, [B, t, V]. B t is at most `limit`, except for t = 1. If
-    there are several parts, a KV cache connects them.
+    Each item is the first position of a part, and the part's logits, [B, t, V]. B times t is at most `limit`, unless t
+    is 1. If there are several parts, a KV cache connects them.
     """
     rows, width = ids.shape
     step = max(1, limit // rows)
@@ -178,8 +181,8 @@ def score_offsets(
 ) -> list[TokenLogprobs]:
     """Return log-probability and rank of each token at each offset of a parallel draft, as arrays [n, K] for each text.
 
-    Entry [i, a] is for token i of the completion, predicted at offset a + 1 after token i - a - 1. If that token is
-    before the prompt's last token, the probability is 0.
+    Entry [i, a] is for token i of the n tokens of the completion, predicted from the text up to token i - a - 1, which
+    is a + 1 tokens earlier. If that token is before the prompt's last token, the probability is 0.
 
     Args:
         offsets: Number of offsets, K.

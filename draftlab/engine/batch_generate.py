@@ -242,7 +242,7 @@ def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor
 
 
 def _prefill_parts(texts: list[Sequence[int]]) -> Iterator[range]:
-    """Yield the rows of each prefill pass. texts: Longest first, so that rows of a part are padded little."""
+    """Yield the rows of each prefill pass. texts: Sorted, the longest first, so that a pass has little padding."""
     first = 0
     while first < len(texts):
         rows = max(1, PASS_TOKENS // max(1, len(texts[first])))

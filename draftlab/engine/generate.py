@@ -1,7 +1,7 @@
 """Plain and speculative decoding with the same engine, and the time of each step.
 
 B rows (texts of a batch), K drafted tokens per step, T = K + 1 tokens verified, V vocab. Rows advance at their own
-pace. Invariant: the cache has all tokens of a text but the last, which the next pass feeds first.
+pace. Invariant: the cache has all tokens of a text except the last token, which the next pass feeds first.
 """
 
 import time
@@ -126,7 +126,9 @@ class Sampler:
     ended = False
 
     def __call__(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Sample tokens [...] from logits [..., V]. Return the tokens, and their distributions, or None if greedy.
+        """Sample tokens [...] from logits [..., V]. Return the tokens and the distributions that they are drawn from.
+
+        At temperature 0, return None instead of distributions.
 
         uniform: Draws in [0, 1), [...].
         """
@@ -138,14 +140,14 @@ class Sampler:
 
 
 def fit_vocab(logits: Tensor, vocab: int | None) -> Tensor:
-    """Return logits [..., V] cut to the width `vocab`, or padded with -inf to it. None returns them unchanged."""
+    """Return logits [..., V], cut or padded with -inf to the width `vocab`. None leaves the width unchanged."""
     if vocab is None or logits.shape[-1] == vocab:
         return logits
     return F.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
 
 
 class ModelDrafter(Drafter):
-    """Drafts a chain with a draft model. Its KV cache is rolled back to the emitted tokens before each draft."""
+    """Drafts a chain with a draft model, whose KV cache is rolled back to the emitted tokens before each draft."""
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
         """Make a drafter. vocab: Same as in Sampler."""
@@ -173,11 +175,14 @@ class ModelDrafter(Drafter):
         return Draft(ids=self.drafted, q=q, counts=[self.drafted.shape[1]] * len(texts))
 
     def prefill(self, texts: Sequence[list[int]]) -> None:
-        """Read all tokens of each text but the last, which propose() reads."""
+        """Read all tokens of each text except the last token, which propose() reads."""
         self.last_logits([text[:-1] for text in texts])
 
     def last_logits(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
-        """Roll the cache back to the texts, read their new tokens, and return the last tokens' logits, [B, last, V]."""
+        """Roll the cache back to the texts, and read their new tokens.
+
+        Return the logits after the last `last` tokens of each text, [B, last, V].
+        """
         self.roll_back(texts)
         return feed(self.model, self.cache, texts, self.own_vocab, last)
 
@@ -218,8 +223,8 @@ def speculative_decode(
     """Decode losslessly: draft k tokens, verify them in one target pass, and emit the accepted tokens and one more.
 
     Each target pass yields a Step for every unfinished text. A finished text waits until all texts are finished. The
-    first pass is the prefill, which emits one token per text without a draft. Its draft_seconds are the time of the
-    drafter's prefill.
+    first pass is the prefill, which emits one token per text without a draft. In its Steps, draft_seconds is the time
+    of the drafter's prefill.
 
     Args:
         drafter: None: decode without drafts.
@@ -420,7 +425,7 @@ class _Rows:
         ]
 
     def current(self, draws: Tensor) -> Tensor:
-        """Return the draws for each text's current length, [B, W]. draws: Draws for all lengths, [B, max_tokens, W]."""
+        """Return the W draws of each text's next step, [B, W]. draws: Draws for all lengths, [B, max_tokens, W]."""
         at = [
             min(len(text) - start, draws.shape[1] - 1)
             for text, start in zip(self.texts, self.starts, strict=True)

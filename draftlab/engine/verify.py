@@ -1,8 +1,8 @@
-"""Sampling from logits, the rejection rule of speculative sampling, and verify rules for token trees and blocks.
+"""Sampling from logits, the rejection rule of speculative sampling, and two other verify rules: match and block.
 
 K drafted tokens of a chain, N drafted tokens of a tree, V vocab. Greedy decoding uses the same rule with one-hot
-distributions. All functions are pure. A rule receives its source of randomness as an argument: ``Uniforms`` in
-decoding. Tests that prove a rule lossless pass an enumeration of all outcomes.
+distributions. All functions are pure. A rule receives its source of randomness as an argument. In decoding this is
+``Uniforms``. In the tests that prove a rule lossless, it is an enumeration of all outcomes.
 
 A draft is a tree of nodes. Node 0 is the last token of the text, and node i + 1 is drafted token i. ``parents[i]`` is
 the node before drafted token i, so a chain has the parents 0, 1, 2, ... Siblings are in the order in which they were
@@ -43,7 +43,7 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
 
     The filters apply in the order of transformers and vLLM: top_k, top_p, min_p. top_p keeps the fewest tokens whose
     probabilities sum to top_p or more. min_p is relative to the most probable token. At temperature 0, the id with the
-    largest logit has probability 1. If several ids have this logit, it is the lowest of them.
+    largest logit has probability 1. If several ids have the largest logit, the lowest of these ids has probability 1.
     """
     if params.temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(
@@ -150,7 +150,10 @@ class Chance(Protocol):
 
 
 class Uniforms:
-    """A Chance that uses uniform draws in [0, 1), [n], in their order. A rule needs at most N + 1 draws."""
+    """A Chance that uses uniform draws in [0, 1), [n], in their order.
+
+    For N drafted tokens, a rule needs at most N + 1 draws.
+    """
 
     def __init__(self, uniform: Tensor) -> None:
         self.draws = iter(uniform)
@@ -178,7 +181,10 @@ class Tokens:
     q: Tensor | None = None
 
     def children(self, node: int) -> list[int]:
-        """Return the indices of the tokens after a node, or after other nodes with the same tokens up to the root."""
+        """Return the indices of the drafted tokens that continue a node.
+
+        A tree may have several nodes with the same tokens from the root. The children of all of them are returned.
+        """
         same = [node]
         if node:
             same = [
@@ -195,7 +201,7 @@ class Tokens:
     def drawn_from(self, token: int, p: Tensor) -> Tensor:
         """Return the distribution, [V], that a drafted token was drawn from.
 
-        token: Index of the drafted token. p: Probabilities of the target. If q is None, the result has their dtype.
+        token: Index of the drafted token. p: Probabilities of the target. If q is None, the result has the dtype of p.
         """
         return (
             torch.zeros_like(p[0]).index_fill_(0, _at(self.ids[token], p), 1)
@@ -227,7 +233,7 @@ def match(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
 
 @RULES.register("block")
 def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
-    """Verify a chain as a whole (Sun et al. 2403.10444, alg. 2). On average it accepts no fewer tokens than verify().
+    """Verify a chain as a whole (Sun et al. 2403.10444, alg. 2). On average this accepts no fewer tokens than verify().
 
     Arguments and result are those of a Rule.
 

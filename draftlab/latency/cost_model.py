@@ -180,9 +180,9 @@ class CostModel:
         return self._over(self.steady[-1], batch, contexts)
 
     def warmup_ms(self, batch: int, contexts: np.ndarray) -> np.ndarray:
-        """Return the additional milliseconds of the first N one-token passes after another model's pass, [N, L].
+        """Return by how many milliseconds the first one-token passes after another model's pass exceed steady_ms.
 
-        Additional means: compared with steady_ms. L: Number of contexts.
+        The result is [N, L] for the first N passes and L contexts.
         """
         each = [
             self.forward_ms(1, batch, contexts),
@@ -198,7 +198,7 @@ class CostModel:
         return float(self._along("host width", *self.host, np.array(width)))
 
     def beyond(self, axis: Literal["width", "context", "prompt"], low: int, high: int) -> list[str]:
-        """Return a list with a note if a part of the range from low to high is extrapolated. Otherwise return []."""
+        """Return a list with one note if part of the range from low to high is extrapolated. Otherwise return []."""
         xs = {"width": self.widths, "context": self.contexts, "prompt": self.prefill[0]}[axis]
         if xs[0] <= low and high <= xs[-1]:
             return []
@@ -241,7 +241,9 @@ def expected_tokens(alpha: float, k: int) -> float:
 
 
 def alpha_for(length: float, k: int) -> float:
-    """Return the acceptance probability at which a target pass gives `length` tokens, the inverse of expected_tokens.
+    """Return the acceptance probability at which a target pass gives `length` tokens on average.
+
+    This is the inverse of expected_tokens.
 
     Raises:
         UserError: There is no such probability.

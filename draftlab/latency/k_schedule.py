@@ -89,7 +89,7 @@ def schedule(
     """Return the fastest K at every batch size from 1 to `most`.
 
     Args:
-        works: The same texts after prompts of different lengths. Their times are added up.
+        works: Workloads of the same texts, with another prompt length in each. The times of all workloads are added up.
         ks: Values of K to choose from, in addition to 0.
 
     Raises:
@@ -147,7 +147,7 @@ def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
 
 
 def schedule_of(ks: Mapping[int, int]) -> Schedule:
-    """Return a schedule from the best K at some numbers of streams. Each K is used up to the next of these numbers.
+    """Return a schedule from the best K at some numbers of streams. Each K is used until the next of these numbers.
 
     ks: Best K by number of streams; 0 for no draft.
     """

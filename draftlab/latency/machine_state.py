@@ -81,7 +81,7 @@ def read_core_time() -> CoreTime:
 
 
 def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) -> Environment:
-    """Return the environment with the waited_share, stolen_share and pressure of the time between two readings."""
+    """Return the environment with waited_share, stolen_share and pressure, measured between two readings."""
 
     def share(first: float | None, last: float | None, of: float) -> float | None:
         if first is None or last is None or not of:
@@ -100,7 +100,7 @@ def with_waiting(environment: Environment, before: CoreTime, after: CoreTime) ->
 
 
 def warm_up(run: Callable[[], float]) -> bool:
-    """Call `run` 3 to 10 times, until two consecutive calls take similar times. Return whether two calls did.
+    """Call `run` 3 to 10 times, until two consecutive calls take similar times. Return whether the last two calls did.
 
     run: Function to warm up, which returns the seconds it took.
     """

@@ -171,7 +171,7 @@ def predict_draft(
         server: Server whose steps are predicted; None stands for draftlab's engine.
 
     Raises:
-        UserError: predict raises it, or the acceptance was measured with another kind of draft.
+        UserError: The prediction is impossible, see predict; or the acceptance was measured with another kind of draft.
     """
     work = _drafted_by(draft, acceptance)
     works = {
@@ -285,7 +285,7 @@ def best_k(
 
 
 def required_length(prediction: Prediction, speedup: float) -> tuple[int, float] | None:
-    """Return the K that needs the lowest acceptance probability for a speed-up, and the tokens per pass at this K.
+    """Return the K that reaches a speed-up with the lowest acceptance probability, and its tokens per target pass.
 
     Return None if the draft does not reach the speed-up even if all of its tokens are accepted.
     """
@@ -380,7 +380,7 @@ def _halved(
 ) -> dict[str, float]:
     """Return the best speed-up over all K if one cost were halved, by the name of the cost.
 
-    plain: Milliseconds of decoding without a draft, which do not change.
+    plain: Milliseconds of decoding without a draft. They are the same in all cases.
     """
     likelier = work.with_chances((1 + work.texts.chances) / 2)
     cases = {

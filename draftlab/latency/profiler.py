@@ -153,7 +153,7 @@ def measure_latency(
 
     Args:
         passes: Number of timed passes of each width.
-        clock: None takes the clock of the device.
+        clock: Default: the clock of the device.
     """
     grid = Grid(widths=widths, batches=[batch], contexts=[context], prompts=[], repeats=passes)
     tasks = {
@@ -225,7 +225,7 @@ def _passes(model: Decoder, grid: Grid) -> Iterator[tuple[At, Task]]:
 
 
 def _caches(model: Decoder, batch: int, grid: Grid) -> dict[int, KVCache]:
-    """Return a KV cache for each context. Caches of transformers are filled with tokens. The engine's stay empty."""
+    """Return a KV cache for each context. Only caches of transformers are filled with tokens."""
     if isinstance(model, Llama):
         return dict.fromkeys(grid.contexts, model.new_cache(batch, grid.capacity))
     caches = {context: model.new_cache(batch, grid.capacity) for context in grid.contexts}
@@ -262,7 +262,7 @@ def _other_work(
 
 
 def _lead_in(other: Task, run: Task, after: int) -> Task:
-    """Return the untimed work before a timed pass: `other`, and then `after` passes of the timed model, by `run`."""
+    """Return the untimed work before a timed pass: `other` once, and then `run` as many times as `after` says."""
 
     def several() -> None:
         other()

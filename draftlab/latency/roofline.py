@@ -1,7 +1,7 @@
 """Latency profiles computed from a device's constants by the roofline model. Torch is not imported.
 
-A pass takes the time of reading weights and KV cache, or the time of computing if that is longer. A constant time per
-layer is added.
+On the device, a pass takes the time to read weights and KV cache, or the time to compute if that is longer. A constant
+time per layer is added. If the host takes longer to launch the pass, the pass takes the host's time instead.
 """
 
 import itertools
@@ -149,7 +149,7 @@ def roofline_profile(
     contexts: Sequence[int],
     head: bool = False,
 ) -> Profile:
-    """Compute a profile by the roofline model. A pass reads weights and cache once, and has a constant time per layer.
+    """Compute a profile by the roofline model. A pass reads weights and cache once, and takes extra time per layer.
 
     Args:
         head: Whether the model is an EAGLE-3 head. Then `sizes` has the shape of the head's single layer, with the
@@ -227,7 +227,7 @@ def parse_profile(
     contexts up to `longest`.
 
     Raises:
-        UserError: spec is neither the path of a profile nor such a text.
+        UserError: spec is neither the path of a profile nor text of this form.
     """
     if Path(spec).exists():
         return read_profile(Path(spec))

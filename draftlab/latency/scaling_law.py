@@ -33,7 +33,8 @@ MEASURED = {"median_ms", "low_ms", "high_ms", "n"}
 class FittedCurve:
     """The latency of one kind of pass as a function of the shape.
 
-    terms: The law's a (ms), b (ms per layer), c (ms per byte) and d (ms per layer x width). overlap: The law's p.
+    terms: The constants of the latency law: a (ms), b (ms per layer), c (ms per byte) and d (ms per layer x width).
+    overlap: The exponent p of the law.
     """
 
     terms: np.ndarray
@@ -185,7 +186,7 @@ def read_law(directory: Path) -> ScalingLaw:
     """Fit the latency law to all profiles in a directory, which is an output of ``draftlab profile --law``.
 
     Raises:
-        UserError: There is no such directory, or fit_law raises it.
+        UserError: There is no such directory, or its profiles give no law, see fit_law.
     """
     if not directory.is_dir():
         raise UserError(
@@ -283,6 +284,6 @@ class Design:
 
 
 def design(source: Shape, layers: Sequence[int], budget: Budget, law: ScalingLaw | None) -> Design:
-    """Return a shape that meets the budget for each number of layers. Raises UserError: no shape meets the budget."""
+    """Return one shape per number of layers, which meets the budget. Raises UserError: no shape meets the budget."""
     shapes = {shape_name(shape): shape for shape in family(source, layers, budget)}
     return Design(shapes, {name: law.ms(shape) for name, shape in shapes.items()} if law else {})

@@ -109,7 +109,8 @@ class Meter:
         drafts: Whether the server is expected to draft.
 
         Raises:
-            UserError: The server drafts although `drafts` is False, or the reverse; or longer answers took less time.
+            UserError: The server drafts although `drafts` is False, or it does not draft although `drafts` is True; or
+                longer answers took no more time.
         """
         self.answer(streams, context, 2)  # warms up
         times = [self._step_seconds(streams, context, drafts) for _ in range(self.repeats)]
@@ -143,7 +144,7 @@ class Meter:
         return 1e3 * statistics.median(self.answer(1, context, 1) for _ in range(self.repeats))
 
     def answer(self, streams: int, context: int, tokens: int) -> float:
-        """Send the prompt in all streams at once. Return the seconds until all answers of `tokens` tokens are here."""
+        """Send the prompt in all streams at once. Return the seconds until all answers of `tokens` tokens arrived."""
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         start = time.perf_counter()
         with ThreadPoolExecutor(streams) as pool:

@@ -27,7 +27,7 @@ Server = Literal["vllm"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """The expected steps to decode each text at one K. K = 0 is plain decoding.
+    """The expected steps to decode each of R texts of at most n tokens at one K. K = 0 stands for plain decoding.
 
     Args:
         starts: Expected number of steps that start at each token, [R, n].
@@ -134,7 +134,7 @@ class StepCosts:
         return int(self.passes.contexts[0])
 
     def without_turns(self, at: int) -> "StepCosts":
-        """Return simpler costs: all steps have the context of column `at`, and changing the model takes no time."""
+        """Return simpler costs: all steps have the context of column `at`, and no pass is slowed by another model."""
         passes, steady = self.passes, self.passes.steady[at : at + 1]
         contexts = passes.contexts[at : at + 1]
         flat = replace(

@@ -171,7 +171,7 @@ def acceptance_from_counts(
 ) -> AcceptanceMetrics:
     """Return the acceptance metrics from numbers of steps and tokens.
 
-    All arguments are numbers over all steps that drafted tokens, or expected values of these numbers.
+    All arguments are counts over the steps that drafted tokens, or expected values of these counts.
 
     Args:
         reached: Number of steps that accepted at least i tokens, i = 0..K.
@@ -209,7 +209,10 @@ def request_timings(generations: Sequence[AnyGeneration]) -> list[Timing]:
 
 
 def decode_timings(generations: Sequence[Generation]) -> list[Timing]:
-    """Return number and seconds of each prompt's tokens after the first, for the repeat with the median time."""
+    """Return the number of each prompt's tokens after the first, and their seconds.
+
+    They are those of the repeat with the median time per token.
+    """
     return list(map(intervals.median_repeat, repeats_by_prompt(generations, lambda g: g.decoding)))
 
 
@@ -217,8 +220,8 @@ def share_of_equal_texts(plain: list[list[int]], arms: Sequence[list[list[int]]]
     """Return the fraction of texts that equal the text of plain decoding for the same prompt.
 
     Args:
-        plain: Token ids of each prompt's text by plain decoding.
-        arms: Token ids of each prompt's text by each other way to decode, such as a draft at a K.
+        plain: Token ids of each prompt's text, by plain decoding.
+        arms: Token ids of each prompt's text, for each other way to decode. For example, K = 2 and K = 4 are two ways.
     """
     equal: list[bool] = []
     for texts in arms:

@@ -31,7 +31,7 @@ REQUESTS = (
 class PairedTest:
     """A test of the accuracy of two drafts on the same items of a task.
 
-    p: p value of McNemar's exact test. None if an item has another value than 0 (wrong) or 1 (right).
+    p: p value of McNemar's exact test. None if the value of an item is neither 0 (wrong) nor 1 (right).
     """
 
     task: str
@@ -55,9 +55,10 @@ class Ranked:
     Args:
         speedup: Speed-up of whole requests.
         doubt: Reason to doubt the score, or None.
-        ratio_to_fastest: This draft's speed-up divided by the fastest draft's. None for the fastest draft itself.
+        ratio_to_fastest: Speed-up of this draft divided by the speed-up of the fastest draft. None for the fastest
+            draft itself.
         paired: Whether the requests of this draft and of the fastest draft were the same.
-        tasks: For each task, a test whether this draft is more or less accurate than the fastest draft.
+        tasks: Significance tests of the difference in accuracy between this draft and the fastest draft.
     """
 
     score: Score
@@ -79,7 +80,7 @@ class Ranked:
         return None if ratio is None or ratio.n < 2 else ratio.high < 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the row of this draft in the JSON output of report."""
+        """Return the row of this draft in the JSON output of `draftlab report`."""
         score, ratio, tpot = self.score, self.ratio_to_fastest, self.score.best_k_tpot_speedup
         tests = []
         for test in self.tasks:
@@ -171,7 +172,7 @@ def same_requests(a: Score, b: Score) -> bool:
 
 
 def speedup_ratio(a: Score, b: Score) -> Interval:
-    """Return the speed-up of a over the speed-up of b, each at its best K, with its interval.
+    """Return the speed-up of score a divided by the speed-up of score b, each at its best K, with an interval.
 
     The bootstrap is paired if both scores have the same requests.
     """
@@ -181,7 +182,7 @@ def speedup_ratio(a: Score, b: Score) -> Interval:
 
 
 def paired_tests(a: Sequence[TaskResult], b: Sequence[TaskResult]) -> list[PairedTest]:
-    """Test the difference between two drafts for every metric that both have on the same items of a task."""
+    """Return a significance test of two drafts for every metric that both have on the same items of a task."""
     results = {(r.task, r.metric, r.items_sha256, len(r.items)): r for r in b if r.items}
     pairs = [(r, results.get((r.task, r.metric, r.items_sha256, len(r.items)))) for r in a]
     return [_paired_test(x, y) for x, y in pairs if y is not None]
@@ -244,7 +245,7 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
 def missed_thresholds(
     score: Score, min_speedup: float | None, min_acceptance_length: float | None
 ) -> list[str]:
-    """Return a sentence for each threshold that a draft misses, or may miss, because its score is in doubt.
+    """Return a sentence for each threshold that a draft misses, or that it may miss because its score is in doubt.
 
     min_speedup, min_acceptance_length: Thresholds of the user, or None.
     """
@@ -327,7 +328,7 @@ MANY_STEPS = 0.1  # fraction of truncated steps above which a warning is given
 
 
 def score_warnings(scores: Sequence[Score]) -> list[str]:
-    """Return a sentence for each reason to be careful with the scores. It names the drafts that it is about."""
+    """Return a sentence for each reason to be careful with the scores. Each sentence names the drafts concerned."""
     drafts: dict[str, list[str]] = {}
     for score in scores:
         for text in _reasons(score):

@@ -64,7 +64,11 @@ class Figure:
 
 
 def ranking_table(ranking: Sequence[Ranked]) -> Table:
-    """Return a table with rows for all drafts and for plain decoding. The fastest row is first, and marked."""
+    """Return a table with rows for all drafts and for plain decoding, the fastest first.
+
+    Drafts that changed the output are last. The first row is marked as the best, unless the fastest draft kept the
+    output but its score is in doubt.
+    """
     scores = [ranked.score for ranked in ranking]
     shown = _accuracy_metric(scores)
     rows = []
@@ -177,7 +181,7 @@ def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
 
     Args:
         command: Command that made the page.
-        serve: Command that serves the fastest draft, which the page shows. Default: the result of export_command.
+        serve: Command to show on the page for serving the fastest draft. Default: the result of export_command.
     """
     from draftlab.results import plots
 
@@ -217,7 +221,8 @@ def _last_tables(scores: Sequence[Score]) -> list[Table]:
 def export_command(fastest: Ranked) -> str:
     """Return the command that exports the fastest draft for vLLM, or "" if there is nothing to export.
 
-    There is nothing to export if the draft has no significant gain or no checkpoint, or was measured on servers.
+    There is nothing to export if the draft changed the output, if its gain is in doubt or not significant, if it was
+    measured on servers, or if it is not a checkpoint that the score's command names with --draft.
     """
     score = fastest.score
     if (

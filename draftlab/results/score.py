@@ -63,7 +63,7 @@ class Environment(FileModel):
         return self.busy_cores > BUSY * self.cores
 
     def counts_cpu_seconds(self, device: str, threads: int | None) -> bool:
-        """Return whether times are measured in CPU seconds, which do not contain waits. One CPU thread must decode.
+        """Return whether times are measured in CPU seconds, which exclude waits: only if a single CPU thread decodes.
 
         device, threads: Device that decodes, and its number of CPU threads.
         """
@@ -72,10 +72,9 @@ class Environment(FileModel):
     def doubt(self, device: str, threads: int | None) -> str | None:
         """Return the reason to doubt times that were measured in this environment, or None.
 
-        Other programs and other virtual machines slow down a running thread, because they share its caches and its
-        memory. So even CPU seconds are in doubt if decoding often waited for a core: benchmarks.noise then measured
-        speed-ups of 1.29x to 1.70x instead of 1.79x. `pressure` includes the waits of other threads, so it is checked
-        only for wall-clock times.
+        CPU seconds are in doubt too if decoding often waited for a core. Other programs then also slow down the running
+        thread, because they share its caches and its memory: benchmarks.noise measured speed-ups of 1.29x to 1.70x
+        instead of 1.79x. `pressure` includes the waits of other threads, so it is checked only for wall-clock times.
 
         device, threads: Device that decodes, and its number of CPU threads.
         """
@@ -194,7 +193,7 @@ class Conditions(FileModel):
 
     @property
     def precision(self) -> str:
-        """Return text about the precision of target, draft and activations, and the mode of passes."""
+        """Return text about the precision of target, draft and activations, and about mode, threads and batch size."""
         if self.mode == "served":
             return "as the servers were started"
         draft = "no draft model" if self.draft_weights is None else f"{self.draft_weights} draft"
@@ -222,8 +221,8 @@ class Rounding(FileModel):
 
     Args:
         tokens: Number of compared tokens.
-        kl: KL divergence of the rounded target from the target, in nats per token.
-        top1: Fraction of the tokens at which both have the same most probable next token.
+        kl: KL(target || rounded target), in nats per token.
+        top1: Fraction of the tokens after which both predict the same most probable token.
     """
 
     tokens: PositiveInt
@@ -352,22 +351,26 @@ class Score(FileModel):
 
     @property
     def best_k_speedup(self) -> Interval:
-        """Return the speed-up of whole requests at the best K. For each prompt, K is chosen on the other prompts."""
+        """Return the speed-up of whole requests at the best K.
+
+        The prompts are split into random halves several times. Each half is timed at the K that is fastest on the other
+        half, see intervals.speedup.
+        """
         return intervals.speedup(self.timings(self.speculative))
 
     @property
     def best_k_tpot_speedup(self) -> Interval | None:
         """Return the speed-up of the tokens after the first at the best K, or None if servers decoded.
 
-        For each prompt, K is chosen on the other prompts, by the speed of whole requests.
+        K is chosen as in best_k_speedup, by the speed of whole requests.
         """
         return self._tpot_speedup(self.speculative)
 
     def speedup(self, k: int) -> Interval:
-        """Return the speed-up: the tokens per second of whole requests, divided by those of the fastest plain decoding.
+        """Return the speed-up: tokens per second at this K, divided by tokens per second of the fastest plain decoding.
 
-        A whole request is the prefill of target and draft, and decoding. Tokens and seconds are summed over prompts.
-        For each prompt, the repeat with the median time is used.
+        The rates are those of whole requests, which consist of the prefill of target and draft, and decoding. Tokens
+        and seconds are summed over prompts. For each prompt, the repeat with the median time per token is used.
         """
         return intervals.speedup(self.timings([k]))
 
@@ -375,11 +378,11 @@ class Score(FileModel):
         return self.output_tps(k) / self.output_tps(0)
 
     def output_tps(self, k: int) -> float:
-        """Return the tokens per second of whole requests. K = 0 is the fastest plain decoding."""
+        """Return the tokens per second of whole requests. k = 0 stands for the fastest plain decoding."""
         return intervals.tokens_per_second(request_timings(self._runs(k)))
 
     def timings(self, ks: Collection[int]) -> Timings:
-        """Return the timings of whole requests at each K in `ks`, and those of the fastest plain decoding."""
+        """Return the timings of whole requests at each K in `ks`, and the timings of the fastest plain decoding."""
         return [request_timings(self.speculative[k]) for k in ks], request_timings(self.baseline)
 
     def tpot_speedup(self, k: int) -> Interval | None:
@@ -398,14 +401,14 @@ class Score(FileModel):
     def decode_tps(self, k: int) -> float | None:
         """Return the tokens per second after the first token, or None if servers decoded.
 
-        K = 0 is the fastest plain decoding.
+        k = 0 stands for the fastest plain decoding.
         """
         return intervals.tokens_per_second(decode_timings(self.generations(k))) or None
 
     def tpot_ms(self, k: int) -> Interval | None:
         """Return the milliseconds per output token after the first (TPOT), or None if servers decoded.
 
-        K = 0 is the fastest plain decoding.
+        k = 0 stands for the fastest plain decoding.
         """
         runs = decode_timings(self.generations(k))
         return (
@@ -415,7 +418,7 @@ class Score(FileModel):
     def ttft_ms(self, k: int) -> Interval | None:
         """Return the mean milliseconds to the first token (TTFT), or None if servers decoded.
 
-        The time includes the prefill of the draft. K = 0 is the fastest plain decoding.
+        The time includes the prefill of the draft. k = 0 stands for the fastest plain decoding.
         """
         repeats = repeats_by_prompt(self.generations(k), lambda g: g.prefill_seconds)
         return (
@@ -425,7 +428,7 @@ class Score(FileModel):
         )
 
     def request_ms(self, k: int) -> Interval:
-        """Return the mean milliseconds of a whole request with k drafted tokens per step; for 0, of plain decoding."""
+        """Return the mean milliseconds of a whole request. k = 0 stands for the fastest plain decoding."""
         return intervals.ratio(
             [(1e3 * seconds, 1) for _, seconds in request_timings(self._runs(k))]
         )
@@ -434,9 +437,9 @@ class Score(FileModel):
         return self.speculative[k] if k else self.baseline
 
     def generations(self, k: int) -> list[Generation]:
-        """Return the generations whose steps are known. If servers decoded, return [].
+        """Return the generations of draftlab's engine at this K. If servers decoded, return [].
 
-        K = 0 is the fastest plain decoding.
+        k = 0 stands for the fastest plain decoding.
         """
         return [g for g in self._runs(k) if isinstance(g, Generation)]
 
@@ -450,8 +453,8 @@ class Score(FileModel):
     def tokens_per_pass(self, k: int) -> float:
         """Return the mean number of tokens per target pass after the prefill.
 
-        All passes are counted. acceptance() and servers count only passes that verify a draft. If servers decoded, the
-        result is therefore the acceptance length.
+        Passes without a draft are counted too. Servers count only passes that verify a draft, as acceptance() does. If
+        servers decoded, the result is therefore the acceptance length.
         """
         runs = self.generations(k)
         steps = sum(len(g.emitted) for g in runs)
@@ -462,8 +465,8 @@ class Score(FileModel):
     def break_even_length(self, k: int) -> float:
         """Return the tokens per target pass at which this K would be as fast as plain decoding.
 
-        The time per step is that of the measurement. Prefills are left out, except if servers decoded, because a client
-        cannot separate their time.
+        A step is assumed to take as long as it took in the measurement. The time of prefills is left out. If servers
+        decoded, it is included, because a client cannot separate it.
         """
         return self.tokens_per_pass(k) / (self.tpot_speedup_value(k) or self.speedup_value(k))
 
@@ -501,9 +504,10 @@ class Score(FileModel):
 
     @property
     def uneven_prompts(self) -> tuple[int, float]:
-        """Return the number of prompts with uneven repeats, and the worst ratio of the slowest to the fastest repeat.
+        """Return the number of prompts whose times are uneven, and the largest ratio of times of all prompts.
 
-        The repeats of a prompt are uneven if this ratio is above UNEVEN.
+        The ratio of a prompt is the time of its slowest repeat divided by the time of its fastest repeat, or its ratio
+        by _prefill_spreads if that is larger. The times of a prompt are uneven if its ratio is above UNEVEN.
         """
         arms = [repeats_by_prompt(runs, lambda g: g.request) for runs in self._arms]
         worst = [
@@ -513,10 +517,11 @@ class Score(FileModel):
         return sum(ratio > UNEVEN for ratio in worst), max(worst)
 
     def _prefill_spreads(self) -> list[float]:
-        """Return for each prompt how much longer its fastest request would be with its slowest prefill, as a ratio.
+        """Return, as a ratio, how much longer each prompt's fastest request would take with a slow prefill.
 
-        Prefills do not depend on K. With several K, they therefore show uneven times even without repeats. If servers
-        decoded, return [].
+        The request then has the time of the slowest prefill of the prompt instead of the fastest. Prefills do not
+        depend on K. With several K, they therefore show uneven times even without repeats. If servers decoded, return
+        [].
         """
         runs = list(chain.from_iterable(map(self.generations, self.speculative)))
         spreads = []
@@ -555,7 +560,10 @@ class Score(FileModel):
 
     @property
     def cost_ratio(self) -> float | None:
-        """Return c: the time of the draft's one-token pass divided by the target's, or None if a time is unknown."""
+        """Return c: the time of a one-token pass of the draft divided by the time of a one-token pass of the target.
+
+        If one of the times is unknown, return None.
+        """
         return (
             self.draft_ms / self.target.latency[0].median_ms
             if self.draft_ms and self.target.latency

@@ -1,4 +1,4 @@
-"""Tables of text, which are shown in terminals of 80 or more columns, as Markdown, and on HTML pages."""
+"""Tables of text for terminals of 80 or more columns, for Markdown, and for HTML pages."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -171,7 +171,7 @@ def markdown_text(text: str) -> str:
 
 
 def page_template(name: str) -> "Template":
-    """Return the template of an HTML page with this name. It escapes markup and control characters in all values."""
+    """Return the page template in the file `name`. It escapes markup and control characters in all values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

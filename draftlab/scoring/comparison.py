@@ -132,7 +132,7 @@ class Comparison:
 
     @property
     def results(self) -> list[str]:
-        """Return the names of all drafts and drafters. Each gets a score for every batch size."""
+        """Return the names of all drafts and drafters. Each of them gets a score for every batch size."""
         return [*self.drafts, *(spec.name for spec in self.drafters)]
 
     @property
@@ -157,7 +157,7 @@ class Comparison:
     def context(self) -> int:
         """Return the number of cached tokens at which the latency of single passes is measured.
 
-        It is the number halfway through the answer to a prompt of median length.
+        This number is reached halfway through the longest answer to a prompt of median length.
         """
         requests = self.requests
         return (
@@ -370,7 +370,7 @@ class Comparison:
 def with_rounded_drafts(comparison: Comparison) -> Iterator[Comparison]:
     """Yield a copy of the comparison with rounded weights in all drafts whose names end in @TYPE, such as NAME@q8_0.
 
-    The rounded copies of the drafts are removed after the block.
+    The rounded copies of the drafts are removed at the end of the `with` statement.
     """
     drafts = dict(comparison.drafts)
     with contextlib.ExitStack() as stack:

@@ -287,7 +287,7 @@ def _number(value: object) -> float | None:
 
 @contextlib.contextmanager
 def _running(label: str, *, secret: str = "", shown: str = "", hint: str = "") -> Iterator[None]:
-    """Silence lm-eval during the block, and turn any error into a UserError.
+    """Silence lm-eval inside the `with` statement, and turn any error there into a UserError.
 
     Args:
         label: Start of the error message.

@@ -135,9 +135,10 @@ class Models:
 
     @property
     def other_target(self) -> Decoder | None:
-        """Return the target with full instead of int8 weights, or the reverse. Only plain decoding is timed with it.
+        """Return the target at the other precision: with full weights if `target` has int8 weights, else with int8.
 
-        If no weights are rounded to int8, return None.
+        Only plain decoding is timed with it. If plain decoding is timed at one precision only, return None, see
+        Comparison.two_precisions.
         """
         return (
             self.running(self.comparison.target, not self.engine.target_int8)
@@ -166,7 +167,7 @@ class Measurement:
     learnt_prompts: Mapping[str, int]
 
     def scores(self, batch: int) -> list[Score]:
-        """Time all drafts and drafters at a batch size, and return a score for each."""
+        """Time all drafts and drafters at a batch size, and return the score of each draft and drafter."""
         latency = self._latency(batch)
         before = read_core_time()
         measured = self._throughput(batch)
@@ -184,7 +185,7 @@ class Measurement:
     def _rounding(self, measured: TimedArms) -> Rounding | None:
         """Compare the target with and without int8 weights, on the prompts and the answers of plain decoding.
 
-        If no weights are rounded to int8, return None.
+        If plain decoding was timed at one precision only, return None, see Comparison.two_precisions.
         """
         target, other = self.models.target, self.models.other_target
         if other is None:

@@ -1,7 +1,8 @@
 """Score a draft with two running servers: a plain server with the target, and a server with target and draft.
 
-Requests are sent one at a time. They go to both servers in turn, or to one server after the other, in two commands. The
-time of a request includes prefill, decoding and transport, which a client cannot separate.
+Requests are sent one at a time. If both servers run at the same time, they get the requests in turn. Otherwise a first
+command asks the plain server, and a second command asks the other server. The time of a request includes prefill,
+decoding and transport, which a client cannot separate.
 """
 
 import json
@@ -154,8 +155,9 @@ def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
     """Measure the servers, and write and return the score. With only a plain server, write and return its answers.
 
     Raises:
-        UserError: The vocabulary of a server differs from the tokenizer's; both servers draft, or neither does; a
-            server answered other clients at the same time; or the stored answers belong to other requests.
+        UserError: The vocabulary of a server differs from the vocabulary of the tokenizer; the plain server drafts; the
+            other server does not draft, or also answered other clients meanwhile; or the stored answers belong to other
+            requests.
     """
     for server in comparison.servers.values():
         check_server_tokenizer(server, comparison.tokenizer)
@@ -194,7 +196,7 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
     The prompt of a turn contains the earlier turns and the plain server's answers to them.
 
     Raises:
-        UserError: The answers are missing and the plain server does not run, or the server fails.
+        UserError: The answers are missing and there is no running plain server, or the server fails.
     """
     server, requests = comparison.servers.get(PLAIN), comparison.requests
 
@@ -224,13 +226,13 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
 def measure(
     comparison: ServedComparison, advance: Callable[[int], None], clock: Clock = time.perf_counter
 ) -> dict[str, ServerAnswers]:
-    """Send every prompt to every server `repeats` times, with the servers in alternating order.
+    """Warm up the servers, and send every prompt to every server in each repeat. The servers take turns.
 
     Args:
-        advance: Function that takes the number of prompts that are finished.
+        advance: Function that is called with the number of finished prompts, counting each repeat.
 
     Raises:
-        UserError: Both servers draft, or neither does.
+        UserError: The plain server drafts, or the speculative server does not.
     """
     servers, requests = comparison.servers, comparison.requests
     prompts = [prompt.ids for prompt in requests.prompts.rows]
@@ -325,10 +327,10 @@ def _plain_answers(comparison: ServedComparison, answers: ServerAnswers) -> Plai
 
 
 def _check_same(comparison: ServedComparison) -> None:
-    """Check that stored answers come from the speculative server's kind of server, and belong to the same requests.
+    """Check that the stored answers of the plain server can be compared with answers of the speculative server.
 
     Raises:
-        UserError: The kind of server or the requests differ, or answers are missing.
+        UserError: The two servers are of different kinds, their requests differ, or answers are missing.
     """
     stored = comparison.stored
     if stored is None:

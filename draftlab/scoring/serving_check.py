@@ -77,7 +77,11 @@ class ServedDraft:
 
     @property
     def fitting(self) -> list[list[int]]:
-        """Return the prompts that leave room for an answer in every context. Raises UserError: no prompt does."""
+        """Return the prompts that leave room for an answer in the contexts of server, target and draft.
+
+        Raises:
+            UserError: No prompt leaves this room.
+        """
         limits = (
             self.artifact.context,
             checkpoint.max_model_len(self.target),
@@ -162,7 +166,7 @@ class ServedDraft:
         """Send prompts to the server, one after the other, and return the answers, or None if nothing was drafted.
 
         Raises:
-            UserError: The server answered other clients at the same time.
+            UserError: The server also answered other clients meanwhile.
         """
         answers, texts, runs = ServerAnswers(before=read_metrics(self.server)), [], []
         for number, prompt in enumerate(prompts):
@@ -187,7 +191,7 @@ class ServedDraft:
         return Asked(asked, counters)
 
     def _target(self, texts: TargetTexts, model: Decoder) -> Iterator[Finding]:
-        """Compare the target there and here, by their log-probabilities of the tokens that the server wrote."""
+        """Compare the target in the server with the target here, by log-probabilities of the tokens of the answers."""
         vocab = self.artifact.target_vocab
         own = score_tokens(model, texts.pairs, vocab, SamplingParams(temperature=1.0))
         same = float(np.concatenate([scored.ranks == 0 for scored in own]).mean())
@@ -256,9 +260,7 @@ class ServedDraft:
 def nearest(
     lengths: Mapping[SampleMethod, Interval], measured: float
 ) -> tuple[SampleMethod, Interval]:
-    """Return the draft's sampling method whose expected acceptance length is nearest to the measured length.
-
-    Also return this expected length.
+    """Return the sampling method of drafts whose expected acceptance length is nearest to `measured`, and this length.
 
     lengths: Expected acceptance length by sampling method.
     """
@@ -267,7 +269,9 @@ def nearest(
 
 
 def mean_difference(own: Sequence[TokenLogprobs], there: Sequence[Sequence[float]]) -> float:
-    """Return the mean absolute difference of the log-probabilities of completions, in nats.
+    """Return the mean absolute difference between log-probabilities here and in the server, in nats.
+
+    Only tokens of completions are compared. Tokens whose log-probability here is at most ROUNDED_BELOW are left out.
 
     Args:
         own: Log-probabilities here, of each completion.
@@ -290,7 +294,7 @@ def extended(texts: TargetTexts, model: Decoder) -> TargetTexts:
 
 
 def accepted_by_position(chances: Sequence[np.ndarray], k: int) -> list[float]:
-    """Return the fraction of steps that accept at least i tokens, i = 1..K.
+    """Return the fraction of steps that accept at least i tokens, for i = 1..k.
 
     chances: Acceptance probabilities of each text, as verify.chances_of returns them.
     """
@@ -301,7 +305,7 @@ def accepted_by_position(chances: Sequence[np.ndarray], k: int) -> list[float]:
 
 
 def hint(there: Sequence[float], here: Sequence[float]) -> str:
-    """Return advice about a difference in acceptance. It depends on whether the first position differs already.
+    """Return advice about a difference in acceptance. It depends on whether the first drafted token differs already.
 
     there, here: Fraction of steps that accept at least i tokens, i = 1..K, in the server and here.
     """

@@ -5,10 +5,10 @@ second arm of plain decoding, at the other precision. Every repeat runs all arms
 alternating order, so that drift of the machine affects all arms equally.
 
 A step is one target pass, with the drafting before it. Two steps are of the same kind if they draft the same number of
-tokens for the same number of texts; they do nearly the same work. A step that takes several times as long as usual for
-its kind was interrupted by other work. It is called stalled, and its time is replaced by the median of its kind. The
-interruptions would change a mean, and even a median over prompts if most prompts were interrupted. A prefill is
-compared with prefills of the same prompt. Runs with many stalled steps are repeated.
+tokens for the same number of texts; they do nearly the same work. A step is called stalled if it takes more than FACTOR
+times as long as the quantile USUAL of its kind. It was then interrupted by other work, and its time is replaced by the
+median of its kind. The interruptions would change a mean, and even a median over prompts if most prompts were
+interrupted. A prefill is compared with prefills of the same prompt. Runs with many stalled steps are repeated.
 """
 
 from collections import defaultdict, deque
@@ -42,7 +42,10 @@ PHASES = ("draft_seconds", "verify_seconds", "host_seconds")
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step, and the number of unfinished texts in the batch (rows). stall: Seconds subtracted from the step."""
+    """A step, and the number of unfinished texts in the batch (rows).
+
+    stall: Seconds by which the time of the step was shortened because it had stalled; 0 if it had not.
+    """
 
     step: Step
     rows: int
@@ -59,7 +62,11 @@ def timed_steps(rows: Sequence[Sequence[Step]]) -> list[list[TimedStep]]:
 
 
 def without_stalls(runs: Sequence[Sequence[TimedStep]]) -> list[list[TimedStep]]:
-    """Return the steps of all generations of one arm. A stalled step gets the median times of the steps of its kind."""
+    """Return the steps of all generations of one arm, with the times of stalled steps replaced.
+
+    A stalled step gets the median time of each phase in the steps of its kind that did not stall. If its kind has fewer
+    than ENOUGH steps, it is compared with all steps of the arm instead.
+    """
     kinds: dict[Hashable, list[Step]] = defaultdict(list)
     every = list(chain.from_iterable(runs))
     for timed in every:
@@ -73,9 +80,9 @@ def without_stalls(runs: Sequence[Sequence[TimedStep]]) -> list[list[TimedStep]]
 
 @dataclass(frozen=True, slots=True)
 class _Usual:
-    """The usual times of one kind of step.
+    """The times that one kind of step takes if it is not interrupted.
 
-    limit: Seconds above which a step has stalled. phases: Median seconds of each phase, without stalled steps.
+    limit: Seconds above which a step has stalled. phases: Median seconds of each phase in the steps up to this limit.
     """
 
     limit: float
@@ -112,7 +119,7 @@ OTHER_PLAIN: Arm = ("plain decoding with other weights", 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedArms:
-    """Timed generations by arm. tokens: Token ids of each text in the first repeat, by arm."""
+    """Timed generations by arm (way to decode). tokens: Token ids of each text in the first repeat, by arm."""
 
     generations: dict[Arm, list[Generation]]
     tokens: dict[Arm, list[list[int]]]
@@ -132,7 +139,7 @@ def measure_throughput(
     rule: Rule | None = None,
     draft_temperature: float | None = None,
 ) -> TimedArms:
-    """Decode every prompt `repeats` times in every arm, after a warm-up of each arm.
+    """Decode every prompt `repeats` times without a draft and with each drafter at each K, after a warm-up.
 
     Args:
         drafters: Drafters with their values of K, by name.
@@ -230,7 +237,7 @@ def _arm_name(arm: Arm) -> str:
 
 
 def _first_of_each_length(groups: list[list[int]], prompts: list[list[int]]) -> list[list[int]]:
-    """Return one group of prompts for each range of lengths, the longest first.
+    """Return one group of prompts for each size of a group and range of lengths, the longest prompts first.
 
     A CUDA graph is captured at its first use, which must not be a timed pass. Decoding the returned groups captures all
     graphs.
@@ -263,7 +270,8 @@ class _Run:
 def _mend_prefills(runs: Sequence[tuple[Arm, _Run]]) -> None:
     """Replace the times of stalled prefills by the median of the prefills of the same prompt.
 
-    The target's time is compared with all arms and repeats, and a draft's time with all K and repeats of this draft.
+    The median of the target's time is over all repeats of all arms with the same weights of the target. The median of a
+    draft's time is over all repeats at all K of this draft.
     """
     target_seconds: dict[tuple[bool, int], list[float]] = defaultdict(list)
     draft_seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -289,9 +297,9 @@ def _repeat_stalled(
     runs_of: Mapping[Arm, dict[tuple[int, int], list[_Run]]],
     rerun: Callable[[Arm, int], list[_Run]],
 ) -> None:
-    """Repeat runs in which too many steps stalled, and replace them in `runs_of`.
+    """Repeat runs in which too many steps stalled, at most TRIES times each, and replace them in `runs_of`.
 
-    rerun: Function that decodes a group of prompts again, from the arm and the number of the group.
+    rerun: Function that decodes a group of prompts again. Its arguments are the arm and the number of the group.
     """
     for _ in range(TRIES):
         stalled = [(arm, at) for arm, runs in runs_of.items() for at in _stalled(runs)]

@@ -1,1 +1,1 @@
-"""Drafting by all kinds of drafters except draft models, which are in engine/generate.py. Options are in drafters/."""
+"""Drafters of all kinds; only ModelDrafter is in engine/generate.py. Their options are in draftlab/drafters/."""

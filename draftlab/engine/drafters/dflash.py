@@ -1,8 +1,9 @@
 """Drafting with a DFlash head: the head reads each state of the target once, and drafts all tokens in one pass.
 
 B rows (texts of a batch), T tokens, K drafted tokens, V vocab. In a text of n tokens, the target has read n - 1 tokens,
-and the head reads their states. The last token begins the block. The distribution q of a drafted token does not depend
-on the other drafted tokens, so the verify rules for chains are lossless.
+and the head reads their states. The tokens drafted in one pass are a block, which begins with the last token of the
+text. The distribution q of a drafted token does not depend on the other drafted tokens, so the verify rules for chains
+are lossless.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ class DFlashDrafter(StatesDrafter[DFlash]):
         return staged([text[-1] for text in texts], self.head.device), count
 
     def read_states(self, texts: Sequence[list[int]]) -> None:
-        """Read the target's states that are new since the last call into the head's cache.
+        """Feed the head the states that the target added since the last call. The head stores them in its cache.
 
         States of rejected tokens are never used, because the head does not read beyond the texts.
         """

@@ -23,7 +23,7 @@ class Order:
 
     Args:
         contexts: Each context as one number, uint64 [C], ascending.
-        offsets: Start of each context's followers in `followers`, and the end of the last, [C + 1].
+        offsets: Start of the followers of each context in `followers`, and the end of the last context's, [C + 1].
         followers: Token ids that follow the contexts, [P].
         counts: Count of each n-gram, [P]. For the longest n-grams this is the number of occurrences. For shorter
             n-grams it is the number of distinct tokens that occur before the n-gram.
@@ -232,7 +232,7 @@ def _order(
     """Return the n-grams of one length as an Order, and the index of the first occurrence of each distinct n-gram.
 
     Args:
-        contexts: Number of the context of each n-gram, [N].
+        contexts: The context of each n-gram as one number, see _numbers, [N].
         followers: Last token of each n-gram, [N].
         counts: Weight of each n-gram, [N]. The count of a distinct n-gram is the sum of its weights.
     """
@@ -249,7 +249,7 @@ def _order(
 
 
 def _numbers(contexts: np.ndarray, vocab: int) -> np.ndarray:
-    """Return contexts [N, n - 1] as one number each, [N]."""
+    """Return each context of n - 1 token ids as one number. The contexts are [N, n - 1], and the result is [N]."""
     number = np.zeros(len(contexts), dtype=np.uint64)
     for column in contexts.T:
         number = number * np.uint64(vocab) + column

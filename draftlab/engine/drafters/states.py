@@ -61,7 +61,7 @@ class StatesDrafter(Drafter, Generic[Head]):
         cache.layer_states = self.layer_states
 
     def new_positions(self, texts: Sequence[list[int]]) -> tuple[list[int], Tensor]:
-        """Return the first position that the head must read of each text, and all positions to read, [B, T].
+        """Return the first position that the head reads of each text, and all positions that it reads, [B, T].
 
         T is the largest number of new positions of a text, but at least 1. Texts with fewer new positions read some
         positions again.
@@ -73,7 +73,10 @@ class StatesDrafter(Drafter, Generic[Head]):
         return starts, staged(starts, device).unsqueeze(1) + torch.arange(width, device=device)
 
     def states_at(self, positions: Tensor) -> Tensor:
-        """Return the target's states at positions [B, T] of the texts, [B, T, A D], on the head's device."""
+        """Return the target's states at positions [B, T] of the texts, [B, T, A D], on the head's device.
+
+        A: number of layers whose states the head reads. D: hidden size of the target.
+        """
         states = self.layer_states.states
         rows = torch.arange(len(positions), device=states.device).unsqueeze(1)
         return states[rows, positions.to(states.device)].to(self.head.device)

@@ -44,7 +44,7 @@ def summary(study: Path, way: str) -> dict[str, Any]:
     seeds = []
     for place in sorted((study / "trained").glob(f"{way}-*")):
         _, cut, cut_seconds = recorded(study / "cut" / place.name)
-        settings, notes, _ = recorded(place)
+        settings, notes, trained_seconds = recorded(place)
         counts = read_replay(study / "replay" / place.name).counts(K)
         seeds.append(
             {
@@ -53,7 +53,7 @@ def summary(study: Path, way: str) -> dict[str, Any]:
                 "acceptance": notes["after"]["acceptance"],
                 "tokens": notes["tokens"],
                 "cut_seconds": cut_seconds,
-                "seconds": cut_seconds + notes["seconds"],
+                "seconds": cut_seconds + trained_seconds,
                 "tokens_per_pass": interval(np.stack([counts.tokens, counts.passes], 1)),
             }
         )

@@ -233,7 +233,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
             check_cut(source.config, have, shape)
     else:
         check(shape, llama=not have.options - {"untied"})
-    if config.refitted == "head" and have.tied:
+    if config.refit == "head" and have.tied:
         raise UserError(
             "--refit head: the source ties lm_head to the embedding, so the refit would change the embedding, too; add "
             "--untie"

@@ -30,9 +30,9 @@ class Sizes(BaseModel):
 
 
 class Facts(BaseModel):
-    """One checkpoint. prune, own, gguf, rows, head: yes, or words that the refusal must have.
+    """One checkpoint. prune, own, gguf, rows, search: yes, or words that the refusal must have.
 
-    rows: batches of prompts. head: an EAGLE-3 head for it.
+    rows: batches of prompts.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

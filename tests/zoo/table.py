@@ -7,7 +7,8 @@ HEAD = """# Models
 Look up your model's family. Every row was tried with every command, on a small copy with random weights that has the
 structure and the file layout of the real checkpoints (`pytest -m slow tests/zoo`). A finetune is of its base's family.
 
-* **Source**: `draftlab prune` cuts a draft out of it, by depth, by width and with masks; `design` and `search` plan it.
+* **Source**: `draftlab prune` cuts a draft out of it, by depth, by width and with masks; `design` and `search` plan it
+  (HunYuan: only `design`, because the engine, which times the shapes of a search, does not run its norms).
 * **Target**: `distill` (also on its own text), `outputs build`, `replay`, `score` and `check` take it as the target of
   any draft with its tokenizer; `distill` and `score` also take it as the draft.
 * **Decoded by** the engine: in every mode. By transformers: eager, beside drafts in every mode. Both decode several

@@ -6,6 +6,7 @@ samples do not depend on the other prompts of the batch.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ MOST_RUNNING = 0.75
 BYTES_PER_LOGIT = 32
 # most tokens of a pass over whole texts, padding included; on a CPU larger passes are not faster, and delay progress
 PASS_TOKENS = 2048
+# Receives, after each step of a batch, the indices of its prompts, their logits [B, V] and the sampled tokens [B]. A
+# finished prompt may stay in the batch for some steps.
+OnStep = Callable[[list[int], Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,7 @@ def generate_batch(
     *,
     numbers: Sequence[int] | None = None,
     advance: Callable[[int], None] = lambda done: None,
+    on_step: OnStep | None = None,
 ) -> list[Completion]:
     """Generate one completion per prompt.
 
@@ -106,6 +111,7 @@ def generate_batch(
         numbers: A number for each prompt. This number and the seed of `sampling` determine the prompt's samples.
             Default: the index of the prompt.
         advance: Callback that receives the number of finished prompts after each batch.
+        on_step: Callback that receives the logits of each step.
 
     Raises:
         UserError: A prompt and its completion do not fit the model's context, or logits are not finite.
@@ -115,7 +121,12 @@ def generate_batch(
     completions: dict[int, Completion] = {}
     for group in _groups(model, prompts, sampling.max_tokens, batching):
         batch = _generate(
-            model, [prompts[i] for i in group], [numbers[i] for i in group], sampling, batching
+            model,
+            [prompts[i] for i in group],
+            [numbers[i] for i in group],
+            sampling,
+            batching,
+            on_step and partial(_on_rows, on_step, group),
         )
         completions |= zip(group, batch, strict=True)
         advance(len(completions))
@@ -190,6 +201,7 @@ def _generate(
     numbers: list[int],
     sampling: SamplingParams,
     batching: Batching,
+    on_step: OnStep | None,
 ) -> list[Completion]:
     device = model.device
     cache = model.new_cache(len(prompts), max(map(len, prompts)) + sampling.max_tokens)
@@ -205,6 +217,8 @@ def _generate(
         check_logits(logits, "the target")
         ids, logprobs = _sample(logits.float(), sampling, uniform[rows, t])
         written[rows, t], chosen[rows, t] = ids, logprobs
+        if on_step:
+            on_step(rows.tolist(), logits, ids)
         fed = ids.unsqueeze(1)
         if sampling.stop_token_ids:
             running &= ~torch.isin(ids, stops)
@@ -218,6 +232,12 @@ def _generate(
                 fed, running = fed[running], running[running]
     columns = zip(written[:, : t + 1].cpu().numpy(), chosen[:, : t + 1].cpu().numpy(), strict=True)
     return [Completion.truncated(*row, stop_token_ids=sampling.stop_token_ids) for row in columns]
+
+
+def _on_rows(
+    on_step: OnStep, group: list[int], rows: list[int], logits: Tensor, ids: Tensor
+) -> None:
+    on_step([group[row] for row in rows], logits, ids)
 
 
 def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor:

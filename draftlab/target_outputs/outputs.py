@@ -4,7 +4,7 @@ R sequences, n tokens of a sequence after its prompt, T tokens of a row, k liste
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
@@ -176,9 +176,3 @@ def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
             )
         )
     return outputs
-
-
-def with_top(outputs: Sequence[TargetOutput], top: StoredLogprobs) -> list[TargetOutput]:
-    """Return copies of the outputs that have lists of most probable tokens. top: The lists of all outputs, in order."""
-    parts = top.parts(len(output.ids) for output in outputs)
-    return [replace(output, top=part) for output, part in zip(outputs, parts, strict=True)]

@@ -39,7 +39,6 @@ from draftlab.target_outputs.outputs import (
     StoredLogprobs,
     TargetOutput,
     padded,
-    with_top,
 )
 from draftlab.target_outputs.store import (
     Logprobs,
@@ -142,6 +141,14 @@ class LocalTarget:
     ) -> list[TargetOutput]:
         batching = Batching(vocab=self.vocab, batch_size=self.batch_size, memory=self.memory)
         model, texts = self.model, [p.ids for p in prompts]
+        tops: list[list[StoredLogprobs]] = [[] for _ in prompts]
+
+        def keep_top(rows: list[int], logits: Tensor, ids: Tensor) -> None:
+            for row, top in zip(
+                rows, top_logprobs(logits, ids, k).parts([1] * len(ids)), strict=True
+            ):
+                tops[row].append(top)
+
         with progress("the target writes text", len(texts)) as advance:
             written = generate_batch(
                 model,
@@ -150,8 +157,9 @@ class LocalTarget:
                 batching,
                 numbers=numbers,
                 advance=lambda done: advance(done, "texts"),
+                on_step=keep_top if k else None,
             )
-        outputs = [
+        return [
             TargetOutput(
                 number=number,
                 category=prompt.category,
@@ -159,10 +167,10 @@ class LocalTarget:
                 ids=w.ids,
                 finish_reason=w.finish_reason,
                 logprobs=w.logprobs,
+                top=StoredLogprobs.joined(top[: len(w.ids)]) if k else None,
             )
-            for prompt, number, w in zip(prompts, numbers, written, strict=True)
+            for prompt, number, w, top in zip(prompts, numbers, written, tops, strict=True)
         ]
-        return with_top(outputs, self.score(padded(outputs), k)) if k else outputs
 
     def _score(self, batch: Batch, most: int, k: int) -> StoredLogprobs:
         """Score a batch. Its logits must fit into memory, except that a single row that is too long is scored in parts.

@@ -12,6 +12,7 @@ from draftlab.model import checkpoint, saving
 from draftlab.model.hf_files import read_head_ids, write_head_ids
 from draftlab.model.hub import ROUNDED
 from draftlab.model.trimmed_head import as_whole
+from draftlab.reading import read_json
 from draftlab.training.vocabulary import resize
 
 
@@ -24,8 +25,12 @@ def write(
         tokenizer_from: Directory whose tokenizer files are copied.
         vocab: Number of logits of the written draft. None: the number does not change.
         dtype: Type of the written weights. None: the type does not change.
+
+    Raises:
+        UserError: A file of one of the two tokenizers is damaged.
     """
     changed = []
+    other_tokenizer = _tokenizer_files(tokenizer_from) != _tokenizer_files(draft)
     stored = checkpoint.stored_dtype(draft)
     if dtype is not None and dtype != stored:
         changed.append(
@@ -41,7 +46,7 @@ def write(
     saving.write_checkpoint(out, config, weights, tokenizer_from)
     if vocab is not None and (resized := resize(out, vocab)):
         changed.append(f"logits {resized}")
-    if _tokenizer_files(tokenizer_from) != _tokenizer_files(draft):
+    if other_tokenizer:
         changed.append(f"tokenizer files of {tokenizer_from.name}")
     return changed
 
@@ -74,6 +79,10 @@ def parse_quantized_name(name: str) -> tuple[str, str | None]:
     return (base, qtype) if base and qtype in ROUNDED else (name, None)
 
 
-def _tokenizer_files(directory: Path) -> list[bytes | None]:
-    files = (directory / name for name in saving.TOKENIZER_FILES)
-    return [file.read_bytes() if file.is_file() else None for file in files]
+def _tokenizer_files(directory: Path) -> dict[str, bytes]:
+    """Return the contents of a tokenizer's files. Raises UserError: a .json file is not JSON."""
+    files = [file for name in saving.TOKENIZER_FILES if (file := directory / name).is_file()]
+    for file in files:
+        if file.suffix == ".json":
+            read_json(file)
+    return {file.name: file.read_bytes() for file in files}

@@ -229,6 +229,15 @@ def test_a_directory_is_the_draft_at_the_targets_size_and_dtype(space, family_di
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("runtime", ["vllm", "llama.cpp"])
+def test_a_damaged_tokenizer_file_of_the_draft_is_refused_where_the_targets_is_written(
+    runtime, space
+):
+    Path("draft/generation_config.json").write_text("")
+    assert "generation_config.json" in export(f"--to {runtime} --out out", code=1).stderr
+    assert not Path("out").exists()
+
+
 @pytest.mark.parametrize("runtime", ["vllm", "sglang", "llama.cpp"])
 def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
     """Run by sh, with a program of the runtime's name that says what it was called with."""

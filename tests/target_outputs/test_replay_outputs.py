@@ -29,6 +29,7 @@ from draftlab.prompts import Prompt, Prompts, file_prompts
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs import build as building
 from draftlab.target_outputs.batches import open_stored
+from draftlab.target_outputs.outputs import TEMPERATURES
 from draftlab.target_outputs.replay import (
     Drafting,
     check,
@@ -135,6 +136,36 @@ def test_sampled_text_has_the_log_probability_that_it_was_drawn_with(tmp_path, m
         wanted = warped.log_softmax(-1).gather(1, ids[0, len(text.prompt) :, None]).squeeze(1)
         np.testing.assert_allclose(text.logprobs, wanted, atol=1e-4)
         assert text.logprobs.max() < 0
+
+
+def test_lists_are_those_of_transformers_in_batches_whose_texts_end_at_different_lengths(
+    models, prompt_file
+):
+    cuts = SamplingParams(
+        temperature=1.5, top_k=40, seed=3, max_tokens=24, stop_token_ids=tuple(range(0, 307, 9))
+    )
+    prompts = file_prompts(prompt_file, checkpoint.load_tokenizer(models["target"])).rows
+    target = LocalTarget(models["target"], CPU, torch.float32, batch_size=4)
+    written = target.generate(prompts, range(len(prompts)), cuts, 8)
+    assert len({len(text.ids) for text in written}) > 2
+    model = checkpoint.load_model(models["target"], torch.float32).eval()
+    for text in written:
+        ids = torch.from_numpy(np.concatenate([text.prompt, text.ids]).astype(np.int64))[None]
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, len(text.prompt) - 1 : -1]
+        log_p = logits.log_softmax(-1)
+        top = text.top
+        assert top is not None
+        np.testing.assert_allclose(top.logprobs, log_p.topk(8).values, atol=1e-4)
+        np.testing.assert_allclose(
+            np.take_along_axis(log_p.numpy(), top.ids, 1), top.logprobs, atol=1e-4
+        )
+        tokens = torch.from_numpy(text.ids.astype(np.int64))[:, None]
+        np.testing.assert_allclose(top.token, log_p.gather(1, tokens)[:, 0], atol=1e-4)
+        rest = log_p.sort(descending=True).values[:, 8:].logsumexp(-1)
+        np.testing.assert_allclose(top.rest, rest, atol=1e-4)
+        softened = [(log_p / t).logsumexp(-1) for t in TEMPERATURES]
+        np.testing.assert_allclose(top.normalizers, torch.stack(softened, 1), atol=1e-4)
 
 
 def test_answers_to_distil_from_are_those_to_replay_and_some_are_held_out(tmp_path, models):

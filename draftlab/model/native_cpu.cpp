@@ -44,6 +44,7 @@ constexpr int LANES = 4, ROWS = 4, TOKENS = 6;  // 32 registers
 #else
 constexpr int LANES = 4, ROWS = 2, TOKENS = 6;  // 16 registers
 #endif
+constexpr int BLOCK = 20 * TOKENS;  // tokens whose activations stay in the L2 cache while the weights are read
 typedef float floats __attribute__((vector_size(4 * LANES)));
 
 // Allocates memory that begins with a cache line. Otherwise, with some addresses from malloc, every load of activations
@@ -431,16 +432,23 @@ void linear(const Matrix& m, const float* x, int tokens, int in, float* y, int o
             round_to(x + size_t(t) * in, in, &rounded.values[size_t(t) * in], rounded.steps.data() + t);
     }
     const float* steps = rounded.steps.empty() ? nullptr : rounded.steps.data();
-#pragma omp for schedule(static)
-    for (int o = done / ROWS; o < out / ROWS; o++) {
-        const int at = o * ROWS;
-        tiles<ROWS>(w + size_t(at) * in, a, steps, tokens, in, y + at, out, m.scale ? m.scale + at : nullptr,
-                    m.bias ? m.bias + at : nullptr);
+    for (int t = 0; t < tokens; t += BLOCK) {
+        const int count = std::min(BLOCK, tokens - t);
+        const X* block = a + size_t(t) * in;
+        const float* block_steps = steps ? steps + t : nullptr;
+        float* to = y + size_t(t) * out;
+#pragma omp for schedule(static) nowait
+        for (int o = done / ROWS; o < out / ROWS; o++) {
+            const int at = o * ROWS;
+            tiles<ROWS>(w + size_t(at) * in, block, block_steps, count, in, to + at, out,
+                        m.scale ? m.scale + at : nullptr, m.bias ? m.bias + at : nullptr);
+        }
+#pragma omp for schedule(static) nowait
+        for (int o = out / ROWS * ROWS; o < out; o++)
+            tiles<1>(w + size_t(o) * in, block, block_steps, count, in, to + o, out, m.scale ? m.scale + o : nullptr,
+                     m.bias ? m.bias + o : nullptr);
     }
-#pragma omp for schedule(static)
-    for (int o = out / ROWS * ROWS; o < out; o++)
-        tiles<1>(w + size_t(o) * in, a, steps, tokens, in, y + o, out, m.scale ? m.scale + o : nullptr,
-                 m.bias ? m.bias + o : nullptr);
+#pragma omp barrier
 }
 
 // Computes y = RMSNorm(x). If w is null, the model has no such norm, and y = x.

@@ -46,7 +46,8 @@ FLAGS = (
 )
 # Clang on Arm has only -mcpu
 TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-# Most tokens of a compiled pass. For more tokens, torch is as fast, and faster on CPUs with matrix tiles (AMX).
+# Most tokens of a compiled pass, except where any_width is true. For more tokens, torch is as fast, and faster on CPUs
+# with matrix tiles (AMX).
 WIDE = 128
 
 
@@ -89,7 +90,10 @@ class _Pass(Structure):
 
 
 class NativeLlama(Llama):
-    """A Llama on the CPU whose passes of at most WIDE tokens run in compiled C++. It shares the Llama's weights."""
+    """A Llama on the CPU whose passes run in compiled C++, or in torch where torch is faster.
+
+    It shares the Llama's weights.
+    """
 
     def __init__(self, model: Llama, int8: bool = False) -> None:
         """Make a native model of a Llama. int8: Whether to round weights to int8.
@@ -100,8 +104,14 @@ class NativeLlama(Llama):
         dtype = check(model.device, model.embed.dtype)
         vars(self).update(vars(model))
         self.int8 = int8
-        # whether passes of any width run in C++, because torch lacks int8 weights or is slow in this dtype
-        self.any_width = int8 or not checkpoint.is_fast(model.embed.dtype, model.device)
+        # whether passes of any width run in C++, because torch lacks int8 weights or is slower in this dtype: with
+        # AVX512_BF16 and without matrix tiles, torch took 1.2 to 1.5 times as long for a text on an AMD EPYC
+        pairs_only = {"avx512_bf16", "amx_bf16"} & {*_features().split()} == {"avx512_bf16"}
+        self.any_width = (
+            int8
+            or not checkpoint.is_fast(model.embed.dtype, model.device)
+            or (model.embed.dtype == torch.bfloat16 and pairs_only)
+        )
         self._run: Callable[..., None] = getattr(
             library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}"
         )
@@ -116,7 +126,7 @@ class NativeLlama(Llama):
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
-        """Run a pass, see Llama.forward. Passes with few tokens run in compiled C++, and return float32 logits."""
+        """Run a pass, see Llama.forward. Passes in compiled C++ return float32 logits."""
         if ids.numel() > WIDE and not self.any_width:
             return super().forward(ids, cache, last, tree)
         return self.narrow_pass(ids, cache, last, tree)

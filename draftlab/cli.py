@@ -94,7 +94,7 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
         if (value := wiring.get(name + BY_FLAG)) is not None:
             if name in typed:
                 raise UsageError(
-                    f"{name.upper()} has two values, {typed[name]} and {value}; write one"
+                    f"{name.upper()} has two values, {typed[name]} and {value}; leave one value out"
                 )
             typed[name] = value
     try:
@@ -115,8 +115,8 @@ def _check_processes(command: str) -> None:
     """
     if processes() > 1 and command not in LAUNCHED:
         raise UserError(
-            f"draftlab {command} runs in one process only: start it without accelerate or torchrun. Only "
-            f"{' and '.join(LAUNCHED)} can run in several processes"
+            f"draftlab {command} runs in one process only: start it without accelerate or torchrun "
+            f"(only {' and '.join(LAUNCHED)} can run in several processes)"
         )
 
 

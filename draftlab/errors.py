@@ -43,17 +43,17 @@ EXTRAS = {
 
 # pattern at the start of pydantic's message -> draftlab's wording
 COMPLAINTS = {
-    r"Input should be a valid integer": "want a whole number",
-    r"Input should be a valid boolean": "want true or false",
-    r"Input should be a valid (\w+)": r"want a \1",
+    r"Input should be a valid integer": "must be a whole number",
+    r"Input should be a valid boolean": "must be true or false",
+    r"Input should be a valid (\w+)": r"must be a \1",
     r"Value error, (.+)": r"\1",
     r"Field required": "is missing",
-    r"Extra inputs are not permitted": "is unknown",
-    r"Input should be greater than or equal to (.+)": r"want at least \1",
-    r"Input should be greater than (.+)": r"want more than \1",
-    r"Input should be less than or equal to (.+)": r"want at most \1",
-    r"Input should be less than (.+)": r"want less than \1",
-    r"Input should be (.+)": r"want \1",
+    r"Extra inputs are not permitted": "is not a known key",
+    r"Input should be greater than or equal to (.+)": r"must be at least \1",
+    r"Input should be greater than (.+)": r"must be more than \1",
+    r"Input should be less than or equal to (.+)": r"must be at most \1",
+    r"Input should be less than (.+)": r"must be less than \1",
+    r"Input should be (.+)": r"must be \1",
 }
 
 
@@ -82,7 +82,7 @@ def one_line(message: object, most: int = 300) -> str:
 
 
 def plain_words(message: str) -> str:
-    """Return pydantic's message about a value in draftlab's wording, such as "want a whole number"."""
+    """Return pydantic's message about a value in draftlab's wording, such as "must be a whole number"."""
     for pattern, words in COMPLAINTS.items():
         if match := re.match(pattern, message):
             return match.expand(words)

@@ -90,7 +90,9 @@ class Output:
                 if reason is None:
                     raise
                 after = self._after_interruption(resumes)
-                raise UserError(f"cannot write {self.out}: {reason}; {after}") from error
+                raise UserError(
+                    f"cannot write {self.out}: {reason}; free disk space or raise the limit; {after}"
+                ) from error
 
     def _after_interruption(self, resumes: bool) -> str:
         saved = self.state if self.state.exists() else self.out

@@ -75,7 +75,7 @@ class Prompts:
             return self
         if count > len(self.rows):
             raise UserError(
-                f"{self.source} has only {len(self.rows)} prompts, not {count}; ask for fewer, or add "
+                f"{self.source} has only {len(self.rows)} prompts, not {count}; lower --num-prompts, or add "
                 "prompts"
             )
         return replace(self, rows=[self.rows[i * len(self.rows) // count] for i in range(count)])
@@ -214,7 +214,8 @@ def _has_chat(
         return False
     if tokens is not None:
         raise UserError(
-            f"--prompt-tokens {tokens} would cut conversations before their end; leave it out, or add --chat off"
+            f"--prompt-tokens {tokens} would cut conversations before their end; leave --prompt-tokens out, or "
+            "add --chat off"
         )
     return True
 
@@ -231,7 +232,7 @@ def _ids(
         raise UserError(f"{where}: the row has messages, but {reason}, or rows of plain text")
     ids = text_ids(row.text, tokenizer, where)
     if not ids:
-        raise UserError(f"{where}: the prompt is empty")
+        raise UserError(f"{where}: the prompt is empty; write a prompt, or remove this row")
     if tokens is not None and len(ids) < tokens:
         raise UserError(
             f"{where}: the prompt has {len(ids)} tokens, fewer than --prompt-tokens {tokens}; lower "

@@ -79,7 +79,7 @@ def check_regular(file: Path) -> None:
         UserError: The path is a directory, a pipe or a device.
     """
     if file.exists() and not file.is_file():
-        raise UserError(f"{file} is not a regular file")
+        raise UserError(f"{file} is a directory, a pipe or a device; name a regular file")
 
 
 def read_json(file: Path) -> Any:
@@ -140,7 +140,7 @@ def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> 
         data = file.read_bytes()
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}{hint}") from None
-    with reading(f"{file} is not a {kind.__name__.lower()}"):
+    with reading(f"{file} does not have the expected content"):
         return kind.model_validate(
             parse_yaml(data) if file.suffix in (".yaml", ".yml") else parse_json(data)
         )
@@ -159,7 +159,7 @@ def validation_text(error: ValidationError) -> str:
         where = ".".join(str(part) for part in item["loc"])[:80] or "top level"
         value = "" if item["type"] == "missing" else f" (got {reprlib.repr(item['input'])})"
         complaint = (
-            "should be an object" if item["type"].startswith("model_") else plain_words(item["msg"])
+            "must be an object" if item["type"].startswith("model_") else plain_words(item["msg"])
         )
         parts.append(f"{where}: {complaint}{value}")
     more = f"; and {error.error_count() - 3} more" if error.error_count() > 3 else ""

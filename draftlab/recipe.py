@@ -10,7 +10,9 @@ from draftlab.reading import read_yaml
 
 
 class RunConfig(Config):
-    recipe: Path = option(help="Recipe file: a YAML list of commands.", argument=True)
+    recipe: Path = option(
+        help="Recipe: a YAML file with the key steps, a list of commands.", argument=True
+    )
     plan_only: bool = option(False, "Only show which steps are done.", flag="--dry-run")
 
 
@@ -27,7 +29,7 @@ def read_recipe(path: Path) -> list[CommandStep]:
         or not isinstance(content["steps"], list)
     ):
         raise UserError(
-            f"recipe {path}: the file must have one key, steps, with a list of commands"
+            f"recipe {path}: the file must have only the key steps, whose value is a list of commands"
         )
     return [
         read_step(step, f"{path}: step {number}") for number, step in enumerate(content["steps"], 1)

@@ -93,11 +93,13 @@ class Registry(Generic[Kind]):
             entry.load()
         except Exception as error:  # importing a plug-in may raise any exception
             raise UserError(
-                f"{where}: the package {_package(entry)} cannot be loaded: {one_line(error)}"
+                f"{where}: the package {_package(entry)} cannot be loaded: {one_line(error)}; update or "
+                "uninstall this package"
             ) from error
         if entry.name not in self.kinds:
             raise UserError(
-                f"{where}: the package {_package(entry)} has no {self.what} {entry.name!r}"
+                f"{where}: the package {_package(entry)} declares the {self.what} {entry.name!r} but does not register "
+                "it; update or uninstall this package"
             )
 
 

@@ -71,7 +71,7 @@ def answered(
         for number, (messages, prompt) in enumerate(zip(rows, first, strict=True), 1)
     ]
     note(
-        f"{prompts.source}: {len(prompts.rows)} conversations give {len(rows)} requests, one per turn; the "
+        f"{prompts.source}: {len(prompts.rows)} conversations give {len(rows)} requests, one for each turn; the "
         f"target's answers to earlier turns are in {file}"
     )
     return replace(prompts, rows=rows, sha256=digest(rows))

@@ -70,7 +70,7 @@ def preset(name: str) -> Workspace:
     if Path(name).is_dir():
         raise UserError(f"{name} is a directory, not a preset; use draftlab init --target {name}")
     raise UserError(
-        f"no preset {name!r}{did_you_mean(name, PRESETS)}; for another checkpoint, use draftlab init --target "
+        f"there is no preset {name!r}{did_you_mean(name, PRESETS)}; for another checkpoint, use draftlab init --target "
         "DIRECTORY "
         "or --target ORGANISATION/NAME"
     )
@@ -96,7 +96,7 @@ def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:
         try:
             record = provenance.read_record(file.parent)
         except UserError as error:
-            note(f"skipping {file.parent}: {error}")
+            note(f"{file.parent} is skipped in the search for the newest output: {error}")
             continue
         if record is not None and record.command in commands:
             ages[file.parent] = record.created, -commands.index(record.command)

@@ -39,8 +39,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     draft: list[str] = option(
         [],
         "Draft that exists already: a smaller model, a pruned draft, or an EAGLE-3 head; repeat the option for "
-        "several. "
-        "New drafts are then trained only if they may become faster than these.",
+        "several drafts. New drafts are then trained only if they may become faster than these drafts.",
     )
     server: ServerRule | None = option(
         None,
@@ -52,17 +51,17 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     )
     prompt_file: Path | None = option(
         None,
-        "JSON-lines file of your users' prompts. To train drafts, it needs 96 prompts or more. Default: draftlab's own "
+        "JSON-lines file of your users' prompts; for training drafts, at least 96 prompts. Default: draftlab's own "
         "prompts for a chat model; for other models, prompts cut from --data.",
         flag="--prompts",
     )
     data: str | None = option(
         None,
-        "Text from which prompts are cut, for a target without a chat template. Default: the workspace's data.",
+        "Text from which prompts are cut, for a target without a chat template. Default: data in draftlab.yaml.",
     )
     streams: Numbers = numbers(
         "1",
-        "Numbers of concurrent requests, as 1,4,16. The draft with the highest mean speed-up over these is chosen.",
+        "Numbers of concurrent requests, as 1,4,16. auto chooses the draft with the highest mean speed-up.",
     )
     temperature: float = option(
         0.0, "Sampling temperature of your users' requests; 0 is greedy.", ge=0
@@ -78,7 +77,11 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     threads: int | None = shared.threads()
 
     only = (
-        Only(("data",), lambda c: c.prompt_file is None, "leave it out: --prompts has the prompts"),
+        Only(
+            ("data",),
+            lambda c: c.prompt_file is None,
+            "leave it out, because --prompts has the prompts",
+        ),
         Only(
             ("verify_with",),
             lambda c: c.server and c.server_kind.program,
@@ -233,7 +236,7 @@ def _run(
 
     def label(name: str, command_name: str) -> str:
         finish = datetime.now() + timedelta(minutes=max(0.0, plan.minutes - steps.seconds() / 60))
-        return f"{name}: {command_name}, all done at about {finish:%H:%M}"
+        return f"{name}: {command_name}, the whole run ends at about {finish:%H:%M}"
 
     steps = StepRunner(folder=folder, make=make, label=label)
     run = AutoRun(request=request, plan=plan, steps=steps)
@@ -271,7 +274,7 @@ def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
     if changed:
         flags = ", ".join(map(AutoConfig.flag, changed))
         raise UserError(
-            f"{folder} has an unfinished auto run with other values of {flags}; choose another --out, or "
-            "remove this directory"
+            f"{folder} has an unfinished auto run with other values of {flags}; use the earlier "
+            "values, choose another --out, or remove this directory"
         )
     return before

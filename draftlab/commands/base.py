@@ -140,7 +140,7 @@ class Command:
             if error.errno != errno.ENAMETOOLONG:
                 raise
             raise UserError(
-                f"the name of a file is longer than this system allows: {one_line(error.filename, 80)}"
+                f"a file name is longer than this system allows; use a shorter name: {one_line(error.filename, 80)}"
             ) from None
 
     def _run(self, config: Config, *, force: bool, dry_run: bool) -> Outcome:

@@ -188,7 +188,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     )
     report_to: list[str] = option(
         factory=list,
-        help="Tracker to log to: tensorboard, trackio or wandb; repeat the option for several.",
+        help="Tracker to log to: tensorboard, trackio or wandb; repeat the option for several trackers.",
         panel=CHECKPOINTS,
         advanced=True,
     )
@@ -201,12 +201,12 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         Only(
             ("target", "server", "seq_len", "reweigh_steps"),
             lambda c: c.outputs is None or c.on_target,
-            "leave it out: --outputs has the text and the target's probabilities",
+            "leave it out, because --outputs has the text and the target's probabilities",
         ),
         Only(
             ("data", "text", "loss_on"),
             lambda c: c.outputs is None,
-            "leave it out: --outputs has the text",
+            "leave it out, because --outputs has the text",
         ),
         Only(
             ("prompt_file",),
@@ -216,38 +216,44 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         Only(
             ("data", "reweigh_steps", "prompt_tokens", "loss_on"),
             lambda c: c.prompt_file is None,
-            "leave it out: the text is the target's answers to --prompt-file",
+            "leave it out, because the text is the target's answers to --prompt-file",
         ),
         Only(
             ("seq_len",),
             lambda c: c.prompt_file is None or c.on_target,
-            "leave it out: the text is the target's answers to --prompt-file",
+            "leave it out, because the text is the target's answers to --prompt-file",
         ),
         Only(
             ("max_new_tokens",),
             lambda c: c.prompt_file is not None or c.may_answer_data,
-            "needs --prompt-file",
+            "needs --text target with --prompt-file FILE, or with a file of conversations in --data",
         ),
         *shared.CHAT_RULES,
         Only(
             ("server",),
             lambda c: c.compares_with_target,
-            "leave it out: --loss ce does not use a target",
+            "leave it out, because --loss ce does not use a target",
         ),
         Only(
-            ("served_model", "api_key_file", "top_logprobs"), lambda c: c.server, "needs --server"
+            ("served_model", "api_key_file", "top_logprobs"),
+            lambda c: c.server,
+            "needs --server URL",
         ),
-        Only(("target",), lambda c: c.server is None, "leave it out: --server runs the target"),
+        Only(
+            ("target",),
+            lambda c: c.server is None,
+            "leave it out, because --server runs the target",
+        ),
         Only(
             ("reweigh_steps",),
             lambda c: c.server is None or c.reference_losses,
-            "needs --reference-losses, because --server runs the target",
+            "needs --reference-losses SOURCE=NATS, because --server runs the target",
         ),
-        Only(("reference_losses",), lambda c: c.reweigh_steps, "needs --reweigh-steps"),
+        Only(("reference_losses",), lambda c: c.reweigh_steps, "needs --reweigh-steps N"),
         Only(
             ("target", "device_map"),
             lambda c: c.needs_target,
-            "leave it out: this run loads no target",
+            "leave it out, because this run loads no target",
         ),
         Only(
             ("prompt_tokens", "sample_temperature"),
@@ -257,12 +263,12 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         Only(
             ("memory",),
             lambda c: c.needs_target or c.generates,
-            "leave it out: this run loads no target and generates no text",
+            "leave it out, because this run loads no target and generates no text",
         ),
         Only(
             ("temperature",),
             lambda c: c.outputs or c.compares_with_target,
-            "leave it out: --loss ce does not use a temperature",
+            "leave it out, because --loss ce does not use a temperature",
         ),
     )
 
@@ -280,7 +286,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         if self.server is not None and "target" in shared.names(self.text):
             raise ValueError(
                 f"--text {self.text}: with --server the target only scores text; first store the target's answers "
-                "with draftlab outputs build --server URL, then distil with --outputs"
+                "with draftlab outputs build --text target --server URL, then distil with --outputs DIRECTORY"
             )
         return self
 
@@ -423,16 +429,18 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
 @command(DistillConfig, prepare=prepare, dry_run=True)
 def distill(result: "TrainingResult", output: Output) -> Trained:
     """Train a draft model, or a head that reads the target's hidden states, to predict as the target does."""
-    cost = f"{result.tokens:,} tokens in {result.seconds:.0f} s; {result.bits_per_byte:.3f} bits per byte held out"
+    cost = f"{result.tokens:,} tokens in {result.seconds:.0f} s; held-out loss {result.bits_per_byte:.3f} bits per byte"
     lines = [str(output.out), cost]
     before, after = result.before.acceptance, result.after.acceptance
     slack, offsets, lengths = result.after.slack, result.after.offsets, result.lengths
     if before is not None and after is not None:
-        more = f" (or up to {slack:.3f} more: only the most probable tokens were stored)"
+        more = f" (up to {slack:.3f} higher in truth, because only the most probable tokens were stored)"
         gain = f"held-out acceptance {before:.3f} -> {after:.3f}"
         lines.append(gain + (more if slack > 0.001 else ""))
     if offsets:
-        lines.append("held-out acceptance by token: " + " ".join(f"{a:.3f}" for a in offsets))
+        lines.append(
+            "held-out acceptance by position in the draft: " + " ".join(f"{a:.3f}" for a in offsets)
+        )
     if lengths:
         chosen = {2, 4, lengths[-1].k} if offsets else {2, 4}
         text = [
@@ -440,7 +448,7 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
             for n in lengths
             if n.k in chosen
         ]
-        lines.append("tokens per target pass: " + "; ".join(text))
+        lines.append("tokens per target pass before -> after (95% interval): " + "; ".join(text))
         if all(n.gain_low <= 1 for n in lengths):
             lines.append(
                 "no significant gain at any K; try more --steps, another --lr or other text"

@@ -78,16 +78,18 @@ class CheckConfig(DraftConfig):
     def _are_known(cls, text: str | None) -> str | None:
         for name in (part.strip() for part in (text or "").split(",")):
             if name and name not in SERVERS.names():
-                raise ValueError(f"no server {name!r}{did_you_mean(name, SERVERS.names())}")
+                raise ValueError(
+                    f"there is no server {name!r}{did_you_mean(name, SERVERS.names())}"
+                )
         return text
 
     only = (
         Only(
             ("data", "prompt_file", "server"),
             lambda c: not c.files_only,
-            "leave it out: --files-only does not run the draft",
+            "leave it out, because --files-only does not run the draft",
         ),
-        Only(("temperature",), lambda c: c.server, "needs --server"),
+        Only(("temperature",), lambda c: c.server, "needs --server URL"),
         KEY_RULE,
         ONE_SOURCE,
     )
@@ -111,24 +113,25 @@ class ExportConfig(DraftConfig, OutputConfig):
     )
     k: int | None = option(
         None,
-        "Number of drafted tokens per step (K). Default: the best K of the newest score; without a score, by its kind.",
+        "Number of drafted tokens per step (K). Default: the best K of the newest score; without a score, "
+        "a K for this kind of draft.",
         ge=1,
         le=MAX_K,
     )
     prediction: Path | None = option(
         None,
-        "File with the best K for each batch size: an output of draftlab predict --for vllm --json.",
+        "File with the best K for each batch size: an output of draftlab predict --for vllm --batch 1,4,16 --json.",
     )
     scores: list[Path] = option(
         factory=list,
         help="Scores of the draft, for the choice of K and for the model card: score.json files, or directories that "
         "have such files.",
-        shown_default="the workspace's runs",
+        shown_default="runs/, or runs in draftlab.yaml",
     )
     verify_with: Path | None = option(
         None,
-        "Path of the program vllm or llama-server, in which the export is tested. Its acceptance there must equal its "
-        "acceptance in draftlab's engine.",
+        "Path of the program vllm or llama-server, in which the export is tested. The draft's acceptance there must "
+        "equal its acceptance in draftlab's engine.",
     )
     temperature: float = option(
         0.0, "Temperature with --verify-with; 0 is greedy.", ge=0, advanced=True
@@ -142,7 +145,7 @@ class ExportConfig(DraftConfig, OutputConfig):
     def _is_known(cls, to: str) -> str:
         names = [*FORMATS, *SERVERS.names()]
         if to not in names:
-            raise ValueError(f"no such server or format{did_you_mean(to, names)}")
+            raise ValueError(f"there is no such server or format{did_you_mean(to, names)}")
         return to
 
     @field_validator("outtype")
@@ -150,8 +153,8 @@ class ExportConfig(DraftConfig, OutputConfig):
     def _is_a_type(cls, outtype: str) -> str:
         if outtype not in ROUNDED:
             raise ValueError(
-                f"no such type{did_you_mean(outtype, ROUNDED)}; for other types, export and then run llama.cpp's "
-                "llama-quantize"
+                f"export does not write this type{did_you_mean(outtype, ROUNDED)}; for other types, "
+                "export with f16, then run llama.cpp's llama-quantize"
             )
         return outtype
 
@@ -160,7 +163,7 @@ class ExportConfig(DraftConfig, OutputConfig):
         Only(
             ("dtype",),
             lambda c: not c.is_gguf,
-            "leave it out: --outtype sets the type of a GGUF file",
+            "leave it out, because --outtype sets the data type of a GGUF file",
         ),
         Only(
             ("use_heterogeneous_vocab",),
@@ -177,16 +180,16 @@ class ExportConfig(DraftConfig, OutputConfig):
             lambda c: c.to != "speculators" and c.server is not None and c.server.changes_k,
             "works only with --to vllm or --to sglang, because other servers use one K for all batch sizes",
         ),
-        Only(("k",), lambda c: c.prediction is None, "leave it out: --prediction sets K"),
+        Only(("k",), lambda c: c.prediction is None, "leave it out, because --prediction sets K"),
         Only(
             ("verify_with",),
             lambda c: c.server is not None and c.server.program,
-            "works only with --to vllm, speculators, gguf or llama.cpp, the only servers that draftlab starts",
+            "works only with --to vllm, speculators, gguf or llama.cpp, because draftlab starts no other servers",
         ),
         Only(
             ("temperature", "data", "prompt_file", "device"),
             lambda c: c.verify_with,
-            "works only with --verify-with",
+            "works only with --verify-with PROGRAM",
         ),
         ONE_SOURCE,
     )
@@ -326,7 +329,8 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
         with about("--prediction"):
             if form.server is None or artifact.kind not in form.server.changes_k:
                 raise UserError(
-                    f"{config.to} cannot change K by batch size for a {artifact.kind}; use --k for a single K"
+                    f"{config.to} cannot change K by batch size for this {artifact.kind}; use --k K in place of "
+                    "--prediction"
                 )
             schedule = read_schedule(config.prediction, draft.name, fingerprint(draft))
         reason = f"the largest for {schedule.describe()}"

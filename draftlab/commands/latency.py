@@ -99,23 +99,23 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
         Only(
             ("device_map",),
             lambda c: c.mode in ("auto", "eager"),
-            "works only with --mode eager, in which transformers runs the models",
+            "works only with --mode eager, because only transformers can spread a model over devices",
         ),
         Only(
             ("device_map",),
             lambda c: not c.law,
-            "leave it out: with --law, draftlab's engine times shapes, which it runs on one device",
+            "leave it out, because --law times shapes in draftlab's engine, which uses one device",
         ),
         Only(
             (*ENGINE, "device_map", "law"),
             lambda c: not c.server,
-            "leave it out: a server runs its own model with its own settings",
+            "leave it out, because a server runs its own model with its own settings",
         ),
         KEY_RULE,
         Only(
             (*ENGINE, "batch", "context", "repeats", "out"),
             lambda c: c.profiles is None,
-            "leave it out: the law is fitted to profiles that are measured already",
+            "leave it out, because the law is fitted to profiles that are measured already",
         ),
     )
 
@@ -205,7 +205,7 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
         places = dict(families.locate_shape(name, weights) for name in config.models)
         if len(places) < len(config.models):
             raise UserError(
-                f"two models have the same directory name; rename one of {', '.join(config.models)}"
+                f"two models have the same directory name; rename one directory: {', '.join(config.models)}"
             )
     from draftlab.latency.profile import (
         grid_of,
@@ -389,8 +389,8 @@ def _prepare_servers(config: ProfileConfig) -> "Job[Measured]":
 
     if len(config.server) > 2 or len(config.models) != len(config.server):
         raise UserError(
-            "--server: name one model per server: the target for the first server, and the draft for a second "
-            "server, if any"
+            f"--server: {len(config.server)} servers do not fit {len(config.models)} models; name one "
+            "server and the target, or two servers, the target and the draft"
         )
     with about("--server"):
         servers = [Server.connect(url, api_key_file=config.api_key_file) for url in config.server]

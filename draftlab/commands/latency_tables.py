@@ -105,9 +105,9 @@ def k_table(prediction: Prediction) -> Table:
     table.caption = (
         "* Fastest. Tokens per pass include the target's own token. Free draft: speed-up if drafting took no "
         "time. Perfect draft: speed-up if every drafted token were accepted. The closed form, with c = "
-        f"{prediction.c:.3f} and beta = {best.beta:.2f}, "
-        f"gives {best.closed_form_speedup:.2f} at K = {best.k}. Intervals are over texts; the spread of latencies is "
-        "not included."
+        f"{prediction.c:.3f} (draft pass / target pass) and beta = {best.beta:.2f} (target pass over K + 1 tokens / "
+        f"over one token), gives {best.closed_form_speedup:.2f} at K = {best.k}. Intervals are over texts; the spread "
+        "of latencies is not included."
     )
     return table
 
@@ -150,8 +150,8 @@ def draft_table(predictions: list[Prediction]) -> Table:
         heads, rows, best=predictions.index(fastest) if helps else len(predictions), title=title
     )
     table.caption = (
-        "* Fastest. Needed to be fastest: tokens per target pass with which this draft would be as fast as the "
-        "fastest draft."
+        "* Fastest. c: time of a draft pass / time of a target pass. Needed to be fastest: tokens per target pass "
+        "with which this draft would be as fast as the fastest draft."
     )
     return table
 

@@ -51,7 +51,7 @@ class InitConfig(Config):
     overwrite: bool = option(False, "Replace an existing draftlab.yaml.", flag="--force")
 
     only = (
-        Only(("source", "draft"), lambda c: c.target, "needs --target"),
+        Only(("source", "draft"), lambda c: c.target, "needs --target NAME"),
         Only(
             ("gguf",),
             lambda c: c.preset in (None, "smollm2"),
@@ -63,7 +63,7 @@ class InitConfig(Config):
     def _names_one_target(self) -> Self:
         if (self.preset is None and self.gguf is None) == (self.target is None):
             raise ValueError(
-                "name the target in one way: --preset tiny, --preset smollm2, --target NAME or --gguf FILE"
+                "name the target: --preset NAME, --gguf FILE or --target NAME; --target excludes --preset and --gguf"
             )
         return self
 
@@ -81,7 +81,7 @@ class ImportConfig(OutputConfig):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
-        "Data type of the written weights; auto: that of the file, or bfloat16 for a quantised file.",
+        "Data type of the written weights; auto: the data type of the file, or bfloat16 for a quantised file.",
     )
 
 
@@ -111,7 +111,7 @@ class DesignConfig(Config):
     overwrite: bool = option(False, "Replace existing shape files.", flag="--force")
 
     only = (
-        Only(("overwrite",), lambda c: c.out, "needs --out"),
+        Only(("overwrite",), lambda c: c.out, "needs --out FOLDER"),
         Only(
             ("latency_ms",),
             lambda c: c.law,
@@ -122,7 +122,9 @@ class DesignConfig(Config):
     @model_validator(mode="after")
     def _has_one_budget(self) -> Self:
         if sum(budget is not None for budget in (self.params, self.kv_kib, self.latency_ms)) != 1:
-            raise ValueError("write one budget: --params 1.3b, --kv-kib 120 or --latency-ms 2")
+            raise ValueError(
+                "write exactly one budget: --params 1.3b, --kv-kib 120 or --latency-ms 2"
+            )
         return self
 
 
@@ -232,7 +234,8 @@ def _write(space: Workspace, imports: dict[str, Path], *, fetch: bool, force: bo
             questions = PUBLISHED / "questions.jsonl"
         if is_imported(gguf, out):
             note(
-                f"{out} was imported from {gguf} before, so it is used as it is; remove it to import it again"
+                f"{out} was imported from {gguf} before and is not imported again; to import "
+                "the file again, remove this directory"
             )
         else:
             import_checkpoint(source=str(gguf), out=out, force=force)
@@ -320,9 +323,9 @@ def _size_lines(source: str, size: "SourceSize") -> list[str]:
             )
     return [
         f"{source}: {kind}, {whole.tokens:,} tokens",
-        f"  training: {train.rows:,} of them; prune calibrates on {min(calibration, train.tokens):,} tokens, "
+        f"  training: {train.rows:,} rows; prune calibrates on {min(calibration, train.tokens):,} tokens, "
         f"{teaches}",
-        f"  held out: {heldout.rows:,} of them, {heldout.tokens:,} tokens; {measures}",
+        f"  held out: {heldout.rows:,} rows, {heldout.tokens:,} tokens; {measures}",
     ]
 
 

@@ -171,8 +171,8 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
     }
     if idle := [option for option, is_given in asked.items() if is_given]:
         raise UserError(
-            f"{', '.join(idle)}: works only with prompts, but {config.data} has no conversations; add "
-            "--prompt-file FILE"
+            f"{', '.join(idle)}: works only with prompts, but --data {config.data} has no conversations; "
+            "add --prompt-file FILE"
         )
     with about("--seq-len"):
         check_length(directory, config.seq_len)
@@ -295,11 +295,17 @@ def info(verified: "tuple[Path, StoreVerification | None]") -> Outcome:
     if result is None:
         return shown
     text = (
-        f"{result.shards} shards match their checksums. The target scored {result.sequences} sequences again: "
+        f"{result.shards} shards match their checksums. The target computed {result.sequences} sequences again: "
         f"log-probabilities differ by {result.mean:.4f} on average and {result.worst:.4f} at most, and the most "
         f"probable token is the same at {result.same_top:.2%} of the positions"
     )
-    missed = [] if result.good else [f"{directory} differs from what the target computes now"]
+    missed = (
+        []
+        if result.good
+        else [
+            f"{directory} differs from what the target computes now; check the target, or build the outputs again"
+        ]
+    )
     return replace(
         shown,
         show=[*shown.show, text],
@@ -339,7 +345,8 @@ def prepare_replay(
     names = [spec.name for spec in drafters]
     if len(set(names)) < len(names):
         raise UserError(
-            f"two drafts have the same name; rename one of {', '.join([*config.draft, *map(str, config.drafter)])}"
+            "two drafts have the same name; rename a directory or file: "
+            + ", ".join([*config.draft, *map(str, config.drafter)])
         )
     target = None
     if config.reads_target:
@@ -399,8 +406,8 @@ def _shown(directory: Path, manifest: "Manifest", facts: Mapping[str, object]) -
     per_token = size / max(1, manifest.tokens)
     lists = written = ""
     if manifest.top_logprobs:
-        lists = f"{manifest.top_logprobs} of {manifest.vocab:,} tokens listed"
-        lists += f", 1/{2 * manifest.vocab / per_token:,.0f} of fp16 logits; "
+        lists = f"the {manifest.top_logprobs} most probable of {manifest.vocab:,} tokens"
+        lists += f" stored, 1/{2 * manifest.vocab / per_token:,.0f} of the bytes of fp16 logits; "
     if (sampling := manifest.sampling) is not None:
         written = f"{sampling.describe()}, at most {sampling.max_tokens} tokens each; "
     text = [
@@ -429,8 +436,8 @@ def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
     title = f"{replayed.draft} on {replayed.target}, {replayed.sampling.describe()}"
     notes = [
         "acceptance length: tokens per target pass, including the target's own token. acceptance rate: accepted tokens "
-        "over drafted tokens. at i: the rate at position i if all earlier tokens are accepted. 95 % intervals over "
-        "texts"
+        "over drafted tokens. at i: the rate at position i if all earlier tokens are accepted. ±: half of the 95 % "
+        "interval over texts"
     ]
     if loops := int(replayed.degenerate.sum()):
         notes.append(

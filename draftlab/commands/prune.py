@@ -125,21 +125,21 @@ class PruneConfig(OutputConfig):
     seed: int = seed()
 
     only = (
-        Only(SIZES, lambda c: c.shape is None, "leave it out: --shape FILE sets all sizes"),
+        Only(SIZES, lambda c: c.shape is None, "leave it out, because --shape FILE sets all sizes"),
         Only(
             ("outputs",),
             lambda c: c.calibrates or c.vocab or c.shape,
-            "leave it out: this method reads no text, except with --vocab, which counts token ids",
+            "leave it out, or add --vocab: without a refit, this --method reads text only to choose token ids",
         ),
         Only(
             ("data",),
             lambda c: c.outputs is None or c.method == "masks",
-            "leave it out: --outputs has the text",
+            "leave it out, because --outputs has the text",
         ),
         Only(
             ("calibration_tokens",),
             lambda c: c.calibrates,
-            "leave it out: without a refit, this --method reads no calibration text",
+            "leave it out, because without a refit, this --method reads no calibration text",
         ),
         Only(
             ("depth", "scores_cache"),
@@ -151,11 +151,11 @@ class PruneConfig(OutputConfig):
             lambda c: c.method == "masks",
             "works only with --method masks",
         ),
-        Only(("reference_losses",), lambda c: c.reweigh_steps, "needs --reweigh-steps"),
+        Only(("reference_losses",), lambda c: c.reweigh_steps, "needs --reweigh-steps N"),
         Only(
             ("seed",),
             lambda c: c.calibrates or c.method in ("random", "masks"),
-            "leave it out: nothing in this run is random",
+            "leave it out, because nothing in this run is random",
         ),
     )
 
@@ -210,7 +210,8 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         checkpointer.check(masks=True)
     elif processes() > 1:
         raise UserError(
-            f"prune --method {config.method} runs in one process only; start it without accelerate or torchrun"
+            f"prune --method {config.method} runs in one process only; start it without accelerate or torchrun, or use "
+            "--method masks"
         )
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
@@ -314,7 +315,7 @@ def _facts(
 
     source = have.describe()
     if shipped is not None:
-        source += f" (by the shape {shipped} that comes with draftlab; nothing was downloaded)"
+        source += f" (computed from the shape {shipped} in draftlab; nothing was downloaded)"
     weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
     # three copies of the source's residual stream, and one of the draft's
     per_token = dtype_bytes * (3 * have.hidden + shape.hidden)
@@ -348,13 +349,13 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
     shape, layers = pruned.shape, pruned.keep.layers
     lines = [
         str(output.out),
-        f"{shape.describe()}, {pruned.disk_bytes / 1e6:.1f} MB; layers {layers}",
+        f"{shape.describe()}, {pruned.disk_bytes / 1e6:.1f} MB; layers {layers} of the source",
         kv_saving(pruned.source, shape),
     ]
     if pruned.head is not None and pruned.head.coverage is not None:
         lines.append(
-            f"lm_head predicts {len(pruned.head.ids):,} of {shape.vocab:,} token ids; a test: the most frequent ids of "
-            f"one half of the text cover {pruned.head.coverage:.2%} of the other half"
+            f"lm_head predicts {len(pruned.head.ids):,} of {shape.vocab:,} token ids; ids chosen on one half of "
+            f"the text cover {pruned.head.coverage:.2%} of the other half"
         )
     data = {
         "path": str(output.out),

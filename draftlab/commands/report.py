@@ -27,7 +27,7 @@ class ReportConfig(Config):
         factory=list,
         help="score.json files, or directories with them.",
         argument=True,
-        shown_default="the workspace's runs",
+        shown_default="runs/, or runs in draftlab.yaml",
     )
     html: Path | None = option(
         None, "HTML file to write: a page with tables and plots.", panel=OUTPUT
@@ -35,7 +35,7 @@ class ReportConfig(Config):
     markdown: Path | None = option(None, "Markdown file to write: the tables.", panel=OUTPUT)
     min_speedup: float | None = option(
         None,
-        "Exit with code 3 if no draft reaches this speed-up over plain decoding, prefill included.",
+        "Exit with code 3 if the fastest draft has a lower speed-up over plain decoding than this, prefill included.",
     )
     min_acceptance_length: float | None = option(
         None, "Exit with code 3 if the fastest draft has fewer tokens per target pass than this."

@@ -49,9 +49,8 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
 
     draft: list[str] = option(
         factory=list,
-        help="Draft model; repeat the option for several. DRAFT@q8_0 rounds its weights to the GGUF type q8_0. "
-        "Default: "
-        "the newest draft.",
+        help="Draft model; repeat the option for several drafts. DRAFT@q8_0 rounds the weights of DRAFT to the GGUF "
+        "type q8_0. Default: the newest draft.",
     )
     drafter: list[Drafter] = option(
         factory=list,
@@ -153,14 +152,15 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     )
     min_speedup: float | None = option(
         None,
-        "Exit with code 3 if no draft reaches this speed-up over plain decoding, prefill included.",
+        "Exit with code 3 if any draft, at any batch size, has a lower speed-up over plain decoding than this, prefill "
+        "included.",
     )
 
     only = (
         Only(
             ENGINE,
             lambda c: not c.served,
-            "leave it out: a server runs its own model with its own settings",
+            "leave it out, because a server runs its own model with its own settings",
         ),
         shared.KEY_RULE,
         Only(
@@ -171,13 +171,17 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         Only(
             ("rule", "server_rule", "top_k", "top_p", "min_p"),
             lambda c: c.temperature > 0,
-            "works only with a --temperature above 0, because greedy decoding does not use it",
+            "works only with a --temperature above 0, because greedy decoding does not use this option",
         ),
-        Only(("rule",), lambda c: c.server_rule is None, "leave it out: --server-rule sets it"),
+        Only(
+            ("rule",),
+            lambda c: c.server_rule is None,
+            "leave it out, because --server-rule sets it",
+        ),
         Only(
             ("task_limit", "task_batch_size", "num_fewshot", "apply_chat_template", "include_path"),
             lambda c: c.tasks,
-            "needs --tasks",
+            "needs --tasks NAMES",
         ),
         Only(("int8",), lambda c: c.mode in ("auto", "native"), "needs --mode native"),
         *shared.CHAT_RULES,
@@ -192,8 +196,8 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     def _server_is_named(self) -> Self:
         if self.server is None and self.speculative_server is not None:
             raise UsageError(
-                "--server is required: the address of a server with the target alone, or the directory with its "
-                "answers"
+                "--server is required: write the address of a server that runs the target alone, or the directory of "
+                "its stored answers"
             )
         return self
 
@@ -201,7 +205,9 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     def _rule_is_known(self) -> Self:
         known = [REJECTION, *RULES.names()]
         if self.rule not in known:
-            raise ValueError(f"--rule {self.rule}: no such rule{did_you_mean(self.rule, known)}")
+            raise ValueError(
+                f"--rule {self.rule}: there is no such verify rule{did_you_mean(self.rule, known)}"
+            )
         return self
 
     def resolved(self) -> Self:
@@ -354,7 +360,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     on_cpu = device.type == "cpu"
     if config.dtype == "auto" and on_cpu and checkpoint.is_fast(torch.bfloat16, device):
         note(
-            "weights are float32; if you serve in bfloat16, add --dtype bfloat16, which is fast on this processor, too"
+            "weights are float32; if you serve in bfloat16, add --dtype bfloat16, which is also fast on this processor"
         )
     return comparison
 
@@ -384,7 +390,9 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
     with about("--server"):
         stored = read_model(PlainAnswers, Path(config.server), PLAIN_FILE) if is_stored else None
     if len(config.draft) > 1:
-        raise UserError("--draft: a server runs one draft; name only this draft")
+        raise UserError(
+            f"--draft: there are {len(config.draft)} drafts, but the server runs one; name only the draft that it runs"
+        )
     requests = _requests(config, tokenizer)
     if config.apply_chat_template:
         check_chat_template(tokenizer)
@@ -440,7 +448,7 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
         drafts[hub.checkpoint_name(path) + (f"@{kind}" if rounded else "")] = path
     if len(drafts) < len(names):
         raise UserError(
-            "two drafts have the same directory name; rename one of " + ", ".join(names)
+            "two drafts have the same directory name; rename one directory: " + ", ".join(names)
         )
     return drafts
 

@@ -75,7 +75,7 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
         Only(
             ("data",),
             lambda c: not (c.outputs and c.prompt_file),
-            "leave it out: --outputs and --prompt-file replace it",
+            "leave it out, because --outputs and --prompt-file replace it",
         ),
     )
 
@@ -136,8 +136,8 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     smaller = smaller_shapes(shape, tried)
     if len(smaller) < 2:
         raise NoCheapShape(
-            "--layers, --widths: a search compares at least two shapes smaller than the source, but these give "
-            f"{len(smaller)}; add more"
+            "--layers, --widths: a search compares at least two shapes smaller than the source, but these numbers "
+            f"give {len(smaller)}; add smaller numbers"
         )
     text: dict[str, Any] = {"data": config.data}
     prompts = text | {"prompt_tokens": library.PROMPT_TOKENS}

@@ -108,7 +108,7 @@ def read_step(content: object, where: str) -> CommandStep:
         )
     name, settings = next(iter(content.items()))
     if not isinstance(name, str) or name not in COMMANDS:
-        raise UserError(f"{where}: no command {name!r}{did_you_mean(str(name), COMMANDS)}")
+        raise UserError(f"{where}: there is no command {name!r}{did_you_mean(str(name), COMMANDS)}")
     if not isinstance(settings, dict | None) or not all(
         isinstance(key, str) for key in settings or ()
     ):

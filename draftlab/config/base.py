@@ -92,7 +92,7 @@ def from_workspace(name: str, help: str, **others: Any) -> Any:
     return option(
         factory=lambda: getattr(workspace.load(), name),
         help=help,
-        shown_default="the workspace's",
+        shown_default="from draftlab.yaml",
         **others,
     )
 
@@ -172,7 +172,7 @@ class Config(BaseModel):
             json.dumps(settings, default=str, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise UserError(
-                f"{where}the text is not UTF-8: {printable(error.object[:200])}"
+                f"{where}a setting is not UTF-8 text: {printable(error.object[:200])}"
             ) from None
         try:
             return cls(**settings)
@@ -310,7 +310,9 @@ class OutputConfig(Config):
     """The settings of a command that writes a directory."""
 
     out: Path | None = option(
-        None, "Directory to write. Default: a directory under the workspace's runs.", panel=OUTPUT
+        None,
+        "Directory to write. Default: a directory in runs/ (see runs in draftlab.yaml).",
+        panel=OUTPUT,
     )
 
 

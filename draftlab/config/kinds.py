@@ -75,7 +75,7 @@ def text_or_spec(parse: Callable[[str], KindSpec]) -> BeforeValidator:
 
 
 def _complaint(item: dict[str, Any]) -> str:
-    """Return the error message about one KEY=VALUE, such as "order: want at least 2 (got '1')"."""
+    """Return the error message about one KEY=VALUE, such as "order: must be at least 2 (got '1')"."""
     message = plain_words(str(item["msg"]))
     if not item["loc"]:
         return message
@@ -217,7 +217,8 @@ class DrafterSpec(KindSpec):
 
     def refused_by_transformers(self) -> UserError:
         return UserError(
-            f"--drafter {self.text} works only in draftlab's engine, but transformers runs this target"
+            f"--drafter {self.text} works only in draftlab's engine, but transformers runs this target; use another "
+            "--drafter"
         )
 
     def build(self, context: Any) -> Any:

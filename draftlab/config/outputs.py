@@ -46,7 +46,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     )
     from_file: Path | None = option(
         None,
-        "Store this server log instead, to distil drafts from it: a file of JSON lines (docs/formats.md).",
+        "Server log to store, in place of new outputs of a target: a file of JSON lines (docs/formats.md).",
         flag="--from",
     )
     data: str = shared.data()
@@ -95,7 +95,8 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     )
     dtype: shared.WeightsDtype | None = option(
         None,
-        "Data type of weights. Default: the checkpoint's with --use distill, the workspace's with --use replay.",
+        "Data type of weights. Default: with --use distill, the checkpoint's; with --use replay, dtype in "
+        "draftlab.yaml.",
         advanced=True,
     )
     device: shared.Device = shared.device()
@@ -107,7 +108,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
         Only(
             ("dtype", "device", "device_map"),
             lambda c: not c.server,
-            "leave it out: the server decides this",
+            "leave it out, because the server decides this",
         ),
         Only(
             (
@@ -127,7 +128,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
                 "seed",
             ),
             lambda c: c.from_file is None,
-            "leave it out: --from stores the log of a server as it is",
+            "leave it out, because --from stores the log of a server unchanged",
         ),
         Only(
             ("text", "num_sequences", "seq_len"),
@@ -143,7 +144,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
         Only(
             ("chat",),
             lambda c: c.prompt_file is not None or c.text == "target",
-            "works only with --prompt-file or --text target",
+            "works only with --prompt-file FILE or --text target",
         ),
         Only(
             ("prompt_tokens", "temperature"),
@@ -167,13 +168,13 @@ class OutputsInfoConfig(StoredTargetSettings, Config):
     directory: Path = option(help="Directory of the target outputs.", argument=True)
     verify: bool = option(
         False,
-        "Check all checksums. Also score some sequences again with the target, and compare the log-probabilities.",
+        "Check all checksums. Also let the target compute the log-probabilities of some sequences again, and compare.",
     )
 
     only = (Only(("target", "server"), lambda c: c.verify, "needs --verify"), shared.KEY_RULE)
 
 
-UNREAD_TARGET = "leave it out: none of these drafters reads the target's hidden states"
+UNREAD_TARGET = "leave it out, because none of these drafters reads the target's hidden states"
 
 
 class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
@@ -204,12 +205,12 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
         Only(
             ("rule", "draft_temperature"),
             lambda c: c.server_rule is None,
-            "leave it out: --server-rule sets it",
+            "leave it out, because --server-rule sets it",
         ),
         Only(
             ("server_rule",),
             lambda c: c.acceptance.rule != "block",
-            "the verify rule block cannot be replayed; measure it with draftlab score",
+            "replay lacks the verify rule block; use draftlab score with this --server-rule and --temperature 1",
         ),
         Only(
             ("target", "device_map"),

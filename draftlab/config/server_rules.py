@@ -53,7 +53,7 @@ class AcceptanceSettings(BaseModel):
     rule: Any  # name of a verify rule; each config restricts the choice
     draft_temperature: float | None = option(
         None,
-        "Temperature of the draft; 0 is greedy. Default: the target's.",
+        "Temperature of the draft; 0 is greedy. Default: the temperature of the target.",
         ge=0,
         panel=SAMPLING,
         advanced=True,

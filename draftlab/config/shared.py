@@ -47,7 +47,7 @@ def data(
 
 def _known_device(name: str) -> str:
     if not DEVICE.fullmatch(name):
-        raise ValueError("want auto, or a torch device such as cpu, cuda or cuda:1")
+        raise ValueError("must be auto, or a torch device such as cpu, cuda or cuda:1")
     return name
 
 
@@ -57,7 +57,9 @@ def _known_device_map(name: str | None) -> str | None:
         and name not in DEVICE_MAPS
         and not (name.endswith(".json") and Path(name).is_file())
     ):
-        raise ValueError(f"want {', '.join(DEVICE_MAPS)}, or a .json file of module: device pairs")
+        raise ValueError(
+            f"must be {', '.join(DEVICE_MAPS)}, or a .json file of module: device pairs"
+        )
     return name
 
 
@@ -149,7 +151,10 @@ def reference_losses(default: str) -> Any:
 
 def memory() -> Any:
     return option(
-        2.0, "Largest memory for the target's logits and KV caches, in GB.", ge=0.01, advanced=True
+        2.0,
+        "Limit on the memory for the target's logits and KV caches, in GB.",
+        ge=0.01,
+        advanced=True,
     )
 
 
@@ -183,16 +188,20 @@ def api_key_file() -> Any:
     return option(None, "File with the server's API key.", panel=SERVER, advanced=True)
 
 
-KEY_RULE = Only(("api_key_file",), lambda c: c.server, "needs --server")
+KEY_RULE = Only(("api_key_file",), lambda c: c.server, "needs --server URL")
 ONE_SOURCE = Only(
-    ("data",), lambda c: c.prompt_file is None, "leave it out: --prompt-file has the prompts"
+    ("data",),
+    lambda c: c.prompt_file is None,
+    "leave it out, because --prompt-file has the prompts",
 )
 CHAT_RULES = (
-    Only(("chat", "system_prompt"), lambda c: c.prompt_file is not None, "needs --prompt-file"),
+    Only(
+        ("chat", "system_prompt"), lambda c: c.prompt_file is not None, "needs --prompt-file FILE"
+    ),
     Only(
         ("system_prompt",),
         lambda c: c.chat != "off",
-        "works only with the chat template; leave --chat off out",
+        "needs the chat template; leave out --chat off",
     ),
 )
 
@@ -211,7 +220,8 @@ def newest_output(*commands: str, ready: bool = False) -> Path:
         return Path(space.draft)
     if path is None:
         raise UserError(
-            f"there is no draft in {space.runs}; run draftlab {commands[-1]} first, or name a draft"
+            f"{space.runs} has no output of draftlab {' or '.join(commands)}; run draftlab {commands[-1]} first, or "
+            "add --draft DIRECTORY"
         )
     return path
 
@@ -257,7 +267,7 @@ class SamplingSettings(BaseModel):
 
     top_k: int = option(
         0,
-        "Sample only from this many of the most probable tokens; 0: from all tokens.",
+        "Sample only from this number of the most probable tokens; 0: from all tokens.",
         ge=0,
         panel=SAMPLING,
         advanced=True,

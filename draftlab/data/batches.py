@@ -591,7 +591,7 @@ def heldout_prompts(
     if len(prompts) < count:
         raise UserError(
             f"data {source!r}: its held-out text gives only {len(prompts)} prompts of {length} tokens, not "
-            f"{count}; add text, or ask for fewer prompts"
+            f"{count}; add text, or lower --num-prompts or --prompt-tokens (options of score and outputs build)"
         )
     return [prompts[i] for i in np.random.default_rng(seed).permutation(count)]
 

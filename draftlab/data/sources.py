@@ -127,11 +127,11 @@ def documents(source: str, split: Split | None = None) -> list[Document]:
     found = list(_read(source))
     selected = [d for d in found if split is None or in_split(d.name, split)]
     if not found:
-        raise UserError(f"data {source!r} is empty; name a source with text")
+        raise UserError(f"data {source!r} is empty; use --data with a source that has text")
     if not selected:
         raise UserError(
-            f"data {source!r}: none of its {len(found)} documents is in the {split} split, because a hash of "
-            f"their names holds out {HELDOUT_SHARE:.0%}; add documents"
+            f"data {source!r}: the {split} split has none of its {len(found)} documents, because a hash of each name "
+            f"decides, and about {HELDOUT_SHARE:.0%} are held out; add documents"
         )
     return sorted(selected, key=lambda d: unit_hash("order:" + d.name))
 
@@ -265,7 +265,7 @@ def _row_with_domain(column: str, value: Any, where: str) -> TextRow:
         domain = domain.get(key) if isinstance(domain, dict) else None
     if domain is None:
         raise UserError(
-            f"{where}: the row has no column {column!r}, only {', '.join(map(str, value))}"
+            f"{where}: the row has no column {column!r}; its columns are {', '.join(map(str, value))}"
         )
     return replace(row_of(value, where), category=str(domain))
 

@@ -120,10 +120,12 @@ def checked_rows(
         raise UserError(bad[0] + more)
     if bad:
         note(
-            f"{name}: {len(bad)} of {total:,} rows are left out as bad; the first bad row: {bad[0]}"
+            f"{name}: {len(bad)} of {total:,} rows are bad and are left out; the first bad row is {bad[0]}"
         )
     if left_out:
-        note(f"{name}: {left_out:,} messages of tools or without text (images, null) are left out")
+        note(
+            f"{name}: {left_out:,} messages are left out, because they come from tools or have no text (images, null)"
+        )
 
 
 def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> TextRow:
@@ -135,7 +137,7 @@ def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> T
         UserError: The row has none of the supported formats.
     """
     if not isinstance(value, dict):
-        raise UserError(f"{where}: the row is not a JSON object; a row needs {FORMS}")
+        raise UserError(f"{where}: the row is not a JSON object; write an object with {FORMS}")
     category, turns = str(value.get("category", "")), value.get("turns")
     if (given := _messages(value)) is not None:
         messages = read_messages(given, where)
@@ -172,7 +174,7 @@ def prompt_of(value: Any, where: str) -> TextRow:
             "of the assistant or at the end"
         )
     if not row.messages and not row.text.strip():
-        raise UserError(f"{where}: the prompt is empty")
+        raise UserError(f"{where}: the prompt is empty; write a prompt, or remove this row")
     return row
 
 
@@ -195,13 +197,14 @@ def read_messages(value: object, where: str) -> list[Message]:
             content = "".join(part for part in parts if isinstance(part, str)) or None
         if role is None or not isinstance(content, str | None):
             raise UserError(
-                f"{where}: want a list of messages, each with a role and a content that is text"
+                f"{where}: the messages must be a list, and each message needs a role and a content that is text"
             )
         if role not in TOOLS and content is not None:
             messages.append({"role": role, "content": content})
     if not messages:
         raise UserError(
-            f"{where}: want a list of messages, each with a role and a content that is text"
+            f"{where}: the row needs a list of messages, and at least one of them must have text and a role other than "
+            "tool"
         )
     return messages
 
@@ -294,7 +297,9 @@ def chat_ids(
             list(messages), add_generation_prompt=reply, tokenize=True, return_dict=False
         )
     if not ids:
-        raise UserError(f"{where}: the prompt is empty")
+        raise UserError(
+            f"{where}: the chat template renders no tokens for this conversation; remove this row"
+        )
     return list(ids)
 
 
@@ -332,7 +337,8 @@ def render(
         if whole[: len(before)] != before or whole[: len(after)] != after:
             raise UserError(
                 f"{where}: the chat template renders message {number + 1} differently if more messages follow, so "
-                "the assistant's tokens cannot be found; use --loss-on all"
+                "the assistant's tokens cannot be found; use draftlab distill --loss-on all, or a template with "
+                "generation tags"
             )
         counted[len(before) : _end_of_turn(after, len(before), tokenizer)] = True
     return Conversation(np.array(whole), counted)

@@ -200,6 +200,9 @@ def test_a_column_names_the_domains_of_a_set(tmp_path, tokenizer):
     assert sum(batches.weights.values()) == pytest.approx(1)
     with raises_option("rows.jsonl:1", "'meta.name'", "text, meta"):
         data.documents(f"{file}#meta.name")
+    file.write_text("3\n")
+    with raises_option("rows.jsonl:1"):
+        data.documents(source)
 
 
 def test_changing_the_weights_repeats_and_skips_no_row():

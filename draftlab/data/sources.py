@@ -260,14 +260,14 @@ def _row_with_domain(column: str, value: Any, where: str) -> TextRow:
 
     column: Column of the domain. Dots separate nested keys, as in metadata.topic. where: Name of the row for errors.
     """
-    domain = value
+    row, domain = row_of(value, where), value
     for key in column.split("."):
         domain = domain.get(key) if isinstance(domain, dict) else None
     if domain is None:
         raise UserError(
             f"{where}: the row has no column {column!r}; its columns are {', '.join(map(str, value))}"
         )
-    return replace(row_of(value, where), category=str(domain))
+    return replace(row, category=str(domain))
 
 
 def _row_file(path: Path, parse: Parse = row_of) -> Iterator[Document]:

@@ -41,7 +41,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         "Draft that exists already: a smaller model, a pruned draft, or an EAGLE-3 head; repeat the option for "
         "several drafts. New drafts are then trained only if they may become faster than these drafts.",
     )
-    server: ServerRule | None = option(
+    server: ServerRule = option(
         None,
         (
             f"Server that will run the draft: {', '.join(SERVERS.names())}. Only drafts that this server can run are "

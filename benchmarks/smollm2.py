@@ -79,10 +79,10 @@ def main() -> None:
     found = result(options.folder)
     measure_peers(options, "plain")
     if options.quick:
-        from benchmarks.published_draft import goals, scored  # imports this module
+        from benchmarks.published_draft import SCORES, goals, scored  # imports this module
 
         questions = options.folder / "questions.jsonl"
-        found |= goals(scored(options.folder / "published", questions, PROMPTS, LENGTH))
+        found |= goals(scored(options.folder / "published", questions, PROMPTS, LENGTH, SCORES))
     if options.figures is not None:
         draw(options.figures, found["greedy"])
     print(json.dumps(found | {"benchmark": "smollm2", "quick": options.quick} | environment(1)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftlab.console import note, progress
-from draftlab.engine.verify import check_logits, distribution, draw
+from draftlab.engine.verify import check_logits, distribution, draw, most_probable
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder
@@ -282,7 +282,7 @@ def _sample(logits: Tensor, sampling: SamplingParams, u: Tensor) -> tuple[Tensor
     u: Draws in [0, 1), [B].
     """
     if sampling.temperature == 0:
-        ids = logits.argmax(-1)
+        ids = most_probable(logits)
         return ids, torch.zeros_like(ids, dtype=torch.float32)
     p = distribution(logits, sampling)
     ids = draw(p, u)

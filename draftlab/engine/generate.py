@@ -21,6 +21,7 @@ from draftlab.engine.verify import (
     check_logits,
     distribution,
     draw,
+    most_probable,
     verify_rows,
 )
 from draftlab.model.decoder import Decoder, Parents, Tree, feed
@@ -76,6 +77,8 @@ class Draft:
 
     def to(self, device: torch.device) -> "Draft":
         """Return the draft with its tensors on a device. Target and drafters may be on different devices."""
+        if self.ids.device == device:
+            return self
         q = None if self.q is None else self.q.to(device)
         return replace(self, ids=self.ids.to(device), q=q)
 
@@ -134,7 +137,7 @@ class Sampler:
         """
         logits, uniform = fit_vocab(logits, self.vocab), uniform.to(logits.device)
         if self.sampling.temperature == 0:
-            return logits.argmax(-1), None
+            return most_probable(logits), None
         q = distribution(logits, self.sampling)
         return draw(q, uniform), q
 
@@ -320,7 +323,7 @@ def verify_batch(
         for row in range(len(counts))
     ]
     if sampling.temperature == 0:
-        best = logits.argmax(-1)
+        best = most_probable(logits)
         both = best if draft is None else torch.cat([best, draft.ids], 1)
         width = best.shape[1]
         return [

@@ -32,6 +32,7 @@ from draftlab.atomic import replacing, run_identity, sync
 from draftlab.console import note, processes
 from draftlab.errors import UserError, one_line
 from draftlab.model.checkpoint import resolve_device
+from draftlab.reading import reading
 from draftlab.trust import trusts_remote_code
 
 BEST, CONTENT, WRITING = "best.pt", "state.pt", "writing"
@@ -190,16 +191,12 @@ class Training:
             return None
         content = load(state, f"{newest.name}/{CONTENT}")
         load(state, BEST)  # needed only at the end, but read now to check it
-        try:
+        with reading(f"cannot resume from {newest}; add --force to start again"):
             for counter, values in zip(self.counters, content["counters"], strict=True):
                 counter.load_state_dict(values)
             if not content["ended"]:
                 self._restore(newest, content)
-        except (ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
-            raise UserError(
-                f"cannot resume from {newest} ({one_line(error, 200)}); add --force to start again"
-            ) from error
-        return content["step"]
+            return int(content["step"])
 
     def _content(self, step: int, ended: bool) -> dict[str, Any]:
         """Return the content of state.pt: all parts of a checkpoint that draftlab saves without accelerate."""
@@ -284,12 +281,12 @@ def load(state: Path, name: str) -> dict[str, Any]:
         with zipfile.ZipFile(file) as parts:
             damaged = parts.testzip()  # checked here, because torch does not compare checksums
         stored = {} if damaged else torch.load(file, map_location="cpu", weights_only=True)
-        content = stored["content"]
+        run, content = stored["run"], {**stored["content"]}
     except Exception as error:  # zipfile, pickle and torch raise errors of many types
         raise UserError(
             f"{file} is missing, damaged, or from another version of draftlab; {advice}"
         ) from error
-    if stored["run"] != run_identity(state):
+    if run != run_identity(state):
         raise UserError(f"{file} belongs to another run; {advice}")
     return content
 
@@ -305,7 +302,8 @@ def load_or_make(
     with process_state().main_process_first():
         if not (state / name).exists():
             save(state, name, {n: torch.from_numpy(array) for n, array in make().items()})
-    return {n: tensor.numpy() for n, tensor in load(state, name).items()}
+    with reading(state / name):
+        return {n: tensor.numpy() for n, tensor in load(state, name).items()}
 
 
 def check_resumable(state: Path) -> None:

@@ -107,6 +107,30 @@ def test_the_checkpoint_of_another_run_is_not_resumed(state, tmp_path, moved):
         training().restore(other)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": []},
+        {"weights": {"0.weight": 3}},
+        {"optimizers": [{}, {}]},
+        {"counters": [3]},
+        {"random": [7]},
+        {"step": None},
+        None,
+    ],
+)
+def test_a_checkpoint_with_other_content_is_one_line(state, change):
+    """The file is whole, and its checksums are right."""
+    file = f"step-00000001/{CONTENT}"
+    content = checkpointer.load(state, file)
+    if change is None:
+        torch.save({"run": run_identity(state), "content": [1]}, state / file)
+    else:
+        checkpointer.save(state, file, content | change)
+    with raises_option("--force"):
+        training().restore(state)
+
+
 def test_the_end_of_training_needs_no_weights(state):
     one = training()
     one.save(state, 2, ended=True)

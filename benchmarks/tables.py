@@ -304,6 +304,17 @@ class Tables:
             pairs = [(row["k"], interval(row["speedup"])) if row else ("", "") for row in found]
             yield cells(label(name), *itertools.chain(*pairs))
 
+    def learning_curve(self) -> Iterator[str]:
+        """Yield the acceptance of the published draft, by the number of tokens that it has learnt from."""
+        rows = self.results["learning_curve"]["drafts"]
+        ks = "1", "3", "5"
+        yield from header(
+            "million tokens of answers", "held-out acceptance", *(f"tokens per pass, K = {k}" for k in ks)
+        )  # fmt: skip
+        for row in rows:
+            lengths = [interval(row["tokens_per_pass"][k]) for k in ks]
+            yield cells(fixed(row["tokens"] / 1e6), fixed(row["acceptance"], 3), *lengths)
+
     def students(self) -> Iterator[str]:
         """Yield each kind of student of equal compute, with the timed gain of each seed."""
         rows = self.results["smollm2_students"]["kinds"]

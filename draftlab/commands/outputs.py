@@ -422,15 +422,18 @@ def _shown(directory: Path, manifest: "Manifest", facts: Mapping[str, object]) -
     return Outcome(path=directory, show=text, data=data)
 
 
+SHOWN_POSITIONS = 5  # more columns do not fit into a terminal; --json has all positions
+
+
 def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
     from draftlab.results.tables import terminal_table
 
-    deepest = max(row.k for row in rows)
+    deepest = min(SHOWN_POSITIONS, max(row.k for row in rows))
     positions = [f"at\n{i}" for i in range(1, deepest + 1)]
     heads = ["texts\nof", "n", "K", "acceptance\nlength", "acceptance\nrate", *positions]
     cells: list[list[str]] = []
     for row in rows:
-        by_position = [f"{share.value:.2f}" for share in row.conditional]
+        by_position = [f"{share.value:.2f}" for share in row.conditional[:deepest]]
         spreads = [_spread(row.length), _spread(row.rate)]
         cells.append([row.group, str(row.texts), str(row.k), *spreads, *by_position])
     title = f"{replayed.draft} on {replayed.target}, {replayed.sampling.describe()}"

@@ -1,6 +1,7 @@
 """A trace says what the target wrote, and a replay over it is the draft at work; what is wrong with either is said."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -495,3 +496,5 @@ def test_build_info_and_replay_as_typed(space, models, prompt_file):
     assert (space / "runs/replay-target/draft/replay.json").is_file()
     (row, *_) = rows["replays"][0]["rows"]
     assert (row["texts"], row["num_speculative_tokens"]) == (7, 2)
+    shown = call(*replay, "--k", "1-8", "--force").stdout  # 80 columns
+    assert re.search("^chat +2 +8 ", shown, re.M)

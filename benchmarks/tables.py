@@ -307,7 +307,7 @@ class Tables:
     def learning_curve(self) -> Iterator[str]:
         """Yield the acceptance of the published draft, by the number of tokens that it has learnt from."""
         rows = self.results["learning_curve"]["drafts"]
-        ks = "1", "3", "5"
+        ks = list(rows[0]["tokens_per_pass"])
         yield from header(
             "million tokens of answers", "held-out acceptance", *(f"tokens per pass, K = {k}" for k in ks)
         )  # fmt: skip

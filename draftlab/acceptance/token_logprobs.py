@@ -90,7 +90,8 @@ def check_fits(model: Decoder, texts: Sequence[Text]) -> None:
     longest = max((_length(text) for text in texts), default=0)
     if longest > model.context + 1:  # the last token is not fed
         raise UserError(
-            f"a text has {longest} tokens with its prompt, but the model's context has only {model.context}"
+            f"a text has {longest} tokens with its prompt, but the model's context has only {model.context}; use "
+            "shorter texts"
         )
 
 

@@ -30,6 +30,9 @@ BYTES = {
     "int4": (4 + 20 / 128) / 8,
 }
 
+# axis of a profile -> its plural in notes
+AXES = {"width": "numbers of tokens", "context": "contexts", "prompt": "prompt lengths"}
+
 
 class Point(Latency):
     """The latency of a pass over `width` tokens in each of `batch` rows after `context` cached tokens."""
@@ -169,7 +172,9 @@ class CostModel:
         Each of `batch` rows has `width` new tokens.
         """
         return self._over(
-            self._along("width", self.widths, self.grid, np.array(width)), batch, contexts
+            self._along("number of tokens", self.widths, self.grid, np.array(width)),
+            batch,
+            contexts,
         )
 
     def steady_ms(self, batch: int, contexts: np.ndarray) -> np.ndarray:
@@ -195,7 +200,7 @@ class CostModel:
         return self._along("prompt length", *self.prefill, lengths)
 
     def host_ms(self, width: int) -> float:
-        return float(self._along("host width", *self.host, np.array(width)))
+        return float(self._along("number of tokens", *self.host, np.array(width)))
 
     def beyond(self, axis: Literal["width", "context", "prompt"], low: int, high: int) -> list[str]:
         """Return a list with one note if part of the range from low to high is extrapolated. Otherwise return []."""
@@ -203,7 +208,8 @@ class CostModel:
         if xs[0] <= low and high <= xs[-1]:
             return []
         return [
-            f"{self.profile.name}: {axis} {low} to {high} is extrapolated from the measured {xs[0]} to {xs[-1]}"
+            f"{self.profile.name}: times at {AXES[axis]} {low} to {high} are extrapolated from the measured {xs[0]} "
+            f"to {xs[-1]}"
         ]
 
     def _over(self, plane: np.ndarray, batch: int, contexts: np.ndarray) -> np.ndarray:
@@ -216,8 +222,8 @@ class CostModel:
         if outside.size and (axis == "batch" or not self.extrapolate):
             measured = f"{xs[0]} to {xs[-1]}" if len(xs) > 1 else f"{xs[0]} alone"
             raise UserError(
-                f"{axis} {outside.flat[0]} is outside the profile of {self.profile.name} ({measured}); measure a "
-                "larger profile"
+                f"{axis} {outside.flat[0]} is outside the profile of {self.profile.name} ({measured}); profile it "
+                f"over a wider range (--k, --batch, --context){'' if axis == 'batch' else ', or use --extrapolate'}"
             )
         if len(xs) == 1:
             return ys[np.zeros(at.shape, dtype=int)]
@@ -302,7 +308,7 @@ def read_profile(path: Path) -> Profile:
     """
     files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
     if len(files) != 1:
-        names = ", ".join(file.name for file in files) or "draftlab profile writes one"
+        names = ", ".join(file.name for file in files) or "draftlab profile writes them"
         raise UserError(
             f"{path} has {len(files)} profiles ({names}); give the path of a single profile"
         )

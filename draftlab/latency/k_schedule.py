@@ -17,7 +17,7 @@ from draftlab.latency.workload import Workload
 from draftlab.reading import FileModel, read_model
 
 Ranges = list[tuple[int, int, int]]
-REMEDY = "; write such a file with draftlab predict --for vllm --batch 1,4,16 --json"
+REMEDY = "; write the file with draftlab predict --for vllm --batch 1,4,16 --json > FILE"
 
 
 class Schedule(FileModel):
@@ -65,7 +65,7 @@ class Schedule(FileModel):
         slower = [f"below {self.pays_from}"] if self.pays_from > 1 else []
         slower += [f"above {self.pays_up_to}"] if self.pays_up_to < most else []
         if not slower:
-            return f"1 to {most} streams: the draft is faster than the target alone at all of them"
+            return f"1 to {most} streams: the draft is faster than the target alone at each of these numbers"
         return (
             f"1 to {most} streams; {' and '.join(slower)} streams, serve without a draft, because in vLLM a draft "
             "costs a pass per step even at K = 0"
@@ -136,7 +136,7 @@ def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
     predictions = read_model(Predictions, file, hint=REMEDY).predictions
     prediction = next((each for each in predictions if each.draft_sha256 == sha256), None)
     if prediction is None:
-        raise UserError(f"{file} has no prediction for {draft}, only for other drafts{REMEDY}")
+        raise UserError(f"{file} has predictions only for other drafts than {draft}{REMEDY}")
     if prediction.schedule is None:
         raise UserError(f"{file} has no table of K by batch size{REMEDY}")
     if prediction.schedule.pays_up_to == 0:

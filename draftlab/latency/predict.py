@@ -223,7 +223,7 @@ def _drafted_by(draft: CostModel, acceptance: DraftAcceptance) -> Workload:
     if profiled != ("model" if replayed == "parallel" else replayed):
         raise UserError(
             f"{draft.profile.name} was profiled as drafter {profiled}, but its acceptance was measured as drafter "
-            f"{replayed}; use results of the same drafter"
+            f"{replayed}; use a profile and an acceptance of the same drafter"
         )
     return work
 
@@ -246,7 +246,7 @@ def predict(
     """
     if not work.texts.lengths.any():
         raise UserError(
-            "every text has one token, which the prefill emits, so there is nothing to predict; use longer texts"
+            "every text has one token, which the prefill emits, so there is nothing to predict; measure longer texts"
         )
     costs = step_costs(draft, target, work, max(ks), batch, server)
     plain = plain_ms(costs, work)
@@ -311,7 +311,8 @@ def verdict(prediction: Prediction) -> str:
     halves = ", ".join(f"{LOSSES[name]} {value:.2f}x" for name, value in prediction.halved.items())
     return (
         f"{opening} (predicted): {gain.as_speedup()} at K = {row.k}, with {row.tokens_per_pass.value:.2f} tokens per "
-        f"target pass (break-even: {row.break_even_length:.2f}). With a cost halved: {halves}. {REMEDIES[limit]}."
+        f"target pass (break-even: {row.break_even_length:.2f}). Speed-up if only one cost were halved: {halves}. "
+        f"{REMEDIES[limit]}."
     )
 
 
@@ -323,8 +324,8 @@ LOSSES = {
 }
 REMEDIES = {
     "draft": "Drafting costs most: use a draft with fewer layers, then CUDA graphs or a smaller dtype",
-    "acceptance": "Rejected tokens cost most: distil longer on the target's answers, or use a wider draft of this "
-    "depth",
+    "acceptance": "Rejected tokens cost most: distil longer on the target's answers, or use a wider draft with as "
+    "many layers",
     "verify": "Verification costs most: use a smaller batch, or kernels that read the weights once for all tokens",
     "host": "Host time costs most: use CUDA graphs, or sample and verify on the device",
 }
@@ -410,7 +411,7 @@ def _notes(
     for name in ("device", "dtype", "mode"):
         a, b = getattr(draft.profile, name), getattr(target.profile, name)
         if a != b:
-            notes.append(f"the profiles of draft and target have a different {name}: {a} and {b}")
+            notes.append(f"the profiles of draft and target differ in {name}: {a} and {b}")
     if batch > 1:
         notes.append("host time is assumed to be that of batch size 1")
     return notes

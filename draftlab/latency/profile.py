@@ -85,7 +85,8 @@ def _subject(name: str, place: Path | Shape, whole: Mapping[str, Path]) -> Subje
         except UserError as error:
             reason = str(error)
     raise UserError(
-        f"{place} is a head, which is profiled together with its target; also name its target ({reason})"
+        f"{place} is a head, which is profiled together with its target; give the target's checkpoint as well "
+        f"({reason})"
     )
 
 
@@ -97,7 +98,7 @@ def check_shape(name: str, shape: Shape) -> None:
     """
     if shape.qk_layernorm:
         raise UserError(
-            f"{name} has qk_layernorm (norms of q and k after the rotation), which the engine does not support"
+            f"{name} has qk_layernorm (norms of q and k after the rotation), which draftlab's engine does not support"
         )
 
 
@@ -180,7 +181,7 @@ def profile_models(
     """
     if running.threads is not None:
         torch.set_num_threads(running.threads)
-    remedy = "--dtype bfloat16, --device-map auto, or fewer --batch"
+    remedy = "--dtype bfloat16, --device-map auto, or fewer or smaller values of --batch"
     devices.check_fits(needed_bytes(models, grid, running), running.device, remedy)
     decoders = _load(models, grid, running)
     warn_if_busy(read_environment())

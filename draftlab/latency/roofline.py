@@ -91,7 +91,7 @@ class MLPs(FileModel):
                 f"active is {self.active}, but must be at most the number of experts, {self.experts}"
             )
         if self.dense_layers and not self.dense_ffn:
-            raise ValueError("dense_layers need dense_ffn")
+            raise ValueError(f"dense_layers is {self.dense_layers}, but dense_ffn is missing")
         tokens, used = [point[0] for point in self.curve], [point[1] for point in self.curve]
         if (
             tokens != sorted(set(tokens))
@@ -99,7 +99,8 @@ class MLPs(FileModel):
             or max(used, default=0) > self.experts
         ):
             raise ValueError(
-                "the numbers of experts in curve must grow with the tokens, and must not exceed experts"
+                "the numbers of experts in curve must grow with the numbers of tokens, and must be at most experts "
+                f"({self.experts})"
             )
         return self
 
@@ -177,7 +178,8 @@ def roofline_profile(
     if stored / 1e9 > room:
         raise UserError(
             f"{name} in {dtype} with {max(batches)} texts of {max(contexts)} tokens needs {stored / 1e9:.0f} GB "
-            f"({cached / 1e9:.0f} GB of it for the KV cache), but {device.name} has {room:.0f} GB"
+            f"({cached / 1e9:.0f} GB of it for the KV cache), but {device.name} has {room:.0f} GB; lower --batch, or "
+            "name a smaller dtype or a larger device"
         )
 
     # a head's q, k and v read the embedding as well, and its fc reads three hidden states of the target
@@ -254,7 +256,8 @@ def parse_profile(
         ids = int(heads[0].removeprefix("eagle="))
         if ids > sizes.shape.vocab:
             raise UserError(
-                f"{spec}: eagle= must be at most the target's vocabulary size, {sizes.shape.vocab:,}"
+                f"{spec}: eagle={ids} is more than the target's {sizes.shape.vocab:,} token ids; use at most this "
+                "number"
             )
         called = f"eagle-{called}"
         ffn = sizes.mlps.dense_ffn or sizes.shape.ffn
@@ -294,7 +297,8 @@ def read_sizes(path: Path) -> ModelSizes:
         check(sizes.shape, llama=False)
     if mlps.dense_layers > sizes.shape.layers:
         raise UserError(
-            f"shape file {path}: dense_layers is {mlps.dense_layers}, but the model has {sizes.shape.layers} layers"
+            f"shape file {path}: dense_layers is {mlps.dense_layers}, but the model has only {sizes.shape.layers} "
+            "layers"
         )
     return sizes
 
@@ -359,6 +363,6 @@ def _named(name: str, known: dict[str, Named], read: Callable[[Path], Named]) ->
         return known[name]
     if Path(name).suffix not in (".yaml", ".yml"):  # names may contain dots
         raise UserError(
-            f"{name!r} is neither a YAML file nor a device that draftlab knows{did_you_mean(name, known)}"
+            f"{name!r} is neither a YAML file nor a name that draftlab knows{did_you_mean(name, known)}"
         )
     return read(Path(name))

@@ -120,13 +120,13 @@ class ScalingLaw:
         a, b, c, _ = self.curve.terms
         error = np.abs(self.held_out_errors)
         overlap = (
-            "without overlap"
+            "which do not overlap"
             if self.curve.overlap == 1
-            else f"overlapping with p = {self.curve.overlap:g}"
+            else f"which overlap (p = {self.curve.overlap:g})"
         )
         reading = f"{1 / (c * 1e6):.3g} GB/s" if c * 1e6 > 1e-4 else "a rate too high to measure"
         return (
-            f"A pass takes {a:.3g} ms plus {b:.3g} ms per layer to launch, and reads weights at {reading}, "
+            f"Launching a pass takes {a:.3g} ms plus {b:.3g} ms per layer, and weights are read at {reading}, "
             f"{overlap}. With each of {len(self.profiles)} shapes predicted from the other shapes, the error is "
             f"{error.mean():.1%} on average, {error.max():.1%} at most."
         )
@@ -159,23 +159,27 @@ def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
         values = sorted({str(getattr(p, name)) for p in profiles})
         if len(values) > 1:
             raise UserError(
-                f"the profiles of a latency law must have the same {name}, but have {' and '.join(values)}"
+                f"the profiles of a latency law must have the same {name}, but have {' and '.join(values)}; measure "
+                "all shapes with one command"
             )
     if (dtype := profiles[0].dtype) not in BYTES:
-        raise UserError(f"a latency law needs a dtype of {', '.join(BYTES)}, but has {dtype}")
+        raise UserError(
+            f"a latency law needs profiles in {', '.join(BYTES)}, but these are in {dtype}; measure the shapes with "
+            "--dtype"
+        )
     grids = {
         str([[p.model_dump(exclude=MEASURED) for p in getattr(profile, part)] for part in PARTS])
         for profile in profiles
     }
     if len(grids) > 1:
         raise UserError(
-            "the profiles of a latency law must have the same widths, batches and contexts; measure them in one "
-            "command"
+            "the profiles of a latency law must have the same widths, batches and contexts; measure all shapes "
+            "with one command"
         )
     if unknown := [p.name for p in profiles if p.shape is None]:
         raise UserError(
             f"profile {unknown[0]} cannot be used for a latency law, because it has no shape: draftlab's own engine "
-            "did not run the model; leave it out"
+            "did not run the model; remove this profile"
         )
     shapes = {i: p.shape for i, p in enumerate(profiles) if p.shape is not None}
     order = sorted(shapes, key=lambda i: (shapes[i].layers, shapes[i].hidden, i))
@@ -190,7 +194,8 @@ def read_law(directory: Path) -> ScalingLaw:
     """
     if not directory.is_dir():
         raise UserError(
-            f"there is no directory {directory} of profiles; make one with draftlab profile --law --out {directory}"
+            f"there is no directory {directory} of profiles; measure profiles with draftlab profile SHAPE --law "
+            f"--out {directory}"
         )
     return fit_law([read_profile(file) for file in sorted(directory.glob("*.yaml"))])
 

@@ -116,8 +116,8 @@ class Meter:
         times = [self._step_seconds(streams, context, drafts) for _ in range(self.repeats)]
         if statistics.median(times) <= 0:
             raise UserError(
-                f"{self.server.http.url} took no more time or steps for more tokens; repeat the command without other "
-                "load on the server"
+                f"{self.server.http.url} took no more time or steps for {TOKENS} more tokens; repeat the command "
+                "without other load on the server"
             )
         return 1e3 * statistics.median(times)
 
@@ -131,9 +131,9 @@ class Meter:
             return (long - short) / TOKENS
         if first is None or second is None or not drafts:
             said = (
-                "does not draft; start it with --speculative-config"
+                "does not draft; start the server with --speculative-config"
                 if drafts
-                else "drafts, but must run the target alone; start it without --speculative-config"
+                else "drafts, but must run the target alone; start the server without --speculative-config"
             )
             raise UserError(f"--server: {self.server.http.url} {said}")
         steps = second.num_drafts - first.num_drafts
@@ -242,8 +242,8 @@ def draft_shares(passes: ServedPasses, steps: Mapping[At, float], k: int) -> dic
     shares = {batch: sum(drafting[batch]) / sum(like_target[batch]) for batch in drafting}
     if (least := min(shares, key=lambda batch: shares[batch])) and shares[least] <= 0:
         raise UserError(
-            f"with {least} streams, a step with the draft took no longer than the target alone, which is "
-            "impossible; repeat the command without other load on the servers"
+            f"with {least} streams, a step with the draft took no longer than a pass of the target over {k + 1} "
+            "tokens, which is impossible; repeat the command without other load on the servers"
         )
     return shares
 
@@ -255,7 +255,7 @@ def drafted_tokens(server: Server, prompt: list[int]) -> int:
     counters = spec_decode_counters(before, server.metrics())
     if counters is None:
         raise UserError(
-            f"--server {server.http.url} does not draft; start it with --speculative-config"
+            f"--server {server.http.url} does not draft; start the server with --speculative-config"
         )
     return counters.k
 

@@ -105,7 +105,8 @@ def workload_of_score(score: Score) -> Workload:
         )
     if score.served:
         raise UserError(
-            f"{score.name} was scored on servers, which do not report single tokens; use the output of draftlab replay"
+            f"{score.name} was scored on servers, which do not report the acceptance of single tokens; use the "
+            "output of draftlab replay"
         )
     deepest = max(score.speculative)
     ks = sorted(score.speculative, reverse=True) if score.identical else [deepest]

@@ -37,9 +37,12 @@ class Generation(FileModel):
     @model_validator(mode="after")
     def _adds_up(self) -> "Generation":
         if not len(self.drafted) == len(self.accepted) == len(self.emitted):
-            raise ValueError("drafted, accepted and emitted must have one entry per step each")
+            raise ValueError(
+                "drafted, accepted and emitted must have the same length, but have "
+                f"{len(self.drafted)}, {len(self.accepted)} and {len(self.emitted)} entries"
+            )
         if any(a > d for a, d in zip(self.accepted, self.drafted, strict=True)):
-            raise ValueError("accepted > drafted in a step")
+            raise ValueError("a step has more accepted tokens than drafted tokens")
         if self.tokens != 1 + sum(self.emitted):
             raise ValueError(
                 f"tokens is {self.tokens}, but the prefill emits 1 token and the steps emit {sum(self.emitted)}"
@@ -117,7 +120,8 @@ class Counters(FileModel):
         accepted = sum(self.num_accepted_tokens_per_pos)
         if not accepted <= self.num_draft_tokens <= MAX_K * self.num_drafts:
             raise ValueError(
-                f"{self.num_drafts:g} drafts have {self.num_draft_tokens:g} tokens, of which {accepted:g} were accepted"
+                f"the counters contradict each other: {self.num_drafts:g} drafts with {self.num_draft_tokens:g} "
+                f"tokens, of which {accepted:g} were accepted"
             )
         return self
 
@@ -153,7 +157,8 @@ def count_acceptance(generations: list[Generation], k: int) -> AcceptanceMetrics
                 continue
             if not 0 <= accepted <= drafted <= k or not 1 <= emitted <= accepted + 1:
                 raise ValueError(
-                    f"steps with accepted > drafted, drafted > K = {k}, or emitted > accepted + 1"
+                    f"a step with {drafted} drafted, {accepted} accepted and {emitted} emitted tokens is impossible "
+                    f"at K = {k}"
                 )
             for i in range(accepted + 1):
                 reached[i] += 1

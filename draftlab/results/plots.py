@@ -115,7 +115,7 @@ def save_figure(path: Path, panels: Sequence[Panel]) -> None:
         UserError: The name of the file does not end in .svg or .png, or the file cannot be written.
     """
     if path.suffix not in (".svg", ".png"):
-        raise UserError(f"{path}: figures are written as .svg or .png")
+        raise UserError(f"{path} must end in .svg or .png, the formats of figures")
     figure = draw_panels(panels)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

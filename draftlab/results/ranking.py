@@ -146,7 +146,7 @@ def rank(scores: Sequence[Score]) -> list[Ranked]:
     if len(targets) > 1:
         raise UserError(
             f"the drafts have different targets, so they cannot be compared: {', '.join(targets)}; "
-            "name scores of one target"
+            "give only scores of the same target"
         )
     gains = [(score, score.best_k_speedup) for score in scores]
     gains.sort(key=lambda pair: (pair[0].output_differs, -pair[1].value))
@@ -227,10 +227,10 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
         if ranked.score.output_differs:
             lines.append(_discounted(ranked))
         elif ranked.doubt is not None:
-            lines.append(f"Cannot tell {name} from {fastest}: {ranked.doubt}.")
+            lines.append(f"Cannot tell whether {name} is slower than {fastest}: {ranked.doubt}.")
         elif ranked.significant is None:
             lines.append(
-                f"Cannot tell {name} from {fastest}: the test needs scores with several prompts."
+                f"Cannot tell whether {name} is slower than {fastest}: the test needs several prompts per score."
             )
         elif ranked.significant:
             lines.append(f"{name} is slower: {ratio} of the speed-up of {fastest}.")
@@ -277,7 +277,7 @@ def _first_line(ranked: Ranked) -> str:
         return f"Cannot tell which is fastest: {name} has {gain.as_speedup()} {at}, but {ranked.doubt}."
     if gain.high < 1:
         return (
-            f"Serve the target without a draft: with the best draft, {name}, it reaches {gain} of its own "
+            f"Serve the target without a draft: with {name}, the best draft, the target runs at {gain} of its own "
             f"speed {at}."
         )
     if gain.low <= 1:
@@ -358,13 +358,13 @@ def _facts(score: Score) -> dict[str, Any]:
 def _reasons(score: Score) -> Iterator[str]:
     conditions = score.conditions
     if score.output_differs:
-        texts = f"its output differs from the target's own ({score.equal_texts:.1%} of the texts are equal)"
+        texts = f"the output differs from the target's own ({score.equal_texts:.1%} of the texts are equal)"
         if conditions.dtype == "float32":
             yield f"{texts}: decoding was not lossless, so the speed-up does not count"
         else:
             yield (
-                f"{texts}: rounding in {conditions.dtype} may have decided ties differently, or there is a "
-                "bug; check with --dtype float32"
+                f"{texts}: rounding (dtype: {conditions.dtype}) may have decided ties differently, or there is a bug; "
+                "measure again in float32 (--dtype float32) to find out"
             )
     if score.distinct_4grams < LOOPING_4GRAMS:
         share = f"{score.distinct_4grams:.0%}"
@@ -383,12 +383,12 @@ def _reasons(score: Score) -> Iterator[str]:
             "gains less on other prompts; name unseen prompts by --prompt-file"
         )
     if conditions.prompts < FEW_PROMPTS:
-        yield f"{conditions.prompts} prompts are too few for a good interval; use {FEW_PROMPTS} or more"
+        yield f"{conditions.prompts} prompts are too few for a good interval; use {FEW_PROMPTS} prompts or more"
     for model in (score.target, score.draft):
         if model.via_transformers:
             yield f"transformers ran {model.name}, which is slower than draftlab's engine"
     if score.served:
-        yield "servers decoded, so times include transport, and TTFT and TPOT are unknown"
+        yield "servers decoded the texts, so times include the network, and TTFT and TPOT are unknown"
     if conditions.in_phases:
         yield "the servers ran one after the other, so a change of the machine between the runs looks like a speed-up"
     short = len({g.prompt for g in score.plain if g.tokens < 2})

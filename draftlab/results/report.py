@@ -48,9 +48,9 @@ WIDE = frozenset(
 )
 CAPTION = (
     "* Fastest. ~ No significant difference from the fastest draft. Each draft has its best K, chosen on other "
-    "prompts. speed-up: of whole requests (prefill and decoding) over the fastest plain decoding. relative to best: "
-    "divided by the fastest draft's speed-up. TPOT: speed-up of the tokens after the first. tok/s: tokens per second "
-    "of whole requests. Intervals: 95% bootstrap over prompts."
+    "prompts. speed-up: speed of whole requests (prefill and decoding), divided by that of the fastest plain decoding. "
+    "relative to best: speed-up divided by the fastest draft's speed-up. TPOT: speed-up of the tokens after the first. "
+    "tok/s: tokens per second of whole requests. Intervals: 95% bootstrap over prompts."
 )
 
 
@@ -117,7 +117,8 @@ def accuracy_table(scores: Sequence[Score]) -> Table | None:
         heads=("task", "metric", "model", "value", "standard\nerror", "items"),
         rows=sorted(rows, key=lambda row: (row[0], row[1])),
         title="Accuracy",
-        caption="Standard errors are lm-eval's. draftlab report tests drafts on the same items.",
+        caption="The standard errors are those of lm-eval. draftlab report tests whether two drafts differ on the same "
+        "items.",
     )
 
 
@@ -452,7 +453,7 @@ def _conditions_table(scores: Sequence[Score]) -> Table:
             for name, value in score.conditions.model_dump().items()
         }
         facts["output equals the target's own"] = identical[score.identical]
-        facts["speed-ups are over weights in"] = score.baseline_weights
+        facts["weights of the baseline (no draft)"] = score.baseline_weights
         facts["distinct 4-grams"] = f"{score.distinct_4grams:.2f}"
         facts |= score.versions
         for name, value in facts.items():

@@ -89,7 +89,7 @@ class Environment(FileModel):
         if self.counts_cpu_seconds(device, threads):
             return None
         if device == self.processor and (self.pressure or 0) > UNDER_PRESSURE:
-            return f"some thread waited for a free core {self.pressure:.0%} of the time"
+            return f"a thread waited for a free core {self.pressure:.0%} of the time"
         return None
 
 
@@ -195,7 +195,7 @@ class Conditions(FileModel):
     def precision(self) -> str:
         """Return text about the precision of target, draft and activations, and about mode, threads and batch size."""
         if self.mode == "served":
-            return "as the servers were started"
+            return "with the servers' own settings"
         draft = "no draft model" if self.draft_weights is None else f"{self.draft_weights} draft"
         threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
         return (
@@ -286,7 +286,9 @@ class Score(FileModel):
             if max(g.tokens for g in runs) <= 1:
                 raise ValueError("every text has one token, so no decoding was timed")
             if (least := min(g.request[1] for g in runs)) < LEAST_SECONDS:
-                raise ValueError(f"a request took {least:g} s")
+                raise ValueError(
+                    f"a request took {least:g} s, but the shortest possible time is {LEAST_SECONDS:g} s"
+                )
         if self.prompts and prompts[-1] >= len(self.prompts):
             raise ValueError(f"prompts has no entry for prompt {prompts[-1]}")
         for k in self.speculative:
@@ -660,7 +662,8 @@ class Score(FileModel):
         with_draft, alone = self.ttft_ms(k), self.ttft_ms(0)
         if with_draft is not None and alone is not None:
             said.append(
-                f"TTFT, the time to the first token: {with_draft.value:.3g} ms, {alone.value:.3g} ms without."
+                f"TTFT, the time to the first token: {with_draft.value:.3g} ms with the draft, {alone.value:.3g} ms "
+                "without."
             )
         said.append(
             f"{self.tokens_per_pass(k):.2f} tokens per target pass (break-even of "
@@ -676,7 +679,7 @@ class Score(FileModel):
 
 
 LIMITS = {
-    "draft": ("Drafting", "a faster draft would help most, above all one with fewer layers"),
+    "draft": ("Drafting", "a faster draft would help most, for example a draft with fewer layers"),
     "verify": ("Verification", "more accepted tokens would help most"),
     "host": ("Work on the host", "a faster engine would help most"),
 }

@@ -19,7 +19,7 @@ SHAPE_HEADS = (
     "heads",
     "ffn",
     "para-\nmeters",
-    "in\nblocks",
+    "in\nlayers",
     "embed-\ndings",
     "KV bytes\nper token",
     "MFLOP\nper token",
@@ -141,8 +141,8 @@ def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> Termi
         rows.append(cells + ([f"{latency_ms[name]:.3g}"] if latency_ms else []))
     table = terminal_table([*SHAPE_HEADS, *(["ms, pre-\ndicted"] if latency_ms else [])], rows)
     table.caption = Text(
-        "heads: query heads/KV heads. embeddings: part of the parameters in embedding, lm_head and last norm. KV "
-        "cache in bf16."
+        "heads: query heads/KV heads. embeddings: share of the parameters that are in the embedding, lm_head and last "
+        "norm. The KV cache is in bf16."
         + (" ms: time of a one-token pass, by the latency law." if latency_ms else "")
     )
     return table

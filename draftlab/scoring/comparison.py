@@ -259,12 +259,13 @@ class Comparison:
         for batch in self.batches:
             if (count := self.requests.prompts.requests) % batch:
                 raise UserError(
-                    f"--batch {batch}: {count} prompts do not fill batches of {batch}; choose a multiple of the batch "
-                    "size with --num-prompts"
+                    f"--batch {batch}: {count} requests do not fill batches of {batch}; choose a multiple of "
+                    f"{batch} with --num-prompts"
                 )
         if twice := [name for name in self.results if self.results.count(name) > 1]:
             raise UserError(
-                f"two results would have the name {twice[0]}; leave one out, or rename the draft"
+                f"two drafts or drafters have the name {twice[0]}; leave one of them out, or rename the directory of "
+                "a draft"
             )
         self._check_drafters()
         for path in self.draft_paths:
@@ -362,7 +363,7 @@ class Comparison:
             f"{name} drafts all tokens in one pass; for one pass per token, use --drafter model:draft={draft}"
         )
         if trained is not None and max(self.ks) > trained:
-            beyond = f"it drafts further tokens, up to K = {max(self.ks)}, without training"
+            beyond = f"the draft is untrained for the tokens after these, up to K = {max(self.ks)}"
             note(f"{name} was trained to draft {trained} tokens; {beyond}")
 
 
@@ -381,7 +382,7 @@ def with_rounded_drafts(comparison: Comparison) -> Iterator[Comparison]:
                 drafts[name].mkdir()
                 note(
                     f"{name}: the weights are rounded to {kind}, but the draft runs at the speed of draftlab's engine, "
-                    "not of llama.cpp"
+                    "not at that of llama.cpp"
                 )
                 write_fake_quantized(path, drafts[name], kind)
         yield replace(comparison, drafts=drafts)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # takes seconds to import
 # number of bootstrap samples for metrics whose standard error has no formula; lm-eval's 100,000 take minutes
 BOOTSTRAP_SAMPLES = 1000
 SERVED_CONTEXT = 2048  # lm-eval's default context, for servers that do not report a context
-LOCAL_DATA = "; missing data is downloaded from the hub, but a YAML task can name a local file (docs/measuring.md)"
+LOCAL_DATA = "; tasks download their data from the hub; for a local file, write a YAML task (docs/measuring.md)"
 UNSUPPORTED = ("unsafe_code", "doc_to_image", "doc_to_audio")
 
 log = logging.getLogger(__name__)
@@ -200,13 +200,15 @@ def load_tasks(
             if name not in files and name not in index.task_index:
                 near = did_you_mean(name, index.all_tasks).partition("; known")[0]
                 raise UserError(
-                    f"--tasks {name} is neither a task of lm-eval nor a YAML file{near}"
+                    f"--tasks {name} is neither a task of lm-eval nor a YAML file"
+                    f"{near or '; lm-eval ls tasks lists the tasks'}"
                 )
         scored = None
         for name, task in index.load(list(names))["tasks"].items():
             if any(task.get_config(key) for key in UNSUPPORTED):
                 raise UserError(
-                    f"--tasks {name} is not supported: it runs generated code, or needs images or sound"
+                    f"--tasks {name} is not supported: the task runs generated code, or needs images or sound; leave "
+                    "it out"
                 )
             if num_fewshot and task.get_config("num_fewshot") == 0:
                 raise UserError(
@@ -229,7 +231,9 @@ def load_tasks(
 def check_chat_template(directory: Path) -> None:
     """Check that the tokenizer in a directory has a chat template. Raises UserError: there is none."""
     if not checkpoint.load_tokenizer(directory).chat_template:
-        raise UserError(f"--apply-chat-template: the tokenizer of {directory} has no chat template")
+        raise UserError(
+            f"--apply-chat-template: the tokenizer of {directory} has no chat template; leave --apply-chat-template out"
+        )
 
 
 def _task_results(

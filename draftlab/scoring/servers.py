@@ -203,7 +203,8 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
     def answer(prompts: list[turns.Prompt], _: list[int]) -> list[list[int]]:
         if server is None:
             raise UserError(
-                f"the answers to earlier turns are missing in the folder {turns.FOLDER}; run score --server URL again"
+                f"the answers to earlier turns are missing in the folder {turns.FOLDER} of the workspace's runs; run "
+                "draftlab score --server URL again"
             )
         completions = server.generate([p.ids for p in prompts], requests.sampling)
         vocab = logits_of(comparison.tokenizer)
@@ -276,7 +277,7 @@ def check_alone(
     if not tokens - uncounted <= most <= tokens + len(runs) * (counters.k + 1):
         raise UserError(
             f"{url} counted {counters.num_drafts:.0f} steps, for {most:.0f} tokens, but {tokens} tokens arrived here, "
-            "so the server also answered other clients; run this again without other clients"
+            "so the server also answered other clients; repeat the command while nothing else uses the server"
         )
 
 
@@ -294,9 +295,9 @@ def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> N
         drafts = answers.counters is not None
         if drafts != (role == SPECULATIVE):
             wrong = (
-                "drafts, but must run the target alone; start it without a draft"
+                "drafts, but must run the target alone; start the server without a draft"
                 if drafts
-                else "drafts nothing, but must run the target with the draft; start it with a draft"
+                else "drafts nothing, but must run the target with the draft; start the server with a draft"
             )
             raise UserError(f"{OPTIONS[role]} {server.http.url} {wrong}")
     discarded = ServerAnswers()
@@ -341,7 +342,7 @@ def _check_same(comparison: ServedComparison) -> None:
         if before.get(name) != value:
             raise UserError(
                 f"--server: the stored answers have {name} = {before.get(name)!r}, but this command has "
-                f"{value!r}; use the same value, or score --server URL again"
+                f"{value!r}; use the same value, or run draftlab score --server URL again"
             )
     count = len(comparison.requests.prompts.rows)
     answered = sorted(run.prompt for run in stored.runs)
@@ -349,7 +350,7 @@ def _check_same(comparison: ServedComparison) -> None:
         [*range(count)] * comparison.requests.repeats
     ):
         raise UserError(
-            f"--server: the stored answers lack some of {count} prompts; score --server URL again"
+            f"--server: the stored answers lack some of {count} prompts; run draftlab score --server URL again"
         )
 
 
@@ -363,7 +364,7 @@ def _score(
     counters, server = answers.counters, comparison.servers[SPECULATIVE]
     if counters is None:
         raise UserError(
-            f"{server.http.url} drafted nothing for these prompts; start it with a draft"
+            f"{server.http.url} drafted nothing for these prompts; start the server with a draft"
         )
     cut = server.adapter.cuts_last_step
     check_alone(answers.runs, counters, server.http.url, cuts_last_step=cut)
@@ -404,7 +405,8 @@ def _draft_tasks(comparison: ServedComparison, draft: Model) -> list[TaskResult]
         return []
     if draft.sha256 is None:
         note(
-            f"--tasks: only the target is evaluated, because {draft.name} is not a checkpoint on this machine"
+            f"--tasks: only the target is evaluated, because {draft.name} is not a checkpoint on this machine; name "
+            "the draft's directory by --draft"
         )
         return []
     device = checkpoint.resolve_device("auto")

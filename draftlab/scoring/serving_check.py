@@ -92,7 +92,7 @@ class ServedDraft:
         if not prompts:
             raise UserError(
                 f"server, target and draft read at most {most} tokens, but no prompt leaves room for an answer of "
-                f"{TOKENS} tokens; name shorter prompts by --prompt-file"
+                f"{TOKENS} tokens; give shorter prompts with --prompt-file"
             )
         return prompts
 
@@ -141,23 +141,25 @@ class ServedDraft:
         if own == ids or (ids is None and len(own) == count):
             return ok(
                 about,
-                f"the {count} ids of a chat are the same there and here"
+                f"the server and this machine give the same {count} ids for a chat"
                 if ids
-                else f"a chat has {count} tokens there and here",
+                else f"a chat has {count} tokens on the server and here",
             )
-        text = f"a chat of one message has {count} ids there, but {len(own)} here"
+        text = f"a chat of one message has {count} ids on the server, but {len(own)} here"
         if ids is not None and len(ids) == len(own):
             at = next(i for i, (a, b) in enumerate(zip(ids, own, strict=True)) if a != b)
-            text = f"id number {at} of a chat is {ids[at]} there, but {own[at]} here"
+            text = f"id number {at} of a chat is {ids[at]} on the server, but {own[at]} here"
         return error(
-            about, text, f"serve with the template of {self.target}, or train with the server's"
+            about,
+            text,
+            f"serve with the chat template of {self.target}, or train with the server's template",
         )
 
     def _context(self) -> Iterator[Finding]:
         served, own = self.server.max_length, self.artifact.context
         if served is not None and served > own:
             text = f"the server reads {served:,} tokens, but the draft only {own:,}"
-            fix = "limit the server's context, or replay long prompts: beyond the draft's context, acceptance falls"
+            fix = f"limit the server's context to {own:,} tokens, because acceptance falls beyond the draft's context"
             yield warning("context", text, fix)
         elif served is not None:
             yield ok("context", f"the server reads {served:,} tokens, and the draft {own:,}")
@@ -207,7 +209,10 @@ class ServedDraft:
         gap = mean_difference(own, there)
         text = f"log-probabilities of the served tokens differ by {gap:.4f} nats from float32 here"
         if gap > TOLERANCE:
-            fix = f"rounding to 16 bits gives less than {TOLERANCE}; the target is quantised or has other weights"
+            fix = (
+                f"serve the same weights in 16 bits, whose rounding gives less than {TOLERANCE} nats: the served "
+                "target is quantised or has other weights"
+            )
             yield error("precision", text, fix)
         else:
             yield ok(
@@ -242,8 +247,8 @@ class ServedDraft:
             for a, b in zip(there.per_position_acceptance, by_position, strict=False)
         )
         text = (
-            f"{measured:.3f} tokens per target pass there, {here.value:.3f} here ({here.low:.3f} to {here.high:.3f}) "
-            f"at K = {texts.k}; acceptance by position, there / here: {positions}"
+            f"{measured:.3f} tokens per target pass on the server, {here.value:.3f} here ({here.low:.3f} to "
+            f"{here.high:.3f}) at K = {texts.k}; acceptance by position, server / here: {positions}"
         )
         if here.low <= measured <= here.high:
             yield ok("acceptance", text)
@@ -253,7 +258,7 @@ class ServedDraft:
             each = ", ".join(f"{name} {length.value:.3f}" for name, length in lengths.items())
             best, _ = max(lengths.items(), key=lambda each: each[1].value)
             text = f"the server's {measured:.3f} is nearest to a {method} draft ({each})"
-            fix = f"a {best} draft gains more; vLLM's setting for this is draft_sample_method"
+            fix = f"in vLLM, set draft_sample_method to {best}, with which more tokens are accepted"
             yield ok("rule", text) if best == method else warning("rule", text, fix)
 
 
@@ -311,10 +316,10 @@ def hint(there: Sequence[float], here: Sequence[float]) -> str:
     """
     if abs(there[0] - here[0]) > 0.1 * max(here[0], 0.1):
         return (
-            "the first drafted token differs already: the server has other layers, norms or weights than the draft, or "
-            "another precision; serve what draftlab export writes"
+            "the acceptance of the first drafted token differs already: the server has other layers, norms or "
+            "weights than the draft, or another precision; serve what draftlab export writes"
         )
     return (
-        "only later drafted tokens differ: check the hidden state that the head reads again (norm_output, "
-        "norm_before_residual), the window, and whether K is larger than the head was trained for"
+        "only the acceptance of later tokens differs: check the hidden state that the head reads again (norm_output, "
+        "norm_before_residual), the sliding window, and whether the head was trained for as many tokens as K"
     )

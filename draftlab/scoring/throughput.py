@@ -173,7 +173,7 @@ def measure_throughput(
 
     to_the_end = replace(sampling, stop_token_ids=())
     for arm in sorted(arms, key=lambda arm: -arm[1]) if target.replays_passes else []:
-        with note_if_slow(f"capturing graphs of {_arm_name(arm)}"):
+        with note_if_slow(f"capturing CUDA graphs of {_arm_name(arm)}"):
             for group in _first_of_each_length(
                 groups, prompts
             ):  # the longest texts first, because a longer cache replaces the memory of a shorter cache
@@ -196,7 +196,7 @@ def measure_throughput(
     if not any(run.steps for run in chain.from_iterable(runs_of[PLAIN].values())):
         raise UserError(
             f"the target answers all {len(prompts)} prompts with only the end-of-text token, so there is nothing "
-            "to time; use --chat auto with a chat model, or longer prompts"
+            "to time; use other prompts, for example with --prompt-file FILE"
         )
     tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
     for arm in arms:
@@ -227,7 +227,8 @@ def _warm_up(arms: list[Arm], decode_first: Callable[[Arm], Iterator[Step]]) -> 
             )
         if not steady:
             note(
-                f"the time of {_arm_name(arm)} still varies after the warm-up; other work may disturb this machine"
+                f"the time of {_arm_name(arm)} still varies after the warm-up; other programs may be running on this "
+                "machine"
             )
 
 

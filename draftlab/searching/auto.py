@@ -218,7 +218,7 @@ class AutoRun:
         other = ("ready", "score", "final", "export")
         minutes = sum(step.minutes for step in self.plan.steps if step.name not in other)
         if ceiling.may_gain:
-            self.notes.append(f"drafts were trained, too: {ceiling.text(minutes)}")
+            self.notes.append(f"new drafts were trained as well: {ceiling.text(minutes)}")
             return kinds
         self.left_out.update(dict.fromkeys(trained, ceiling.text(minutes)))
         return [kind for kind in kinds if kind not in trained]
@@ -332,7 +332,7 @@ class AutoRun:
         until = self.steps.seconds() + self._seconds_for("train")
         per_step = _tokens_per_step(draft)
         drafts, rounds = [draft], [self._replayed(draft, 0, k, 0.0)]
-        stopped = "no time was left for more"
+        stopped = "no time was left for another round"
         while True:
             left = until - self.steps.seconds()
             steps = int(min(rounds[-1].tokens, left * _pace(drafts[-1])) / per_step)

@@ -69,7 +69,7 @@ class Machine(FileModel, extra="ignore"):
     def describe(self) -> str:
         return (
             f"{self.device}, {self.cores} core{'s' * (self.cores > 1)}, {self.tflops:.3g} TFLOP/s and "
-            f"{self.gigabytes_per_second:.3g} GB/s in {self.dtype}, {self.training_tflops:.3g} TFLOP/s to train in "
+            f"{self.gigabytes_per_second:.3g} GB/s in {self.dtype}, {self.training_tflops:.3g} TFLOP/s for training in "
             f"{self.training_dtype}; {self.free_memory / 1e9:.3g} GB of memory and "
             f"{self.free_disk / 1e9:.3g} GB of disk free"
             + (
@@ -423,8 +423,8 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
         least = _least(costs, request, candidates, len(ready))
     if sum(least.values()) > 60 * minutes:
         raise UserError(
-            f"--minutes {minutes:g} is too short: even a comparison without any training takes "
-            f"{math.ceil(sum(least.values()) / 60)} minutes; give at least this number"
+            f"--minutes {minutes:g} is too short even for a comparison without any training; use "
+            f"--minutes {math.ceil(sum(least.values()) / 60)} or more"
         )
     seconds = seconds_of_steps(least, 60 * minutes)
     layers, widths, first_steps = (
@@ -480,7 +480,8 @@ def _unsuitable(request: Request) -> dict[str, str]:
         trained = [kind for kind in (*CUT, *HEADS) if kind in served_by(server)]
         more = LEAST_TRAINED - prompts.train
         return dict.fromkeys(
-            trained, f"there are too few prompts to train on; add {more} prompts to --prompts"
+            trained,
+            f"there are too few prompts to train on; add {more} prompts to the file of --prompts",
         )
     vocab = checkpoint.vocab_size(target)
     try:
@@ -505,7 +506,8 @@ def _refused(artifact: Artifact, server: str | None) -> str:
     """Return the reason why a server cannot run a draft or head, or "" if it can. The files need not exist yet."""
     if server is None:
         return ""
-    return "; ".join(finding.text for finding in refusals(artifact, SERVERS.get(server, "--for")))
+    findings = refusals(artifact, SERVERS.get(server, "--for"))
+    return "; ".join(f"{server} {finding.text}" for finding in findings)
 
 
 def ready_drafts(names: Sequence[str], target: Path, weights: bool) -> list[ReadyDraft]:

@@ -97,8 +97,8 @@ def find_prompts(
     choose, measure = (-(-count // together) * together for count in (CHOOSE, MEASURE))
     prompts = PromptSplit(about="", rows=[], data=None, choose=choose, measure=measure)
     if file is not None:
-        least = {"to choose by": choose, "to measure with": measure}
-        least |= {"or more to train on": LEAST_TRAINED} if trains else {}
+        least = {"to choose the draft": choose, "to measure its speed-up": measure}
+        least |= {"or more to train drafts": LEAST_TRAINED} if trains else {}
         return replace(
             prompts, about=file.name, rows=_of_file(file, target, least, batched=together > 1)
         )
@@ -141,7 +141,8 @@ def _of_file(
     if len(rows) < needed:
         uses = ", ".join(f"{count} {use}" for use, count in least.items())
         raise UserError(
-            f"--prompts: {file} has {len(rows)} different prompts, but auto needs {needed} or more: {uses}"
+            f"--prompts: {file} has {len(rows)} different prompts, but auto needs {needed} or more: {uses}; add "
+            f"{needed - len(rows)} prompts"
         )
     return rows
 

@@ -178,7 +178,7 @@ def remaining_rejections(before: Rung | None, rejections: dict[str, float]) -> f
 
 def read_search(path: Path) -> Search:
     """Read search.json from a file or directory. Raises UserError: the file is missing, or not of this version."""
-    return read_model(Search, path, FILE, "; draftlab search writes one")
+    return read_model(Search, path, FILE, "; draftlab search writes this file")
 
 
 def write_search(search: Search, folder: Path) -> None:

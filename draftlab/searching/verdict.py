@@ -117,7 +117,7 @@ class TrainingRounds(FileModel):
     def line(self) -> str:
         """Return the rounds as one line of text."""
         lengths = ", ".join(
-            f"{each.length:.2f} after {each.tokens:,.0f} tokens" for each in self.rounds
+            f"{each.length:.2f} after {each.tokens:,.0f} training tokens" for each in self.rounds
         )
         return f"tokens per pass at K = {self.k}: {lengths}; training ended because {self.stopped}"
 
@@ -178,7 +178,7 @@ class Verdict(FileModel, extra="ignore"):
         ran = f"; whole requests, {self.precision}" if self.precision else ""
         lines = [
             f"{self.head()}: {self.reason}.",
-            f"measured: {'; '.join(gains)}, on other prompts{ran}",
+            f"measured: {'; '.join(gains)}, on prompts that were not used for the choice{ran}",
         ]
         lines += [f"what would help: {text}" for text in self.would_change]
         if self.training is not None:
@@ -244,14 +244,14 @@ class Ceiling:
     def text(self, minutes: float) -> str:
         """Return the comparison as a sentence for the user. minutes: Planned minutes of the training."""
         sentence = (
-            f"the cheapest draft that can be made, with the acceptance of {self.name} or of {REACHED} per token, would "
-            f"reach {self.speedup:.2f}x"
+            f"the cheapest draft that can be made would reach {self.speedup:.2f}x with the acceptance rate of "
+            f"{self.name}, or with a rate of {REACHED} if that is higher"
         )
-        best = f"{self.best.label} has {self.best.at_fewest.as_speedup()}"
+        best = f"{self.best.label} already reaches {self.best.at_fewest.as_speedup()}"
         if not self.may_gain:
             return f"{sentence}, but {best}"
         hours = minutes / 60 / (1 - self.best.speedup / self.speedup)
-        return f"{sentence}, {best}, and {hours:.2g} hours of decoding would pay the training back"
+        return f"{sentence}; {best}; {hours:.2g} hours of decoding would save as much time as the training takes"
 
 
 def training_ceiling(arms: Sequence[Arm], scores: Scores, relative: Mapping[str, float]) -> Ceiling:
@@ -300,12 +300,13 @@ def would_change(
         if trained.tokens_per_pass < needed:
             changes.append(
                 f"{trained.label} gives {trained.tokens_per_pass:.2f} tokens per target pass at K = {trained.k}, "
-                f"but needs {needed:.2f} to break even after the first token; drafting takes {share:.0%} of that time"
+                f"but needs {needed:.2f} to break even in TPOT; drafting takes {share:.0%} of the time after the first "
+                "token"
             )
     if any("--minutes" in reason for reason in left_out.values()):
         changes.append("more --minutes, because some candidates were not tried")
     return changes or [
-        "prompts whose answers repeat parts of the prompt, or a larger target, for which a draft costs relatively less"
+        "prompts whose answers repeat parts of the prompt, or a larger target, compared with which a draft costs less"
     ]
 
 
@@ -320,13 +321,16 @@ def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
         best = max(speedups.values(), key=lambda gain: gain.value)
         return False, f"the fastest candidate has no significant gain: {best.as_speedup()}"
     if losses and geometric_mean(gain.value for gain in speedups.values()) <= 1:
-        return False, f"it is faster at {streams(gains)}, but loses more at {streams(losses)}"
+        return (
+            False,
+            f"the fastest candidate gains at {streams(gains)}, but loses more at {streams(losses)}",
+        )
     if len(speedups) == 1:
         (gain,) = speedups.values()
         return True, f"whole requests run at {gain.as_speedup()} the speed of the target alone"
     reason = f"whole requests are faster than with the target alone at {streams(gains)}"
     if losses:
-        reason += f"; at {streams(losses)} they are slower, so serve without a draft then"
+        reason += f"; at {streams(losses)} they are slower, so serve the target alone there"
     return True, reason
 
 
@@ -488,8 +492,8 @@ def _candidates(verdict: Verdict) -> Table:
     return Table.of(
         rows,
         title="Candidates",
-        caption="Each candidate at its best K, on the prompts by which K was chosen. On other prompts the chosen "
-        "candidate looks less good.",
+        caption="Each candidate at its best K, on the prompts by which K was chosen. On other prompts the speed-up of "
+        "the chosen candidate is usually lower.",
         best=labels.index(verdict.choice) if verdict.use and not verdict.doubt else None,
     )
 
@@ -501,7 +505,7 @@ def _tables(verdict: Verdict, plan: Plan, seconds: Callable[[str], float]) -> li
         title="The choice on other prompts",
         heads=["concurrent requests", "speed-up of whole requests (95% interval over prompts)"],
         rows=[[str(n), gain.as_speedup()] for n, gain in verdict.speedups.items()],
-        caption="Tokens per second of whole requests, prefill included, divided by those of the target alone, on "
+        caption="Tokens per second of whole requests (prefill included), divided by those of the target alone, on "
         f"prompts that were not used for the choice.{ran}",
     )
     steps = Table(

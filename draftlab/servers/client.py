@@ -157,7 +157,9 @@ class HttpClient:
     def _accepted(self, path: str, answer: httpx.Response) -> httpx.Response:
         if answer.status_code != 200:
             reason = one_line(answer.text) or answer.reason_phrase
-            raise UserError(f"{self.url}{path} refused ({answer.status_code}): {reason}")
+            raise UserError(
+                f"{self.url}{path} refused the request ({answer.status_code}): {reason}"
+            )
         return answer
 
 
@@ -370,7 +372,7 @@ class Server:
             scored = self.adapter.prompt_logprobs(ids, answer, k)
             if len(scored.logprobs) != len(ids) - 1:
                 raise ValueError(
-                    f"{len(scored.logprobs)} log-probabilities for {len(ids) - 1} tokens"
+                    f"the answer has {len(scored.logprobs)} log-probabilities for {len(ids) - 1} tokens"
                 )
             _check_lists(scored, k)
         self.check_logprobs(scored)
@@ -460,12 +462,14 @@ def _kind_of(owner: object) -> tuple[str, ServerKind]:
 def _check_count(ids: list[int], reason: Any, sampling: SamplingParams) -> None:
     count, most = len(ids), sampling.max_tokens
     if count > most or (count < most and (reason != "stop" or sampling.ignore_eos)):
-        raise ValueError(f"{count} tokens instead of {most}, and the finish reason is {reason}")
+        raise ValueError(
+            f"the answer has {count} tokens instead of {most}, and the finish reason {reason}"
+        )
 
 
 def _check_lists(answer: PromptLogprobs, k: int) -> None:
     if k and len(answer.top_ids) < len(answer.logprobs):
-        raise ValueError(f"no lists of the {k} top tokens")
+        raise ValueError(f"the answer lacks lists of the {k} most probable tokens")
 
 
 def _read_key(file: Path | None) -> str | None:
@@ -474,5 +478,7 @@ def _read_key(file: Path | None) -> str | None:
     with reading(file):
         key = file.read_text("ascii").strip()
     if not key.isprintable() or not key:
-        raise UserError(f"{file} must have the API key as one line of printable ASCII characters")
+        raise UserError(
+            f"{file} must contain only the API key, as one line of printable ASCII characters"
+        )
     return key

@@ -46,7 +46,7 @@ class PromptLogprobs(BaseModel):
     def _is_whole(self) -> Self:
         if len(self.top_ids) not in (0, len(self.logprobs)):
             raise ValueError(
-                f"{len(self.logprobs)} tokens with {len(self.top_ids)} lists of top tokens"
+                f"{len(self.logprobs)} tokens have {len(self.top_ids)} lists of most probable tokens"
             )
         if [*map(len, self.top_ids)] != [*map(len, self.top_logprobs)]:
             raise ValueError("top_ids and top_logprobs differ in length")
@@ -64,7 +64,7 @@ class ServedCompletion(PromptLogprobs):
     @model_validator(mode="after")
     def _has_a_logprob_for_each_token(self) -> Self:
         if len(self.ids) != len(self.logprobs):
-            raise ValueError(f"{len(self.ids)} tokens with {len(self.logprobs)} log-probabilities")
+            raise ValueError(f"{len(self.ids)} tokens have {len(self.logprobs)} log-probabilities")
         return self
 
     def as_json(self) -> str:
@@ -75,7 +75,7 @@ class ServedCompletion(PromptLogprobs):
 def check_same_ids(ids: list[int], scored: list[int]) -> None:
     """Check that log-probabilities are those of the tokens `ids`. Raises ValueError if not."""
     if ids != scored:
-        raise ValueError("the log-probabilities are those of other tokens")
+        raise ValueError("the log-probabilities belong to other tokens than those that were sent")
 
 
 def top_k(entries: Iterable[tuple[int, float]], k: int) -> TopLogprobs:
@@ -88,7 +88,9 @@ def top_k(entries: Iterable[tuple[int, float]], k: int) -> TopLogprobs:
     """
     top = sorted(dict(entries).items(), key=lambda entry: -entry[1])[:k]
     if len(top) < k:
-        raise ValueError(f"{len(top)} different top tokens instead of {k}")
+        raise ValueError(
+            f"a list has {len(top)} different tokens instead of the {k} most probable tokens"
+        )
     return [i for i, _ in top], [value for _, value in top]
 
 
@@ -361,13 +363,15 @@ class ServerKind:
         vocab, targets = artifact.vocab, artifact.target_vocab
         if artifact.difference() is None:
             if abs(vocab - targets) > self.vocab_slack:
-                allowed = f" up to a difference of {self.vocab_slack}" if self.vocab_slack else ""
+                allowed = f", or differ by at most {self.vocab_slack}" if self.vocab_slack else ""
                 text = (
-                    f"the draft has {vocab:,} logits and the target {targets:,}, but the numbers must be "
-                    f"equal{allowed}"
+                    f"needs numbers of logits that are equal{allowed}, but the draft has {vocab:,} and the target "
+                    f"{targets:,}"
                 )
                 yield error(
-                    self.name, text, f"draftlab export --to {self.name} --target {artifact.target}"
+                    self.name,
+                    text,
+                    f"draftlab export {artifact.path} --to {self.name} --target {artifact.target}",
                 )
             return
         transplant = f"mergekit-tokensurgeon {artifact.path} {artifact.target} OUT"
@@ -376,8 +380,8 @@ class ServerKind:
         else:
             alike = f"{artifact.spelled_alike()} of the target's tokens also exist in the draft"
             text = f"can translate between the two vocabularies: {self.translates}; {alike}"
-            own = f"draftlab export {artifact.path} --to {self.name} --use-heterogeneous-vocab"
-            yield warning(self.name, text, f"{own}, or {transplant}")
+            own = f"draftlab export {artifact.path} --target {artifact.target} --to {self.name}"
+            yield warning(self.name, text, f"{own} --use-heterogeneous-vocab, or {transplant}")
 
     # starting
 
@@ -459,12 +463,12 @@ def shell_script(launch: Launch, lines: Sequence[str]) -> tuple[str, str]:
 
 
 def check_head_dim(
-    name: str, size: int, supported: Sequence[int], fix: str, build: str = "it"
+    name: str, size: int, supported: Sequence[int], fix: str, build: str
 ) -> Iterator[Finding]:
     if size not in supported:
         yield warning(
             name,
-            f"the draft has head_dim {size}, but {build} supports only {', '.join(map(str, supported))}",
+            f"supports only head_dim {', '.join(map(str, supported))} {build}, but the draft has head_dim {size}",
             fix,
         )
 

@@ -117,7 +117,7 @@ class LlamaCpp(ServerKind):
                 "# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0"
             )
         lines = [
-            f"# {ABOVE_ZERO}: there is nothing to set",
+            f"# {ABOVE_ZERO}; there is no option for it",
             *lines,
             SCRIPT_DIRECTORY,
             target_file,
@@ -172,7 +172,7 @@ class LlamaCpp(ServerKind):
     ) -> dict[str, Any]:
         if sampling.stop_token_ids:
             raise UserError(
-                "llama.cpp's server stops only at its model's own eos; leave stop_token_ids out"
+                "llama.cpp's server stops only at the end-of-text token of its model; leave stop_token_ids out"
             )
         return {
             "prompt": prompt,

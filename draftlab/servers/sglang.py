@@ -54,7 +54,7 @@ class SGLang(ServerKind):
         else:
             fix = "start the server with --attention-backend triton"
             yield from check_head_dim(
-                self.name, artifact.shape.head_dim, FLASHINFER_HEADS, fix, "flashinfer"
+                self.name, artifact.shape.head_dim, FLASHINFER_HEADS, fix, "with flashinfer"
             )
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:

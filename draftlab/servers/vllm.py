@@ -82,9 +82,7 @@ class VLLM(ServerKind):
             return
         if shape.head_dim % 8 or shape.head_dim > max(CPU_HEADS):
             fits = f"multiples of 8 up to {max(CPU_HEADS)}"
-            text = (
-                f"the draft has head_dim {shape.head_dim}, but its attention supports only {fits}"
-            )
+            text = f"supports only a head_dim among the {fits}, but the draft has head_dim {shape.head_dim}"
             yield error(
                 self.name,
                 text,
@@ -92,7 +90,7 @@ class VLLM(ServerKind):
             )
         else:
             yield from check_head_dim(
-                self.name, shape.head_dim, CPU_HEADS, "run it on a GPU", "its CPU build"
+                self.name, shape.head_dim, CPU_HEADS, "run vLLM on a GPU", "on CPUs"
             )
         if artifact.config.get("model_type") == "qwen2" and shape.sizes["q"] != shape.hidden:
             widths = " or ".join(map(str, multiples_near(shape.hidden, shape.head_dim)))
@@ -100,7 +98,7 @@ class VLLM(ServerKind):
                 f"needs width = heads x head_dim in a Qwen2, but {shape.heads} x {shape.head_dim} is not "
                 f"{shape.hidden}"
             )
-            fix = f"prune to --width {widths} with --shape FILE, whose heads are width / head_dim"
+            fix = f"prune with --shape FILE, in which hidden is {widths} and heads is hidden / head_dim"
             yield error(self.name, text, fix)
         devices = [n for n in (1, 2, 4, 8) if _splits(shape, n)]
         if devices != [1, 2, 4, 8]:
@@ -123,7 +121,7 @@ class VLLM(ServerKind):
 
     def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         yield from check_head_dim(
-            self.name, head.head_dim, CPU_HEADS, "run it on a GPU", "its CPU build"
+            self.name, head.head_dim, CPU_HEADS, "run vLLM on a GPU", "on CPUs"
         )
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
@@ -138,7 +136,7 @@ class VLLM(ServerKind):
             yield error(
                 self.name,
                 f"reads the layers from eagle_config in config.json, but finds {layers or 'none'} there",
-                export,
+                f"{export} writes the layers there",
             )
 
     def script(self, launch: Launch) -> tuple[str, str]:

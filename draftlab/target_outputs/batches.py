@@ -70,7 +70,7 @@ class StoredBatches:
         if temperature not in manifest.temperatures:
             raise UserError(
                 f"{directory} supports distillation only at the temperatures {list(manifest.temperatures)}, not at "
-                f"{temperature}; use one of these"
+                f"{temperature}; set --temperature to one of these"
             )
         self.manifest, self.batch_size, self.temperature = manifest, batch_size, temperature
         longest = 0

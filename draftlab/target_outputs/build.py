@@ -45,9 +45,9 @@ class _Line(ServedCompletion):
     @model_validator(mode="after")
     def _has_a_list_for_each_token(self) -> "_Line":
         if len(self.top_ids) < len(self.ids) or not all(self.top_ids):
-            raise ValueError("a token has no top_ids")
+            raise ValueError("a token of ids has no list in top_ids, or an empty list")
         if "finish_reason" in self.model_fields_set:
-            raise ValueError("finish_reason is unknown")
+            raise ValueError("finish_reason is not a key of a server log; remove it")
         return self
 
     def completion(self) -> ServedCompletion:
@@ -93,11 +93,11 @@ class ServerLog:
         if empty:
             note(
                 f"{path}: {empty} lines are left out, because they have no generated tokens, or a prompt of more than "
-                f"{seq_len} tokens"
+                f"{seq_len} tokens (--seq-len)"
             )
         if len(starts) < 2:
             raise UserError(
-                f"{path} has {len(starts)} usable lines, but needs two or more, because one is held out; add lines"
+                f"{path} has {len(starts)} usable lines, but needs 2 or more, because at least 1 is held out; add lines"
             )
         if shortest[0] < top_logprobs:
             note(
@@ -267,7 +267,7 @@ class TargetAnswers:
         if self.use == "distill" and self.prompts.requests < LEAST_PROMPTS:
             few = f"{self.prompts.source}: {self.prompts.requests} prompts are too few"
             raise UserError(
-                f"{few} to distil on, because some of them are held out; give {LEAST_PROMPTS} prompts or more"
+                f"{few} to distil on, because some prompts are held out; give {LEAST_PROMPTS} prompts or more"
             )
 
     def write(self, out: Path, target: Target, k: int) -> Manifest:

@@ -261,9 +261,13 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
     """
     sampling = _target_sampling(store)
     if not spec.replays:
-        raise UserError(f"--drafter {spec.text} cannot be replayed; measure it with draftlab score")
+        raise UserError(
+            f"--drafter {spec.text} cannot be replayed; measure the drafter with draftlab score"
+        )
     if spec.reads_data:
-        raise UserError(f"--drafter {spec.text}: add data=SOURCE or outputs=STORE")
+        raise UserError(
+            f"--drafter {spec.text} has no corpus in a replay; add data=SOURCE or outputs=STORE"
+        )
     fits = sampling.temperature == 0 or store.manifest.logprobs == "sampled"
     fits = fits or (store.manifest.logprobs == "raw" and sampling.unmodified)
     if (
@@ -274,7 +278,7 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
         raise UserError(
             f"{store.directory} was sampled at {sampling.describe()}, but has no log-probabilities of that "
             "distribution, which --rule rejection needs; use --rule match, or build the outputs again at "
-            "temperature 1 without top-k, top-p and min-p"
+            "--temperature 1, without top_k, top_p and min_p"
         )
     drafts = spec.paths(None, models_only=True)
     size = (
@@ -287,7 +291,8 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
         if largest >= size:
             named = drafts[0] if drafts else drafting.target
             raise UserError(
-                f"text {text.number} of {store.directory} has the token id {largest}, but {named} has only {size} ids"
+                f"text {text.number} of {store.directory} has the token id {largest}, but {named} has only {size} "
+                "ids; use outputs with the same vocabulary"
             )
     return size
 
@@ -421,12 +426,12 @@ def _target_sampling(store: StoredOutputs) -> SamplingParams:
     """Return how the target sampled. Raises UserError: the target did not write the texts, or this is unknown."""
     if store.manifest.text == "data":
         raise UserError(
-            f"{store.directory} has text that the target only read, but a replay needs text that the target wrote; "
+            f"{store.directory} has text that the target did not write, but a replay needs text that the target wrote; "
             "build outputs with draftlab outputs build --use replay"
         )
     if store.manifest.sampling is None:
         raise UserError(
             f"{store.directory} was made from a server's log, which does not tell how the target sampled; build "
-            "outputs with --use replay"
+            "outputs with draftlab outputs build --use replay"
         )
     return store.manifest.sampling

@@ -430,14 +430,17 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
         manifest.prompt_tokens
         and (np.diff(arrays["prompt_offsets"]) != manifest.prompt_tokens).any()
     ):
-        raise ValueError(f"a prompt does not have {manifest.prompt_tokens} tokens")
+        raise ValueError(
+            f"a prompt does not have {manifest.prompt_tokens} tokens, the prompt_tokens in {MANIFEST}"
+        )
     if manifest.sampling is not None:
         ends = zip(np.diff(arrays["offsets"]).tolist(), arrays["stopped"].tolist(), strict=True)
         if not all(
             manifest.sampling.allows(n, "stop" if stopped else "length") for n, stopped in ends
         ):
             raise ValueError(
-                "a text is longer than max_tokens, or is shorter although it did not stop"
+                f"a text is longer than max_tokens ({manifest.sampling.max_tokens}), or is shorter although it did "
+                "not stop"
             )
     limits = {"prompt_ids": manifest.vocab, "ids": manifest.vocab, "top_ids": manifest.vocab}
     for name, limit in (limits | {"category": len(manifest.categories), "stopped": 2}).items():
@@ -454,8 +457,8 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
             )
     if arrays["number"].min() < 0 or len(np.unique(arrays["number"])) < n:
         raise ValueError(
-            f"the array number has the lowest value {arrays['number'].min()}, or a value twice; the numbers of "
-            "prompts must differ, and must not be negative"
+            "the array number must have different values from 0 on, but its lowest value is "
+            f"{arrays['number'].min()}, or it has a value twice"
         )
     if manifest.top_logprobs:
         # sum p^(1/t) lies between 1 (one token is certain) and V^(1 - 1/t) (all tokens are equally probable)
@@ -490,8 +493,8 @@ def _check_alignment(arrays: Mapping[str, np.ndarray]) -> None:
     )
     if not matches.all():
         raise ValueError(
-            f"{np.count_nonzero(~matches)} of {len(matches)} tokens have other log-probabilities than in the lists "
-            "at their positions; the outputs are shifted, or belong to another text or tokenizer"
+            f"{np.count_nonzero(~matches)} of {len(matches)} tokens have log-probabilities that differ from the "
+            "lists at their positions; the outputs are shifted, or belong to another text or tokenizer"
         )
 
 

@@ -286,7 +286,7 @@ class ServedTarget:
             yield
         except ValueError as error:
             raise UserError(
-                f"{self.server.http.url} returned contradicting values: {error}"
+                f"{self.server.http.url} returned values that contradict each other: {error}"
             ) from None
 
 
@@ -461,7 +461,8 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
     check_tokenizer(manifest, target.directory)
     if not manifest.top_logprobs:
         raise UserError(
-            f"the checksums of {directory} are right, but it has no top log-probabilities to compare"
+            f"the checksums of {directory} are right, but these outputs have no top log-probabilities to compare "
+            "with the target's; build outputs with --top-logprobs 64"
         )
     order = np.random.default_rng(seed).permutation(len(store.outputs))[:SEQUENCES]
     differences, same = [np.empty(0, np.float32)], [np.empty(0, bool)]

@@ -61,7 +61,7 @@ def test_a_step_cut_by_the_end_counts_and_is_named():
 
 
 def test_contradictions_are_refused():
-    with pytest.raises(ValueError, match="accepted > drafted"):
+    with pytest.raises(ValueError, match="3 accepted|more accepted"):
         count_acceptance([generation(drafted=[2], accepted=[3])], 4)
 
 
@@ -135,7 +135,7 @@ def test_a_stall_in_one_repeat_is_not_the_drafts():
 def test_generations_that_do_not_add_up_are_refused():
     with pytest.raises(ValueError, match="tokens is 9, but"):
         Generation.model_validate(generation(0, [3], [3]).model_dump() | {"tokens": 9})
-    with pytest.raises(ValueError, match="one entry per step"):
+    with pytest.raises(ValueError, match="same length"):
         Generation.model_validate(generation(0, [3], [3]).model_dump() | {"drafted": [3, 3]})
 
 
@@ -155,7 +155,7 @@ def test_a_score_that_no_report_could_show_is_refused(changes):
     runs = [generation(i, [0], [0]).model_dump() for i in range(2)]
     if "prompts" in changes:
         whole |= {"plain": runs, "speculative": {2: runs}}
-    with pytest.raises(ValueError, match=r"prompt 1|1000|drafted > K"):
+    with pytest.raises(ValueError, match=r"prompt 1|1000|impossible at K"):
         Score.model_validate(base | whole | changes)
 
 

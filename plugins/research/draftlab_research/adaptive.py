@@ -64,7 +64,8 @@ class AdaptiveSpec(DraftModelSpec, OutputsSpec):
         target, most = context.own_engine(self, context.target), max(context.ks)
         if target.replays_passes:
             raise UserError(
-                f"--drafter {self.text} may end a draft after any token, which CUDA graphs cannot; use --mode eager"
+                f"--drafter {self.text} may end a draft after any token, which CUDA graphs do not allow; use "
+                "--mode eager"
             )
         model = None if self.heads else context.load_draft(self.text, self.draft)
         inner: Stoppable = (
@@ -73,7 +74,9 @@ class AdaptiveSpec(DraftModelSpec, OutputsSpec):
             else ModelDrafter(model, context.vocab)
         )
         prompts = [prompt.tolist() for prompt, _ in calibration_texts(context, self.outputs)]
-        note(f"{self.text}: decoding {len(prompts)} prompts to calibrate when to draft")
+        note(
+            f"{self.text}: decoding {len(prompts)} prompts to learn when to copy and when to draft"
+        )
         steps, draft_ms = recorded(context, inner, prompts, most, self.prompt_lookup_max)
         verify_ms = pass_ms(context, {"target": target}, range(1, most + 2))["target"]
         policy = learn(steps, verify_ms, draft_ms)

@@ -39,7 +39,7 @@ def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
     k = len(heads) if config.k is None else config.k
     if k > len(heads):
         raise UserError(
-            f"--k {k}: {config.heads} has {len(heads)} heads, which draft at most {len(heads)} tokens; lower --k"
+            f"--k {k}: {config.heads} has only {len(heads)} heads, one for each drafted token; lower --k"
         )
     shared_head = weights[
         "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"

@@ -32,7 +32,9 @@ class LayerSkipSpec(OutputsSpec):
     @model_validator(mode="after")
     def _ascending(self) -> Self:
         if self.layers != sorted(set(self.layers)):
-            raise ValueError("layers must be in ascending order, without repeats")
+            raise ValueError(
+                f"layers must be in ascending order, without repeats, but are {self.layers}"
+            )
         if self.layers and self.outputs:
             raise ValueError("give layers or outputs, not both")
         return self
@@ -45,7 +47,8 @@ class LayerSkipSpec(OutputsSpec):
         super().check(run)
         if run.layers is not None and max(self.layers, default=0) >= run.layers:
             raise UserError(
-                f"--drafter {self.text}: the target has only the layers 0 to {run.layers - 1}"
+                f"--drafter {self.text}: there is no layer {max(self.layers)}; the target has the layers 0 to "
+                f"{run.layers - 1}"
             )
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
@@ -91,7 +94,8 @@ class LayerSkipSpec(OutputsSpec):
         )
         best = max(sets, key=lambda candidate: candidate.speedup)
         note(
-            f"{self.text}: keeps {len(best.layers)} of {layers} layers, layers={'+'.join(map(str, best.layers))}; "
+            f"{self.text}: the draft keeps {len(best.layers)} of {layers} layers, "
+            f"layers={'+'.join(map(str, best.layers))}; "
             f"predicted {best.tokens_per_pass:.2f} tokens per target pass at K = {best.k}, speed-up {best.speedup:.2f}"
         )
         return list(best.layers)

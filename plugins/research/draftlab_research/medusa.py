@@ -63,7 +63,10 @@ class MedusaSpec(WidthsSpec):
         heads = read(Path(self.heads), context.target_path)
         most = len(heads)
         if len(self.widths) > most:
-            raise UserError(f"--drafter {self.text}: {most} heads draft at most {most} levels")
+            raise UserError(
+                f"--drafter {self.text}: {most} heads draft at most {most} levels, but widths has "
+                f"{len(self.widths)}; give fewer widths"
+            )
         ks = [k for k in context.ks if k <= most]
         if not ks and not self.widths:
             raise UserError(

@@ -54,7 +54,8 @@ class PaperTrace:
         for number, text in enumerate(texts, 1):
             if text.max() >= vocab:
                 raise UserError(
-                    f"{file}: text {number} has the id {text.max()}, but the tokenizer has only {vocab} ids"
+                    f"{file}: text {number} has the id {text.max()}, but the tokenizer has only {vocab} ids; give the "
+                    "target's tokenizer with --tokenizer"
                 )
         whole = all(
             text[: len(p.ids)].tolist() == p.ids for text, p in zip(texts, prompts, strict=True)

@@ -100,7 +100,7 @@ class Policy:
         copies = _copies(self, steps) > 0
         drafts = self.drafted_tokens(steps.confidence)[~copies]
         share, length = float(copies.mean()), float(drafts.mean()) if len(drafts) else 0.0
-        text = f"copies in {share:.0%} of the calibrated steps"
+        text = f"copies from the text in {share:.0%} of the calibration steps"
         text += (
             f", drafts {length:.1f} tokens on average in the other steps"
             if self.draft_gain > 0

@@ -54,8 +54,8 @@ def parents_of(
     parents, speed = fastest_tree(share, step_ms, RANKS, nodes, depth)
     gain, shares = speed * ms["target"][0], ", ".join(f"{share((rank,)):.2f}" for rank in range(3))
     note(
-        f"{spec.text}: {len(parents)} tokens with parents {', '.join(map(str, parents))} (0: the text); predicted "
-        f"speed-up {gain:.2f}; share of target tokens that the draft ranks 1, 2 and 3: {shares}"
+        f"{spec.text}: {len(parents)} tokens with parents {', '.join(map(str, parents))} (0: the end of the text); "
+        f"predicted speed-up {gain:.2f}; share of target tokens that the draft ranks 1, 2 and 3: {shares}"
     )
     return parents
 

@@ -37,7 +37,8 @@ class WidthsSpec(DrafterSpec):
         tokens = sum(math.prod(self.widths[: i + 1]) for i in range(len(self.widths)))
         if min(self.widths, default=1) < 1 or tokens > MAX_TREE_TOKENS:
             raise ValueError(
-                f"widths must be numbers of 1 or more that give at most {MAX_TREE_TOKENS} tokens"
+                f"widths must be numbers of 1 or more that give a tree of at most {MAX_TREE_TOKENS} tokens, but are "
+                f"{self.widths}"
             )
         return self
 
@@ -104,7 +105,8 @@ class DynamicTreeSpec(WidthsSpec):
         most = self.topk + (self.depth - 1) * self.topk**2
         if self.nodes is None or self.nodes > most:
             raise ValueError(
-                f"nodes: with topk {self.topk} and depth {self.depth} a tree has at most {most} tokens; lower nodes"
+                f"nodes: give a number up to {most}, the largest number of tokens with topk {self.topk} and depth "
+                f"{self.depth}"
             )
         return self
 
@@ -143,7 +145,7 @@ class ParallelTreeSpec(SearchedTreeSpec, ParallelSpec):
     @model_validator(mode="after")
     def _has_a_size(self) -> Self:
         if not self.widths and not self.nodes:
-            raise ValueError("give widths, or nodes (the largest number of tokens of the tree)")
+            raise ValueError("give widths, or nodes (the largest number of tokens in the tree)")
         return self
 
     def build(self, context: "DrafterContext") -> "DrafterRun":

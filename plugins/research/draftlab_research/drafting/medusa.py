@@ -127,7 +127,7 @@ def read(folder: Path, target: Path) -> Tensor:
         weights = load_file(folder / WEIGHTS)
     if manifest.target != provenance.fingerprint(target):
         raise UserError(
-            f"{folder} has heads for another target than {target}; use the target that they were trained for"
+            f"{folder} has heads for another target than {target}; use the target for which the heads were trained"
         )
     shapes = [(manifest.hidden, manifest.hidden)] * manifest.heads
     names = [f"{number:02d}" for number in range(1, manifest.heads + 1)]

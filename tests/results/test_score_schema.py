@@ -61,7 +61,7 @@ def test_a_step_cut_by_the_end_counts_and_is_named():
 
 
 def test_contradictions_are_refused():
-    with pytest.raises(ValueError, match="3 accepted|more accepted"):
+    with pytest.raises(ValueError, match=r"3 accepted|more accepted"):
         count_acceptance([generation(drafted=[2], accepted=[3])], 4)
 
 

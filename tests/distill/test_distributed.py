@@ -135,7 +135,7 @@ def test_the_commands_write_once_and_what_one_process_writes(family_dirs, tmp_pa
     )
     masked = (
         f"prune --method masks --source {source} {same} --layers 3 --width 48 --seq-len 32 "
-        "--calibration-tokens 256 --lr 1e-4"
+        "--refit layers --calibration-tokens 256 --lr 1e-4"
     )
     for words in (distilled, masked):
         made = {}

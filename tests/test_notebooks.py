@@ -1,5 +1,8 @@
 """Notebooks run from top to bottom, and no cell of them fails."""
 
+import ast
+import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,17 @@ def test_there_are_five():
         "parallel_drafts",
     ]
     assert [file.stem for file in NOTEBOOKS] == names
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_imports_names_that_exist(file):
+    cells = [cell["source"] for cell in json.loads(file.read_text())["cells"]]
+    lines = [line for cell in cells for line in cell if line.startswith("from draftlab")]
+    assert lines
+    for node in ast.parse("".join(f"{line.rstrip()}\n" for line in lines)).body:
+        assert isinstance(node, ast.ImportFrom)
+        module = importlib.import_module(str(node.module))
+        assert all(hasattr(module, alias.name) for alias in node.names)
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ class DSparkSpec(BlockSpec):
             and not self.model().check(Path(self.heads), run.target).confidence
         ):
             raise UserError(
-                f"--drafter {self.text}: the DSpark head has no confidence head; leave least_confidence out"
+                f"--drafter {self.text}: this DSpark head does not predict confidences; leave least_confidence out"
             )
 
     def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":

@@ -87,7 +87,7 @@ class EagleHeadSpec(HeadSpec):
     """
 
     format = "EAGLE-3"
-    remedy = "; train a head with distill --student eagle"
+    remedy = "; train a head with draftlab distill --student eagle"
 
     @staticmethod
     def model() -> Any:
@@ -158,7 +158,7 @@ class EagleSpec(EagleHeadSpec, GateSpec):
         if self.prompt_lookup_max is None and (
             idle := sorted(self.model_fields_set & {"min_match", "draft_tokens"})
         ):
-            raise ValueError(f"{', '.join(idle)}: works only together with prompt_lookup_max")
+            raise ValueError(f"{', '.join(idle)}: needs prompt_lookup_max=N")
         return self
 
     def build(self, context: "DrafterContext") -> "DrafterRun":

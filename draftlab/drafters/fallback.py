@@ -31,7 +31,7 @@ class GateSpec(DrafterSpec):
     @model_validator(mode="after")
     def _has_a_length_for_each_kind(self) -> Self:
         if len(self.min_match) != MATCH_KINDS or min(self.min_match) < 1:
-            raise ValueError(f"min_match: needs {MATCH_KINDS} numbers of 1 or more, such as 3x1x5")
+            raise ValueError(f"min_match: want {MATCH_KINDS} numbers of 1 or more, such as 3x1x5")
         return self
 
     def after_lookup(self, longest: int, drafter: "Drafter", vocab: int) -> "Drafter":

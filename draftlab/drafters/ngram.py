@@ -60,7 +60,9 @@ class NgramSpec(OutputsSpec):
     @model_validator(mode="after")
     def _has_one_corpus(self) -> Self:
         if self.outputs and self.data:
-            raise ValueError("use data or outputs, but not both")
+            raise ValueError(
+                "data and outputs both name the corpus; leave one of these options out"
+            )
         return self
 
     @property
@@ -72,9 +74,10 @@ class NgramSpec(OutputsSpec):
         from draftlab.engine.drafters.ngram import contexts_fit
 
         if not contexts_fit(run.vocab, self.order):
-            contexts = f"contexts of {self.order - 1} tokens from {run.vocab} ids"
+            contexts = f"{self.order - 1} tokens of a vocabulary of {run.vocab:,} ids"
             raise UserError(
-                f"--drafter {self.text}: {contexts} do not fit into 64 bits; use a smaller order"
+                f"--drafter {self.text}: order={self.order} is too large, because {contexts} do not fit into 64 bits; "
+                "use a smaller order"
             )
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
@@ -97,8 +100,8 @@ class NgramSpec(OutputsSpec):
         corpus = self._answers() if self.outputs else context.corpus(source, self.tokens)
         if len(corpus) < self.order:
             raise UserError(
-                f"--drafter {self.text}: {len(corpus)} tokens of {source} are too few for {self.order}-grams; "
-                "use more text"
+                f"--drafter {self.text}: {source} has only {len(corpus)} tokens, too few for {self.order}-grams; use "
+                "more text or a smaller order"
             )
         return NgramModel(corpus, checkpoint.vocab_size(context.target_path), self.order)
 

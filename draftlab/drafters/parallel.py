@@ -53,7 +53,8 @@ class ParallelSpec(DraftModelSpec):
         trained, model = trained_offsets(hub.locate(self.draft)), replay.load_draft(self.draft)
         if trained is not None and replay.most > trained:
             note(
-                f"{self.draft} was trained to draft {trained} tokens, but the largest --k is {replay.most}"
+                f"{self.draft} was trained to draft {trained} tokens in one pass, but the largest --k is "
+                f"{replay.most}; fewer of the later tokens will be accepted"
             )
         token = mask_token(model)
         return score_offsets(

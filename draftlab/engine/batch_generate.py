@@ -158,8 +158,8 @@ def check_context(prompt_tokens: int, max_tokens: int, context: int) -> None:
     """Raise UserError if a prompt of `prompt_tokens` tokens and max_tokens new tokens exceed the context."""
     if prompt_tokens + max_tokens > context:
         raise UserError(
-            f"a prompt of {prompt_tokens} tokens with {max_tokens} new tokens exceeds the target's "
-            f"context of {context} tokens; shorten prompts or lower --max-new-tokens"
+            f"a prompt of {prompt_tokens} tokens and {max_tokens} new tokens exceed the target's context of {context} "
+            "tokens; use shorter prompts or a smaller --max-new-tokens"
         )
 
 

@@ -366,7 +366,9 @@ def _verify_sampled_chains(
         ValueError: the draft is a token tree.
     """
     if draft is not None and draft.parents is not None:
-        raise ValueError("the draft is a token tree, but no rule that verifies trees was set")
+        raise ValueError(
+            "--rule rejection verifies only chains, but this draft is a token tree; use --rule match"
+        )
     ids = uniform.new_empty((len(p), 0), dtype=torch.long) if draft is None else draft.ids
     q = F.one_hot(ids, p.shape[-1]).to(p) if draft is None or draft.q is None else draft.q
     width = ids.shape[1]

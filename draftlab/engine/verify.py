@@ -34,8 +34,8 @@ def check_logits(logits: Tensor, model: str) -> None:
     if not math.isfinite(float(logits.max())):
         dtype = str(logits.dtype).removeprefix("torch.")
         raise UserError(
-            f"{model} computes NaN or infinite logits in {dtype}: its weights are damaged, or its values overflow in "
-            f"{dtype}; try --dtype float32"
+            f"{model} computes NaN or infinite logits in {dtype}, because weights are damaged or values overflow; try "
+            "--dtype float32, or download the checkpoint again"
         )
 
 
@@ -253,7 +253,9 @@ def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
     """
     n = len(tokens.ids)
     if list(tokens.parents) != list(range(n)):
-        raise ValueError("the rule block verifies only chains, but this draft is a token tree")
+        raise ValueError(
+            "--rule block verifies only chains, but this draft is a token tree; use --rule match"
+        )
     q = [tokens.drawn_from(i, p) for i in range(n)]
     accept = [torch.ones((), dtype=p.dtype, device=p.device)]
     for i, token in enumerate(tokens.ids):

@@ -255,7 +255,7 @@ class DraftModel:
             yield warning(
                 "vocabulary",
                 text,
-                f"draftlab export --to hf --target {self.target} resizes the draft",
+                f"draftlab export {self.path} --to hf --target {self.target} resizes the draft",
             )
         if (ids := read_head_ids(self.path, self.vocab)) is not None:
             text = (
@@ -269,13 +269,13 @@ class DraftModel:
         if own != targets:
             has = "another chat template than" if own else "no chat template, unlike"
             text = (
-                f"the draft has {has} the target; servers use the target's template, which the draft may not have "
-                "been trained on"
+                f"the draft has {has} the target; servers use the target's template, on which the draft may not be "
+                "trained"
             )
             yield warning(
                 "chat template",
                 text,
-                "distil on chats: draftlab distill --text target, or on your traffic",
+                "train the draft on chats: draftlab distill --text target --prompt-file FILE.jsonl",
             )
 
     def _context(self) -> Iterator[Finding]:
@@ -301,7 +301,7 @@ class DraftModel:
             broken = str(failure)
         dtype = checkpoint.dtype_name(checkpoint.stored_dtype(self.path))
         if broken:
-            yield error("weights", broken, "train the draft again from its last good checkpoint")
+            yield error("weights", broken, "download or train the draft again")
         elif dtype == "float32":
             fix = "draftlab export --to hf --dtype bfloat16 halves the size"
             yield warning("weights", "stored in float32, but servers compute in 16 bits", fix)
@@ -324,7 +324,7 @@ class DraftModel:
             common_vocabulary(self.path, self.target)
         elif self.difference() is None:
             raise UserError(
-                f"--use-heterogeneous-vocab: {self.path} has the target's vocabulary; leave it out"
+                f"--use-heterogeneous-vocab: leave it out, because {self.path} has the target's vocabulary"
             )
         elif form.server is not None:
             _refuse(self, form.server, form.server.check_vocabulary(self))
@@ -460,7 +460,11 @@ class PublishedHead:
                 f"the head was trained for {self.context:,} tokens, but the target reads up to {context:,}; on longer "
                 "texts the head drafts worse"
             )
-            yield warning("context", text, "train the head with a longer --seq-len")
+            yield warning(
+                "context",
+                text,
+                f"serve at most {self.context:,} tokens, or train the head on longer texts (--seq-len)",
+            )
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
         target: Any = modes.load(self.target, torch.float32, device)
@@ -600,8 +604,8 @@ def open_artifact(path: Path, target: Path, weights: bool = True) -> Exportable:
         return artifact
     kind, servers = hub.head_kind(path), " and ".join(sorted(artifact.served_by or ()))
     raise UserError(
-        f"{path} is a {kind} head, which needs no export, because {servers} can load it as it is; measure it with "
-        f"draftlab score --drafter {kind}:heads={path}"
+        f"{path} is a {kind} head, which {servers} can load without an export; measure the head with draftlab score "
+        f"--drafter {kind}:heads={path}"
     )
 
 

@@ -128,8 +128,8 @@ def history(draft: Path) -> tuple[list[str], tuple[float, float] | None]:
         return _commands(draft), _heldout(draft)
     except UserError:
         note(
-            f"the card does not list the commands that made {draft}, because their records are of another version of "
-            "draftlab"
+            f"the model card does not list the commands that made {draft}, because another version of draftlab "
+            "recorded them"
         )
         return [], None
 

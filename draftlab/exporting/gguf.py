@@ -84,7 +84,8 @@ class Written:
         lines, tokenizer = [], self.tokenizer
         if self.unquantized:
             lines.append(
-                f"{len(self.unquantized)} matrices stay f16, because their rows cannot be divided into blocks"
+                f"{len(self.unquantized)} matrices stay f16, because the row length is not a multiple of the type's "
+                "block size"
             )
         if tokenizer.match < 1:
             lines.append(
@@ -114,7 +115,8 @@ def architecture(directory: Path) -> Architecture:
     model_type = str(config.get("model_type"))
     if model_type not in ARCHITECTURES:
         raise UserError(
-            f"{directory} is a {model_type} model, but GGUF export supports only {', '.join(ARCHITECTURES)}"
+            f"{directory} is a {model_type} model, but draftlab writes GGUF files only of {', '.join(ARCHITECTURES)}; "
+            "convert the model with llama.cpp's convert_hf_to_gguf.py"
         )
     if config.get("hidden_act") != "silu":
         raise UserError(

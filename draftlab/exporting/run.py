@@ -119,7 +119,8 @@ def export(
             (work / script[0]).write_text(script[1])
             if artifact.in_parallel and not form.server.parallel:
                 lines.append(
-                    f"{form.to} cannot draft in parallel, so this draft needs one pass for each drafted token"
+                    f"--to {form.to}: {form.server.name} cannot draft several tokens in one pass, so this draft makes "
+                    "one pass for each drafted token"
                 )
             lines.append(
                 f"serve with: {'sh' if script[0].endswith('.sh') else 'python'} {output.out / script[0]}"
@@ -268,8 +269,8 @@ def advice(scores: Sequence[Score], draft: Path) -> str:
     gain = scores[0].best_k_speedup
     if scores[0].doubt is not None:
         return (
-            f"the score of {draft.name} does not show whether it helps; measure it again on a machine without "
-            "other work"
+            f"the score of {draft.name} does not show whether the draft makes the target faster; run draftlab score "
+            "again on a machine without other work"
         )
     return (
         f"do not serve {draft.name}: with it the target runs at {gain.as_speedup()} of its speed without a draft"

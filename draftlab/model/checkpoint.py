@@ -196,8 +196,8 @@ def _check_code(directory: Path, config: Mapping[str, object]) -> None:
 
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING and not trusts_remote_code():
-        own = "add --trust-remote-code to run the checkpoint's own code"
-        remedy = own if "auto_map" in config else "update transformers"
+        own = "add --trust-remote-code to run the Python code in the checkpoint"
+        remedy = own if "auto_map" in config else "run pip install --upgrade transformers"
         raise UserError(
             f"{directory}: transformers has no model_type {one_line(kind, 80)!r}; {remedy}"
         )
@@ -291,7 +291,8 @@ def _fitting_shape(
         # a Qwen2 has biases whatever attention_bias is
         if config.get(key) is (not has) and (not has or config["model_type"] == "llama"):
             raise UserError(
-                f"{directory}: config.json has {key} {config[key]}, but the weights have {'' if has else 'no '}biases"
+                f"{directory}: config.json has {key} {str(not has).lower()}, but the weights have "
+                f"{'' if has else 'no '}biases; set {key} to {str(has).lower()} in config.json"
             )
     return shape
 
@@ -302,7 +303,8 @@ def _check_size(
     """Raise UserError if the size of a tensor differs from `expected`, the size that follows from config.json."""
     if size != expected:
         raise UserError(
-            f"{directory}: {name} has the size {size}, but by config.json it must be {expected}"
+            f"{directory}: the tensor {name} has the size {size}, but config.json requires {expected}; download or "
+            "export the checkpoint again"
         ) from None
 
 
@@ -348,8 +350,8 @@ def llama_config(
         or shape.qkv_bias != shape.o_bias
     ):
         raise UserError(
-            "a new model must be a LLaMA; use a shape without q/k norms, whose q, k, v and o all have "
-            "biases or all have none"
+            "a new model must be a LLaMA, but this shape has norms or biases that LLaMA lacks; use a shape without q/k "
+            "norms, in which q, k, v and o all have biases or all have none"
         )
     base: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
@@ -381,7 +383,7 @@ def resolve_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"this machine cannot use the device {name!r}: {str(error).splitlines()[0]}"
+            f"this machine cannot use the device {name!r} ({str(error).splitlines()[0]}); use --device auto"
         ) from None
     return device
 
@@ -456,7 +458,8 @@ def load_any_files(
         names = sorted(key for key in map(str, info[f"{kind}_keys"]) if not BUFFERS.search(key))
         if names:
             raise UserError(
-                f"the weights of {directory} do not fit its config.json: {kind} tensor {names[0]}"
+                f"the weights of {directory} do not fit the config.json beside them: {kind} tensor {names[0]}; "
+                "download the checkpoint again"
             )
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:  # meta parameters are offloaded to disk
@@ -498,7 +501,7 @@ def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
         where = "CPUs" if stored == torch.float16 else "this CPU, which has no AVX-512"
         name = hub.checkpoint_name(directory)
         note(
-            f"{name} is stored in {dtype_name(stored)}, which is slow on {where}, so it is computed in float32"
+            f"{name} is stored in {dtype_name(stored)}, which is slow on {where}, so it runs in float32"
         )
     return computed
 
@@ -663,7 +666,8 @@ def check_weight(tensor: Tensor, name: str, directory: Path) -> None:
     """Raise UserError if a tensor has no floating-point dtype, or has NaN or infinite values."""
     if tensor.dtype not in STORED.values():
         raise UserError(
-            f"{directory}: {name} is stored as {dtype_name(tensor.dtype)}, but weights need a floating-point dtype"
+            f"{directory}: {name} is stored as {dtype_name(tensor.dtype)}, but weights need float16, bfloat16, float32 "
+            "or float64; use another checkpoint"
         )
     check_finite(tensor, name, directory)
 

@@ -164,8 +164,8 @@ class DFlash:
         length = capacity + self.config.block_size
         if length > self.config.context:
             raise UserError(
-                f"{length} tokens exceed the context of the DFlash head, {self.config.context}; use shorter "
-                "prompts or fewer new tokens"
+                f"a text of {length} tokens exceeds the DFlash head's context of {self.config.context} tokens; use "
+                "shorter prompts or a smaller --max-new-tokens"
             )
 
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
@@ -372,7 +372,8 @@ def parse_shape(
     config.check_target(str(folder), TargetSizes.of(target), config.hidden)
     if config.mask_token_id >= config.vocab:
         raise UserError(
-            f"{folder}: mask_token_id is {config.mask_token_id}, but the vocabulary has only {config.vocab} ids"
+            f"{folder}: mask_token_id is {config.mask_token_id}, but the vocabulary has only the ids 0 to "
+            f"{config.vocab - 1}"
         )
     return config, layer
 
@@ -426,7 +427,7 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
         value = own.get(name, layer.get(name))
         if value not in computed:
             raise UserError(
-                f"{folder} is a DFlash head with {name} {value!r}, which draftlab does not support"
+                f"{folder} is a DFlash head with {name} {value!r}, which draftlab does not support; use another head"
             )
     slides = own.get("use_swa", False)
     kinds = (

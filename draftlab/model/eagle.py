@@ -83,7 +83,7 @@ class TargetSizes:
         """
         if self.layers < 4:
             raise UserError(
-                f"{self.name} has {self.layers} layers, but an EAGLE-3 head needs a target with at least four"
+                f"{self.name} has {self.layers} layers, but an EAGLE-3 head needs a target with at least 4 layers"
             )
         return (
             (2, self.layers // 2, self.layers - 3)
@@ -157,14 +157,21 @@ class HeadSizes(FileModel):
         if self.draft_vocab < self.vocab:
             needed |= {name: known[name] for name in ("d2t", "lm_head.weight")}
         for name in sorted(needed.keys() - sizes.keys()):
-            purpose = f", which its {self.draft_vocab} draft ids need" if name == "d2t" else ""
-            raise UserError(f"{folder} has no tensor {name}{purpose}")
+            purpose = (
+                f", which maps the {self.draft_vocab} draft ids to target ids"
+                if name == "d2t"
+                else ""
+            )
+            raise UserError(
+                f"{folder} has no tensor {name}{purpose}; download or train the head again"
+            )
         for name in sorted(sizes.keys() - known.keys()):
             raise UserError(f"{folder} has the tensor {name}, which is not part of {kind}")
         for name, size in sizes.items():
             if size != known[name]:
                 raise UserError(
-                    f"{folder}: {name} has the size {size}, but by config.json it must be {known[name]}"
+                    f"{folder}: the tensor {name} has the size {size}, but config.json requires {known[name]}; "
+                    "download or train the head again"
                 )
 
     def check_target(self, name: str, target: TargetSizes, hidden: int) -> None:
@@ -175,12 +182,14 @@ class HeadSizes(FileModel):
         ):
             if own != expected:
                 raise UserError(
-                    f"{name} is a head for another target: it has {what} {own}, but {target.name} has {expected}"
+                    f"{name} is a head for another target than {target.name}: the head has {what} {own}, but the "
+                    f"target has {expected}; name the head's own target with --target"
                 )
         if not 0 <= min(self.layer_ids) <= max(self.layer_ids) <= target.layers:
             read = ", ".join(map(str, self.layer_ids))
             raise UserError(
-                f"{name} reads the layers {read}, but {target.name} has only {target.layers} layers"
+                f"{name} reads the target's layers {read}, but {target.name} has only {target.layers} layers; use "
+                f"layer_ids from 0 to {target.layers}, or the head's own target"
             )
 
 
@@ -216,20 +225,24 @@ class HeadShape(HeadSizes):
     def _fits_together(self) -> Self:
         if self.draft_vocab > self.vocab:
             raise ValueError(
-                f"the draft vocabulary has {self.draft_vocab} ids, but the target's has only {self.vocab}; use a "
-                "smaller --vocab"
+                f"the draft vocabulary (--vocab or draft_vocab_size) has {self.draft_vocab} ids, but must have at most "
+                f"{self.vocab}, as the target's"
             )
         if self.hidden % self.heads or self.heads % self.kv_heads:
             numbers = f"{self.heads} heads, {self.kv_heads} kv_heads, hidden size {self.hidden}"
             raise ValueError(
-                f"{numbers}: in a LLaMA configuration kv_heads must divide heads, and heads must divide hidden size"
+                f"{numbers}: in a LLaMA configuration, kv_heads must divide heads, and heads must divide the hidden "
+                "size"
             )
         if list(self.layer_ids) != sorted(set(self.layer_ids)):
             raise ValueError(
-                f"layer_ids {list(self.layer_ids)} must ascend, each id once, because servers read the layers in order"
+                f"layer_ids are {list(self.layer_ids)}, but servers read the layers in order; list each id once, in "
+                "ascending order"
             )
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError("a head cannot have both norm_before_fc and fc_norm; choose one")
+            raise ValueError(
+                "a head cannot have both norm_before_fc and fc_norm; leave one of these options out"
+            )
         return self
 
     @property
@@ -475,16 +488,18 @@ def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -
     """
     if offsets.is_floating_point():
         raise UserError(
-            f"{folder}: d2t is stored as {offsets.dtype}, but must have an integer dtype"
+            f"{folder}: the tensor d2t is stored as {offsets.dtype}, but must have an integer dtype"
         )
     ids = torch.arange(len(offsets)) + offsets.long()
     if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise UserError(
-            f"{folder}: d2t must map each draft id to a different target id, from 0 to {vocab - 1}"
+            f"{folder}: the tensor d2t must map each draft id to a different target id, from 0 to {vocab - 1}; "
+            "download or train the head again"
         )
     if known is not None and not torch.equal(known.bool().nonzero().squeeze(1), ids.sort().values):
         raise UserError(
-            f"{folder}: t2d and d2t disagree about which ids of the target the head predicts"
+            f"{folder}: the tensors t2d and d2t name different target ids as the ids that the head predicts; download "
+            "or train the head again"
         )
     return ids
 
@@ -543,7 +558,7 @@ def _target_embedding(target: Path, config: HeadShape) -> Tensor:
         if sized and name.endswith(("embed_tokens.weight", "wte.weight")):
             return weights[name]
     raise UserError(
-        f"{target} has no embed_tokens.weight, which a head in speculators' layout needs; use --to vllm"
+        f"{target} has no embed_tokens.weight, which a head in the layout of speculators needs; use --to vllm"
     )
 
 
@@ -638,7 +653,8 @@ def _from_json(
         odd.append(f"{SLIDING} and no sliding_window")
     if odd:
         raise UserError(
-            f"{folder} is a head of kind {shape.kind} with {one_line(odd[0], 80)}, which draftlab does not support"
+            f"{folder} is a head of kind {shape.kind} with {one_line(odd[0], 80)}, which draftlab does not support; "
+            "use another head"
         )
     llama = layer_config(LlamaConfig, content)
     # counted from 0, as in SGLang
@@ -678,8 +694,8 @@ def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedd
     config.check_target(name, target, config.target_hidden)
     if not own_embedding and config.hidden != target.hidden:
         raise UserError(
-            f"{name} has no embed_tokens, and its hidden size {config.hidden} differs from {target.hidden}, the hidden "
-            f"size of {target.name}"
+            f"{name} has no embed_tokens, and cannot use the embedding of {target.name}, because the hidden size is "
+            f"{config.hidden} in the head, but {target.hidden} in the target; use another head"
         )
 
 
@@ -687,7 +703,7 @@ def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the sizes of a head's tensors by their names in speculators. Raises UserError: there are no weights."""
     if not (folder / WEIGHTS).exists():
         pickled = (
-            " (only a .bin file of torch.save, which draftlab does not read)"
+            ", only a .bin file of torch.save, which draftlab does not read; use a head with safetensors"
             if any(folder.glob("*.bin"))
             else ""
         )

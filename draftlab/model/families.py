@@ -97,13 +97,13 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
     if not shapes:
         reach = "; ".join(_reach(source, layers, budget) for layers in depths)
         raise UserError(
-            f"no depth meets the budget of {_amount(budget)}, within a relative difference of {TOLERANCE:.3g}; "
-            f"possible costs: {reach}"
+            f"no number of layers in --layers meets the budget of {_amount(budget)} to within {TOLERANCE:.0%}; "
+            f"possible amounts: {reach}"
         )
     left_out = [layers for layers, shape in zip(depths, candidates, strict=True) if shape is None]
     if left_out:
         note(
-            f"depths (numbers of layers) that cannot meet the budget of {_amount(budget)} are left out: "
+            f"numbers of layers left out, because they cannot meet the budget of {_amount(budget)}: "
             f"{', '.join(map(str, left_out))}"
         )
     return shapes
@@ -140,14 +140,14 @@ def presets(folder: Path) -> dict[str, Shape]:
             are not those of its shape.
     """
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder} of shape files")
+        raise UserError(f"{folder} is not a folder; name a folder of shape files")
     shapes = {path.stem: read_shape_file(path) for path in sorted(folder.glob("*.yaml"))}
     for name, shape in shapes.items():
         sizes = re.search(r"\d+x\d+", name)
         if sizes and sizes.group() != shape_name(shape):
             raise UserError(
-                f"{folder / name}.yaml has the sizes {shape_name(shape)}, which contradict its name; rename or "
-                "correct the file"
+                f"{folder / name}.yaml has a shape of {shape_name(shape)}, but the file name says {sizes.group()}; "
+                "rename or correct the file"
             )
     return shapes
 
@@ -225,7 +225,7 @@ def requested_shape(
         named = file.stem, read_shape_file(file)
     elif all(n is None for n in numbers):
         raise UserError(
-            "the draft's size is missing; set it by --layers 12 --width 2560, --params 1.3b, or --shape FILE"
+            "the draft's size is missing; add, for example, --layers 12 --width 2560, --params 1.3b or --shape FILE"
         )
     elif layers is not None and hidden is not None and ffn is None and params is None:
         named = matching_preset(source, layers, hidden, shipped("widths"))

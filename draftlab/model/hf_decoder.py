@@ -225,7 +225,8 @@ class HFDecoder(Decoder):
         except ValueError:
             kind = type(self.model).__name__
             raise UserError(
-                f"the cache of {kind} cannot be rolled back, so the model can be neither target nor draft"
+                f"the cache of {kind} cannot drop rejected tokens, so the model can be neither target nor draft; use "
+                "another model"
             ) from None
         return HFCache(past, capacity, [0] * rows)
 
@@ -255,15 +256,12 @@ class HFDecoder(Decoder):
             cache.drop_unread()
         except RuntimeError as error:
             raise UserError(
-                f"the cache of {type(self.model).__name__} cannot be rolled back: {error}"
+                f"the cache of {type(self.model).__name__} cannot drop rejected tokens: {error}"
             ) from error
         if tree is None and cache.table is None:
             return self._run(ids, cache, last)
         if not self.masked:
-            text = (
-                f"{type(self.model).__name__} can compute neither token trees nor texts of different lengths in "
-                "one batch"
-            )
+            text = f"{type(self.model).__name__} runs neither token trees nor batches of texts of different lengths"
             raise UserError(
                 f"{text}, because its attention accepts no custom mask; use --batch 1 and a drafter "
                 "without token trees"
@@ -436,6 +434,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UserError(
-        f"{type(model).__name__} has no ModuleList of its {count} layers, so draftlab cannot read the states that an "
-        "EAGLE-3 head needs"
+        f"{type(model).__name__} keeps its {count} layers in no ModuleList, so draftlab cannot read the hidden states "
+        "that an EAGLE-3 head needs; use a draft model instead of a head"
     )

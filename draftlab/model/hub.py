@@ -76,14 +76,16 @@ def locate(name: str | Path, weights: bool = True) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
             refuse_other_layout(path)
-            raise UserError(f"{path} is not a checkpoint, because it has no config.json")
+            raise UserError(
+                f"{path} is not a checkpoint, because it has no config.json; name a Hugging Face directory"
+            )
         check_causal(path)
         if weights:
             weight_files(path)
         return path
     if path.is_file():
         refuse_other_layout(path)
-        raise UserError(f"{path} is a file, but a checkpoint is a directory")
+        raise UserError(f"{path} is a file; name a directory with config.json and safetensors")
     if not _is_hub_name(str(name)):
         raise UserError(
             f"no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}"
@@ -125,7 +127,9 @@ def import_source(name: str) -> Layout:
         path = _fetch(repo, revision, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"], ["*/*"])
     layout = other_layout(path) if path.exists() else None
     if layout is None:
-        raise UserError(f"{path} cannot be imported: it is none of: {', '.join(NOUNS.values())}")
+        raise UserError(
+            f"{path} cannot be imported; draftlab import reads: {', '.join(NOUNS.values())}"
+        )
     return layout
 
 
@@ -169,8 +173,8 @@ def known_head(name: str | Path) -> str | None:
     kind = head_kind(name)
     if kind == "mtp":
         raise UserError(
-            f"{name} is an MTP head, which draftlab does not support; serve it with vLLM (method mtp), and measure it "
-            "there with score --server and --speculative-server"
+            f"{name} is an MTP head, which draftlab does not support; serve the head with vLLM (method mtp), and run "
+            "draftlab score --server URL --speculative-server URL"
         )
     if kind not in (None, *HEADS):
         raise UserError(
@@ -186,7 +190,9 @@ def check_head(name: str | Path, kind: str) -> None:
         instead = (
             f"a head of kind {found}; use --drafter {found}:heads={name}" if found else "no head"
         )
-        raise UserError(f"{name} is not a head of kind {kind}; its config.json describes {instead}")
+        raise UserError(
+            f"{name} is not a head of kind {kind}, because config.json describes {instead}"
+        )
 
 
 def check_data(mixture: str) -> str:
@@ -201,8 +207,7 @@ def check_data(mixture: str) -> str:
     reason = offline_reason() if on_hub else None
     if reason:
         raise UserError(
-            f"data {on_hub[0]!r}: the hub cannot be reached ({reason}); use local text: --data with a "
-            "file, a folder, or stdlib"
+            f"data {on_hub[0]!r}: the hub cannot be reached ({reason}); use a local file or folder, or --data stdlib"
         )
     return mixture
 
@@ -349,8 +354,9 @@ def _fetch(
         reason = f"the repository is gated: request access at {constants.ENDPOINT}/{repo}, then run hf auth login"
     except errors.LocalEntryNotFoundError as error:
         reason = (
-            f"the hub cannot be reached ({offline or one_line(error.__cause__ or error, 160)}), and its cache on this "
-            "disk lacks files; use a directory, or start with draftlab init --preset tiny"
+            f"the hub cannot be reached ({offline or one_line(error.__cause__ or error, 160)}), and "
+            f"{constants.HF_HUB_CACHE} lacks files of {repo}; name a local directory, or start with draftlab init "
+            "--preset tiny"
         )
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {one_line(error, 160)}"
@@ -396,7 +402,7 @@ def check_whole(name: str, weights: bool) -> None:
 def _refuse_head(name: str) -> None:
     if kind := known_head(name):
         raise UserError(
-            f"{name} has only a head for a target, not a complete model; use draftlab score --drafter "
+            f"{name} is a head, not a complete model; measure the head with draftlab score --drafter "
             f"{kind}:heads={name}"
         )
 

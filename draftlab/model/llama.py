@@ -445,7 +445,7 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
         )
     if config.get("hidden_act") != "silu":
         raise OtherArchitecture(
-            f"{directory} has activation {config.get('hidden_act')!r}, but draftlab's engine computes only silu"
+            f"{directory} has the activation {config.get('hidden_act')!r}, but draftlab's engine runs only silu"
         )
     with reading(f"{directory}/config.json cannot be used"):
         full = checkpoint.auto_config(directory)
@@ -537,7 +537,7 @@ def rotary(config: Any, head_dim: int, directory: Path) -> tuple[Tensor, float]:
         return 1.0 / torch.pow(float(str(rope["rope_theta"])), exponents), 1.0
     if kind not in ROPE_KINDS:
         raise OtherArchitecture(
-            f"{directory} has rotary scaling {kind!r}, but draftlab's engine supports only default, linear, "
-            "llama3 and yarn"
+            f"{directory} has the rotary scaling {kind!r}, but draftlab's engine runs only default, linear, llama3 and "
+            "yarn"
         )
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))

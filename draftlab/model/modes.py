@@ -36,8 +36,8 @@ def load(
         note(f"{error}; transformers runs the model instead")
     except Quantised:
         note(
-            f"{directory} is quantised, so transformers runs it, which is slower than a server; to measure on a "
-            "server, use draftlab score --server"
+            f"{directory} is quantised, so transformers runs the model, slower than a server would; to measure on a "
+            "server, use draftlab score --server URL"
         )
     else:
         model = llama.load(directory, dtype, device)
@@ -72,13 +72,15 @@ def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
         _note_slow(checkpoint.dtype_name(dtype))
     if mode == "graphs" and device.type != "cuda":
         raise UserError(
-            f"--mode graphs needs a CUDA device, but the device is {device.type}; use --mode eager or native"
+            f"--mode graphs needs a CUDA device, but the device is {device.type}; use --mode auto"
         )
 
 
 @functools.cache  # so that the note is printed once for target and drafts
 def _note_slow(dtype: str) -> None:
-    note(f"mode eager is slow in {dtype} on this CPU; use --mode native or --dtype float32")
+    note(
+        f"mode eager is slow in {dtype} on this CPU; use --dtype float32, or --mode native with --dtype bfloat16"
+    )
 
 
 def resolve_mode(
@@ -101,7 +103,7 @@ def resolve_mode(
         native_cpu.check(device, dtype)
         native_cpu.library()
     except UserError as error:
-        note(f"mode eager: {error}")
+        note(f"models run in mode eager, because of this limit: {error}")
         return "eager"
     return "native"
 
@@ -116,7 +118,7 @@ def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama
     if mode == "native":
         return NativeLlama(model, int8)
     if int8:
-        raise UserError(f"int8 weights need mode native, but the mode is {mode}; use --mode native")
+        raise UserError(f"--int8 needs mode native, but the mode is {mode}; use --mode native")
     return CudaGraphLlama(model) if mode == "graphs" else model
 
 
@@ -133,5 +135,5 @@ def in_native_mode(model: Decoder, dtype: torch.dtype, purpose: str) -> Decoder:
     try:
         return with_mode(model, "native")
     except UserError as error:
-        note(f"{error}; {purpose} in mode eager")
+        note(f"{purpose} in mode eager, because of this limit: {error}")
         return model

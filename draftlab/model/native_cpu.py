@@ -242,7 +242,8 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
     name = checkpoint.dtype_name(dtype)
     if device.type != "cpu" or name not in ("float32", "bfloat16"):
         raise UserError(
-            f"mode native runs only float32 and bfloat16 on a CPU, not {name} on {device.type}; use --mode eager"
+            f"mode native runs only float32 and bfloat16 on a CPU, not {name} on {device.type}; --mode eager has no "
+            "such limit"
         )
     return name
 
@@ -264,7 +265,8 @@ def library(tuned: str = TUNED) -> ctypes.CDLL:
     )
     if compiler is None:
         raise UserError(
-            "mode native needs a C++ compiler (c++, g++ or clang++), and none is installed; use --mode eager"
+            "mode native needs a C++ compiler, but neither c++, g++ nor clang++ is installed; install g++, or add "
+            "--mode eager to score or profile"
         )
     command = [compiler, *FLAGS, tuned, str(SOURCE)]
     key = hashlib.sha256(repr([SOURCE.read_bytes(), command, _features()]).encode()).hexdigest()[
@@ -274,8 +276,8 @@ def library(tuned: str = TUNED) -> ctypes.CDLL:
         return _compiled(command, _private(_cache_folder()) / f"native-{key}.so")
     except OSError as error:
         note(
-            f"compiling {SOURCE.name} again in each process, because the result cannot be stored: "
-            f"{error.strerror} ({error.filename})"
+            f"each process compiles {SOURCE.name} again, because the compiled library cannot be stored in "
+            f"{error.filename}: {error.strerror}"
         )
     with tempfile.TemporaryDirectory(prefix="draftlab-") as folder:
         return _compiled(command, Path(folder) / f"native-{key}.so")
@@ -314,7 +316,7 @@ def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
     with FileLock(file.with_suffix(".lock")):
         known = file.exists() and digest.exists() and _is_own(file) and _is_own(digest)
         if not known or digest.read_text() != provenance.file_sha256(file):
-            note(f"compiling {SOURCE.name}, once per machine")
+            note(f"compiling {SOURCE.name} for mode native, once per machine")
             with replacing(file) as part:
                 done = subprocess.run(
                     [*command, "-o", str(part)], capture_output=True, text=True, check=False
@@ -322,7 +324,8 @@ def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
                 if done.returncode:
                     reason = one_line(done.stderr)
                     raise UserError(
-                        f"{command[0]} cannot compile {SOURCE}: {reason}; use --mode eager"
+                        f"mode native: {command[0]} cannot compile {SOURCE} ({reason}); add --mode eager to score or "
+                        "profile"
                     )
                 part.chmod(0o755)
                 write_atomic(digest, provenance.file_sha256(part))

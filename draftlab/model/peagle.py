@@ -35,7 +35,9 @@ class PEagleShape(HeadShape):
     def own_fields(cls, content: Mapping[str, Any], layers: int) -> dict[str, Any]:
         masks = {content[name] for name in MASK_FIELDS & content.keys()}
         if len(masks) > 1:
-            raise ValueError(f"{', '.join(sorted(MASK_FIELDS))} must have the same id")
+            raise ValueError(
+                f"the mask token has several ids; write the same id in {', '.join(sorted(MASK_FIELDS))}"
+            )
         return {"layers": layers, "mask_token_id": masks.pop() if masks else None}
 
     @property
@@ -66,7 +68,8 @@ def check(folder: Path, target: Path) -> PEagleShape:
     shape = eagle.check_as(PEagleShape, folder, target)
     if shape.mask_token_id >= shape.vocab:
         raise UserError(
-            f"{folder}: mask_token_id is {shape.mask_token_id}, but the vocabulary has only {shape.vocab} ids"
+            f"{folder}: mask_token_id is {shape.mask_token_id}, but the vocabulary has only the ids 0 to "
+            f"{shape.vocab - 1}"
         )
     return shape
 

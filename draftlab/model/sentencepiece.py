@@ -62,7 +62,9 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
         with file.open("rb") as stream:
             if TIKTOKEN.fullmatch(stream.readline(LONGEST_LINE)):
                 return tokenizer  # a tiktoken file, which may also be called tokenizer.model
-        raise UserError(f"{file} cannot be read as a SentencePiece model") from None
+        raise UserError(
+            f"{file} is not a SentencePiece model; download the checkpoint again"
+        ) from None
     if _agrees(tokenizer, processor):
         return tokenizer
     defaults: dict[str, Any] = (
@@ -77,8 +79,8 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
             if _agrees(candidate, processor):
                 return candidate
     raise UserError(
-        f"with {file}, transformers and SentencePiece encode text to different token ids; add the model's "
-        "tokenizer.json"
+        f"transformers and SentencePiece read {file} differently, and encode text to different token ids; add the "
+        "model's tokenizer.json"
     )
 
 

@@ -50,7 +50,8 @@ def check_embeds(model: Path) -> None:
     ids, embeddings = load_tokenizer(model).vocab_size, vocab_size(model)
     if ids > embeddings:
         raise UserError(
-            f"{model} embeds {embeddings:,} ids, but its tokenizer has {ids:,}; use the tokenizer of this model"
+            f"{model} has embeddings for {embeddings:,} ids, but the tokenizer there has {ids:,} ids; copy the "
+            "tokenizer files with which the model was trained"
         )
 
 
@@ -68,7 +69,8 @@ def common_vocabulary(draft: Path, target: Path) -> int:
         check_embeds(model)
     if (target / HEAD_IDS).is_file():
         raise UserError(
-            f"{target} has a trimmed LM head ({HEAD_IDS}), so it can be a draft but not a target"
+            f"{target} has a trimmed LM head ({HEAD_IDS}), so it can be a draft but not a target; use --target with a "
+            "complete model"
         )
     size = min(vocab_size(model) for model in (draft, target))
     other = first_difference(

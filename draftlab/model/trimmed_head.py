@@ -63,7 +63,8 @@ def frequent_ids(
     check_head_size(size, vocab, len(stays))
     if len(texts) < 2:
         raise UserError(
-            f"--vocab {size}: {len(texts)} texts are too few to find frequent ids; use at least 2 texts"
+            f"--vocab {size}: the number of texts in which frequent ids are counted is {len(texts)}, but must be at "
+            "least 2; use more text"
         )
 
     def top(some: Sequence[np.ndarray]) -> np.ndarray:

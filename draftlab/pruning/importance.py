@@ -129,8 +129,8 @@ def load_scores(file: Path, facts: dict[str, str], shape: Shape) -> Importance:
         for key, value in facts.items():
             if stored.get(key) != value:
                 raise UserError(
-                    f"--scores-cache {file} has scores for {key} = {stored.get(key)}, but this command has "
-                    f"{value}; name another file"
+                    f"--scores-cache {file} has scores for {key} {stored.get(key)}, but this run has {key} {value}; "
+                    "name another file"
                 )
         tensors = {field.name: handle.get_tensor(field.name) for field in fields(Importance)}
     for name, tensor in tensors.items():

@@ -259,7 +259,7 @@ def _fit_matrix(
         else:
             heldout.append((x, error))
     with reading(
-        "--refit: the activations of source or draft are too large to fit weights to them"
+        "--refit: activations of source or draft are too large for a fit of weights; use --refit norms"
     ):
         change = ridge_solve(gram, cross, ridge).to(weight.device, torch.float32)
     before = sum(float(error.square().sum()) for _, error in heldout)

@@ -70,8 +70,8 @@ class Text:
         available = sum((len(stream) - 1) // seq_len for stream in text.streams.values())
         if 0 < available < rows:
             note(
-                f"data {self.data!r} has only {available * seq_len:,} of the {self.tokens:,} tokens to calibrate "
-                "on, so all are used"
+                f"--data {self.data} has only {available * seq_len:,} tokens for calibration, and all of them are "
+                f"used; --calibration-tokens is {self.tokens:,}"
             )
             text = replace(text, rows=available)
         return [torch.from_numpy(part.ids[:, :-1]) for part in text.batch(0).split(1)]
@@ -308,8 +308,8 @@ class Prune:
             return HeadIds(ids=ids, coverage=None)
         if self.text.outputs is None:
             note(
-                f"lm_head keeps the token ids that are most frequent in {self.text.data}; add --outputs DIRECTORY to "
-                "count them in the target's answers, which fits better"
+                f"lm_head keeps the most frequent token ids of {self.text.data}; the most frequent ids of the target's "
+                "answers fit better: add --outputs DIRECTORY"
             )
         special = template_ids(self._tokenizer) | set(checkpoint.eos_token_ids(directory))
         ids, coverage = frequent_ids(

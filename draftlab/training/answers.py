@@ -54,8 +54,8 @@ class PromptFile:
         if loss_temperature not in TEMPERATURES:
             known = ", ".join(f"{value:g}" for value in TEMPERATURES)
             raise UserError(
-                f"--temperature {loss_temperature:g}: a student can learn from stored answers only at the "
-                f"temperatures {known}"
+                f"--temperature {loss_temperature:g}: stored answers have probabilities only for the temperatures "
+                f"{known}; use --temperature 1"
             )
 
     def prompts(self) -> Prompts:
@@ -85,10 +85,10 @@ class PromptFile:
         assert out is not None
         with process_state().main_process_first():
             if (out / MANIFEST).exists() and read_manifest(out).finished:
-                note(f"the target's answers are read from {out}, where an earlier run stored them")
+                note(f"reading the target's answers from {out}, where an earlier run stored them")
             else:
                 note(
-                    f"the target's answers are stored in {out}; later runs with the same prompts read them there"
+                    f"storing the target's answers in {out}; later runs with the same prompts read the answers there"
                 )
                 output = Output(command="outputs build", config=settings, out=out)
                 with output.locked(resumes=True):

@@ -221,7 +221,7 @@ class Training:
             self.accelerator.load_state(str(folder))
         else:
             if content["weights"].keys() != self._own_weights().keys():
-                raise ValueError("its weights have other names than the model's")
+                raise ValueError("the stored weights have other names than the model's weights")
             self.accelerator.unwrap_model(self.module).load_state_dict(
                 content["weights"], strict=False
             )
@@ -234,8 +234,8 @@ class Training:
             torch.cuda.set_rng_state_all(random["cuda"][: torch.cuda.device_count()])
         else:
             note(
-                f"the checkpoint was made by {before} processes, but this run has {now}, so results may differ "
-                "slightly"
+                f"the checkpoint comes from a run with {before} processes, but this run has {now}, so results may "
+                "differ slightly"
             )
 
     def _own_weights(self) -> dict[str, Tensor]:
@@ -320,8 +320,8 @@ def check_resumable(state: Path) -> None:
 def _check_trusted(folder: Path) -> None:
     if not trusts_remote_code():
         raise UserError(
-            f"{folder} is a checkpoint of FSDP or DeepSpeed with pickles, which can run code; if you made it, "
-            "add --trust-remote-code"
+            f"{folder} is a checkpoint of FSDP or DeepSpeed with pickle files, which can run code; if you made it, add "
+            "--trust-remote-code to distill; otherwise start again with --force"
         )
 
 
@@ -345,7 +345,10 @@ def deferred_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
         if number == signal.SIGINT:
-            note("stopping after this step, with a checkpoint; press Ctrl-C again to stop at once")
+            note(
+                "stopping after this step and saving a checkpoint; press Ctrl-C again to stop at once without a "
+                "checkpoint"
+            )
 
     signals = [
         n
@@ -371,8 +374,8 @@ def check(*, optimizer: str = "adamw", masks: bool = False) -> None:
     chosen = next((name for name in ("DeepSpeed", "FSDP") if _chosen(name)), None)
     if chosen and optimizer == "muon":
         raise UserError(
-            f"--optimizer muon: Muon consists of two optimizers, but {chosen} can run only one; use --optimizer adamw, "
-            "or launch with DDP"
+            f"--optimizer muon trains with Muon and AdamW together, but {chosen} can run only one optimizer; use "
+            "--optimizer adamw, or launch with DDP"
         )
     if chosen == "DeepSpeed" and masks:
         raise UserError(

@@ -123,15 +123,15 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenD
 def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrainedModel:
     if parallel.pard_token(draft) is not None and offsets is None:
         note(
-            f"{hub.checkpoint_name(draft)} is a parallel draft, but this run trains it as an ordinary draft, so it "
-            "forgets how to draft in parallel; to keep this, add --student parallel"
+            f"{hub.checkpoint_name(draft)} is a parallel draft, but this run trains an ordinary draft, which forgets "
+            "how to draft several tokens in one pass; to train a parallel draft, add --student parallel"
         )
     student = checkpoint.load_model(draft, torch.float32)
     if job.gradient_checkpointing:
         student.gradient_checkpointing_enable()
     if offsets is not None:
         name = checkpoint.load_tokenizer(draft).convert_ids_to_tokens(offsets.token)
-        note(f"the mask token has the id {offsets.token} and is written {name}")
+        note(f"the mask token has the id {offsets.token} (token in the tokenizer: {name})")
         offsets.prepare(student)
     return student
 
@@ -172,8 +172,8 @@ def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
     check_server_tokenizer(server, draft)
     if not server.adapter.has_prompt_logprobs:
         raise UserError(
-            f"{server.kind} returns no log-probabilities of prompt tokens; use a vLLM or SGLang server, or store "
-            "target outputs and add --outputs"
+            f"a {server.kind} server returns no log-probabilities of prompt tokens; use a vLLM or SGLang server, or "
+            "run draftlab outputs build and add --outputs DIR"
         )
     return ServedTeacher(server, k, logits_of(draft))
 

@@ -101,7 +101,8 @@ def open_texts(
         heldout, outputs = [outputs[i] for i in order[:count]], [outputs[i] for i in order[count:]]
     if not outputs or not heldout:
         raise UserError(
-            f"fewer than two answers in {directory} begin within --seq-len {seq_len} tokens; raise --seq-len"
+            f"--seq-len {seq_len}: fewer than two answers in {directory} follow prompts shorter than {seq_len} tokens; "
+            "use a larger --seq-len"
         )
     batches = padded(heldout[:HELDOUT_ROWS], seq_len).split(loop.batch_size)
     return StoredRows(outputs, loop.batch_size, seq_len, loop.seed), HeldOut(batches, 1.0)

@@ -169,7 +169,8 @@ class TargetTextEvaluator:
         windows = [ids for ids in windows if len(ids) + sampling.max_tokens <= context]
         if not windows:
             note(
-                f"acceptance length is not measured, because no held-out conversation fits in {context} tokens"
+                "the acceptance length is not measured, because no held-out text with its answer fits into the "
+                f"context of {context} tokens"
             )
             return None
 
@@ -180,7 +181,7 @@ class TargetTextEvaluator:
         arrays = checkpointer.load_or_make(state, "evaluation.pt", make)
         if arrays["lengths"].max(initial=0) < 2:
             note(
-                "acceptance length is not measured, because the target ends every text with its first token"
+                "the acceptance length is not measured, because the target ends every text with the first new token"
             )
             return None
         return cls(TargetText.of(arrays, temperature), state, author.hardware.memory, offsets)

@@ -132,7 +132,7 @@ def nla(x: Pair) -> tuple[Tensor, Tensor]:
     return -alpha.log(), tvd(x)[1] * ((x.alpha > LOWEST_ALPHA) / alpha).unsqueeze(-1)
 
 
-@loss_of("jsd", 0.5, high=1, hint="at the ends use fkl (0) or rkl (1); ")
+@loss_of("jsd", 0.5, high=1, hint="for jsd(0) write fkl, and for jsd(1) rkl; ")
 def jsd(beta: float) -> Divergence:
     """Return the generalised Jensen-Shannon divergence: beta KL(p || m) + (1 - beta) KL(q || m).
 
@@ -252,7 +252,7 @@ def _phase(text: str, until: float = 1.0, then: Loss | None = None) -> Loss:
     terms, ce = [], 0.0
     for part in text.split("+"):
         factor, star, name = part.rpartition("*")
-        weight = _number(factor, f"weight of {name.strip()!r}: ") if star else 1.0
+        weight = _number(factor, f"weight of the loss {name.strip()!r}: ") if star else 1.0
         name = name.strip().lower()
         if name == CROSS_ENTROPY:
             ce += weight

@@ -64,7 +64,7 @@ def check(names: Sequence[str]) -> None:
             raise UserError(f"--report-to {name}: unknown tracker{did_you_mean(name, known)}")
         if name not in installed:
             raise UserError(
-                f"--report-to {name}: its package is not installed; run pip install {name}"
+                f"--report-to {name}: the package {name} is not installed; run pip install {name}"
             )
 
 
@@ -209,7 +209,7 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
         latest[isinstance(record, EvalRecord), record.step] = record
     if (True, 0) not in latest:
         raise UserError(
-            f"{path} lacks its first lines; add --force to start again, or remove {path.parent}"
+            f"{path} lacks the first evaluation; add --force to start again, or remove {path.parent}"
         )
     return sorted(latest.values(), key=lambda r: (r.step, isinstance(r, EvalRecord)))
 
@@ -299,7 +299,7 @@ def distill(job: Distillation, output: Output) -> TrainingResult:
         )
     if result.after.step < job.loop.steps:
         best = f"after step {result.after.step}" if result.after.step else "before the first step"
-        note(f"the best evaluation was {best}, so the weights of that step are written")
+        note(f"the best evaluation was {best}, so the output has the weights of that step")
     if process_state().is_main_process:
         with output.directory() as work:
             result = replace(result, notes=opened.write(work, state))

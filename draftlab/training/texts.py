@@ -66,9 +66,8 @@ class TrainingText:
         """
         if self.loss_on is not None and self.generated:
             raise UserError(
-                "--text: --data has conversations; to let the target answer them, use --text target and a single "
-                ".json, "
-                ".jsonl or .parquet file; otherwise use --text data, or data without conversations"
+                f"--text {','.join(self.shares)}: neither target nor draft can continue the conversations in --data; "
+                "use --text data, or --text target with --data FILE.jsonl (or .json, .parquet)"
             )
         rows, seq_len, loss_on = loop.batch_size, self.seq_len, self.loss_on
         heldout = open_heldout(

@@ -157,14 +157,14 @@ def train(
     """
     if setup.loss.needs_teacher and setup.teacher is None:
         raise UserError(
-            f"loss {setup.loss.name!r} compares the draft with a target; add --target, or use --loss ce"
+            f"the loss {setup.loss.name!r} compares the draft with a target; add --target NAME, or use --loss ce"
         )
     trainer = Trainer(student, setup, loop, state, constraint)
     start = trainer.training.restore(state)
     if start is None:
         yield trainer.evaluate(0)
     elif start == loop.steps:
-        note(f"an earlier run did all {start} steps already")
+        note(f"an earlier run already finished all {start} steps")
     else:
         note(f"resuming from step {start} of {loop.steps}")
     with checkpointer.deferred_signals() as received:
@@ -263,9 +263,9 @@ class Trainer:
         objective, _, alpha, *_ = (self._total(sums) / max(1, tokens)).tolist()
         if not math.isfinite(objective):
             cure = (
-                f"lower --lr ({self.loop.lr:g})"
+                f"use a smaller --lr than {self.loop.lr:g}"
                 if index
-                else "logits of draft or target are NaN, or overflow in their dtype; try --training-dtype float32"
+                else "logits of draft or target are NaN or overflow; try draftlab distill --training-dtype float32"
             )
             raise UserError(f"loss is {objective} at step {index}: {cure}")
         return StepRecord(

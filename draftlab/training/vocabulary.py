@@ -39,8 +39,8 @@ def resize(directory: Path, vocab: int) -> str | None:
     by_id = _rows_of_ids(config) & weights.keys()
     if not by_id or "vocab_size" not in config:
         raise UserError(
-            f"{directory}: the embedding and head of a {config.get('model_type')} model are unknown, so its "
-            "vocabulary cannot be resized"
+            f"{directory}: the vocabulary of a {config.get('model_type')} model cannot be resized to the target's, "
+            "because draftlab does not know its embedding and LM head; use another draft"
         )
     for name in by_id:
         rows = weights[name]
@@ -67,8 +67,8 @@ def trim(
     trim_model(student, ids)
     tokens = sum(map(len, texts))
     note(
-        f"the head predicts {size:,} token ids; in {tokens:,} tokens, the ids most frequent in one half cover "
-        f"{coverage:.2%} of the other half"
+        f"the LM head predicts {size:,} token ids; in a test on {tokens:,} tokens, the most frequent ids of the first "
+        f"half of the texts cover {coverage:.2%} of the second half"
     )
 
 

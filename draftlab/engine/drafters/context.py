@@ -110,7 +110,7 @@ class DrafterContext:
             return hub.locate(name)
         if self.draft is None:
             raise UserError(
-                f"--drafter {text} needs a draft model: add draft=DIR to the drafter, or set --draft"
+                f"--drafter {text} needs a draft model; add draft=DIR to the drafter, or add --draft DIR"
             )
         return self.draft
 

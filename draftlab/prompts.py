@@ -225,11 +225,11 @@ def _ids(
 ) -> list[int]:
     if row.messages:
         reason = (
-            "--chat is off; use --chat auto"
+            "--chat is off; use --chat auto or rows of plain text"
             if tokenizer.chat_template
-            else "the tokenizer has no chat template; use a chat model"
+            else "the tokenizer has no chat template; use a chat model or rows of plain text"
         )
-        raise UserError(f"{where}: the row has messages, but {reason}, or rows of plain text")
+        raise UserError(f"{where}: the row has messages, but {reason}")
     ids = text_ids(row.text, tokenizer, where)
     if not ids:
         raise UserError(f"{where}: the prompt is empty; write a prompt, or remove this row")

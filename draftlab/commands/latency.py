@@ -186,7 +186,8 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
     """Resolve and check the settings of the command `profile`, and return the job.
 
     Raises:
-        UserError: A model or shape cannot be timed, a profile cannot be read, or a server does not fit.
+        UserError: A model or shape cannot be timed, a profile cannot be read, or a server cannot be used
+                with these settings.
     """
     if config.server:
         return _prepare_servers(config)

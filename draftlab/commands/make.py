@@ -89,7 +89,7 @@ class DesignConfig(Config):
     """The settings of the command `design`, which finds a shape for each number of layers within the same budget."""
 
     params: shared.Count = option(
-        None, "Budget: number of parameters of each shape, as 1.3b, 796m, 4m."
+        None, "Budget: number of parameters of each shape, such as 1.3b or 796m."
     )
     kv_kib: float | None = option(None, "Budget: KiB of KV cache per token in bf16.", gt=0)
     latency_ms: float | None = option(

@@ -138,7 +138,8 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
         Only(
             ("num_prompts", "max_new_tokens"),
             lambda c: c.writes,
-            "works only if the target answers prompts: --prompt-file, --use replay, or --text target on conversations",
+            "works only if the target answers prompts; add --prompt-file FILE, --use replay, or --text target with "
+            "conversations in --data",
         ),
         shared.ONE_SOURCE,
         Only(

@@ -60,7 +60,9 @@ class Device(FileModel):
     @model_validator(mode="after")
     def _knows_its_dtypes(self) -> "Device":
         if self.dtype not in self.tflops or not set(self.tflops) <= set(BYTES):
-            raise ValueError(f"tflops must have {self.dtype}, and may have only {', '.join(BYTES)}")
+            raise ValueError(
+                f"tflops needs an entry for {self.dtype}; its keys may be only {', '.join(BYTES)}"
+            )
         return self
 
 
@@ -125,7 +127,7 @@ LLAMAS = MLPs()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """The sizes of a decoder whose latency is to be computed: its shape, and its MLPs."""
+    """The sizes that decide the latency of a decoder: its shape, and the sizes of its MLPs."""
 
     shape: Shape
     mlps: MLPs = LLAMAS

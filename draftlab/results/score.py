@@ -536,8 +536,8 @@ class Score(FileModel):
     def subset(self, prompts: Collection[int]) -> "Score":
         """Return a score of only the prompts with these indices.
 
-        Its baseline is the plain decoding that is fastest over all prompts of this score. Counters of servers are left
-        out, because servers do not count by prompt.
+        The baseline stays the plain decoding that is fastest over all prompts of the whole score. Counters of servers
+        are left out, because servers do not count by prompt.
         """
         arms: dict[int, list[Generation | ServedGeneration]] = {}
         for k in (0, *self.speculative):

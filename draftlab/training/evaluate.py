@@ -66,7 +66,7 @@ class TargetText:
 
     @classmethod
     def of(cls, arrays: Mapping[str, np.ndarray], temperature: float = 0.0) -> "TargetText":
-        """Return the text that arrays_of turned into arrays."""
+        """Return the text that these arrays describe. This is the inverse of arrays_of."""
         ends, starts = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["prompt_lengths"])[:-1]
         texts = list(
             zip(np.split(arrays["prompts"], starts), np.split(arrays["ids"], ends), strict=True)

@@ -331,7 +331,7 @@ class _Objective:
     def _listed(self, log_q: Tensor, teacher: TopK) -> tuple[Tensor, list[Tensor], Tensor]:
         """Return the same as _dense for a teacher that lists k tokens. All other tokens form one bucket.
 
-        The slope of the bucket is divided among its tokens in proportion to the student's probabilities.
+        The gradient of the bucket is divided among its tokens in proportion to the student's probabilities.
         """
         ids, q, listed = self._rows(teacher.ids), log_q.exp(), teacher.log_p
         if self.trimmed is not None:

@@ -225,8 +225,8 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     def reads_target(self) -> bool:
         """Return whether the command may need the target, because a drafter may read the target's hidden states.
 
-        This is true for a head in --draft, and for each --drafter without a draft model: its text does not tell
-        whether it reads hidden states.
+        This is true for a head in --draft, and for each --drafter without a draft model, because the value of
+        --drafter does not show whether that drafter reads hidden states.
         """
         return any(map(hub.head_kind, self.draft)) or not all(spec.drafts for spec in self.drafter)
 

@@ -48,7 +48,7 @@ class BlockSpec(HeadSpec):
         ks = [k for k in context.ks if k <= head.config.most]
         if len(ks) < len(context.ks):
             note(
-                f"{self.heads} drafts at most {ks[-1]} tokens in a block, so larger --k are left out"
+                f"{self.heads} drafts at most {ks[-1]} tokens in a block, so larger values of --k are left out"
             )
         return context.run(self.drafter(target, head), ks=ks, facts=self.facts())
 
@@ -82,7 +82,7 @@ class BlockSpec(HeadSpec):
     def _check_block(self, k: int, most: int) -> None:
         if k > most:
             raise UserError(
-                f"--k: {self.heads} drafts at most {most} tokens in a block; use a smaller --k"
+                f"--k {k}: {self.heads} drafts at most {most} tokens in a block; use --k {most} or less"
             )
 
 

@@ -63,7 +63,8 @@ class HeadSpec(DrafterSpec):
     def _check_heads(self, name: str, weights: bool) -> None:
         if not (Path(name) / "config.json").is_file():
             raise UserError(
-                f"--drafter {self.text}: {name} has no {self.format} head, because it has no config.json{self.remedy}"
+                f"--drafter {self.text}: there is no {self.format} head in {name}, because config.json is "
+                f"missing{self.remedy}"
             )
 
     def target_of(self, context: "DrafterContext") -> "Llama | HFDecoder":
@@ -87,7 +88,7 @@ class EagleHeadSpec(HeadSpec):
     """
 
     format = "EAGLE-3"
-    remedy = "; train a head with distill --student eagle"
+    remedy = "; train a head with draftlab distill --student eagle"
 
     @staticmethod
     def model() -> Any:
@@ -158,7 +159,9 @@ class EagleSpec(EagleHeadSpec, GateSpec):
         if self.prompt_lookup_max is None and (
             idle := sorted(self.model_fields_set & {"min_match", "draft_tokens"})
         ):
-            raise ValueError(f"{', '.join(idle)}: works only together with prompt_lookup_max")
+            raise ValueError(
+                f"{', '.join(idle)}: works only after prompt lookup; add prompt_lookup_max=N, or leave {idle[0]} out"
+            )
         return self
 
     def build(self, context: "DrafterContext") -> "DrafterRun":

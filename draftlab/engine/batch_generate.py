@@ -159,7 +159,7 @@ def check_context(prompt_tokens: int, max_tokens: int, context: int) -> None:
     if prompt_tokens + max_tokens > context:
         raise UserError(
             f"a prompt of {prompt_tokens} tokens with {max_tokens} new tokens exceeds the target's "
-            f"context of {context} tokens; shorten prompts or lower --max-new-tokens"
+            f"context of {context} tokens; use shorter prompts or fewer new tokens"
         )
 
 

@@ -34,8 +34,8 @@ def check_logits(logits: Tensor, model: str) -> None:
     if not math.isfinite(float(logits.max())):
         dtype = str(logits.dtype).removeprefix("torch.")
         raise UserError(
-            f"{model} computes NaN or infinite logits in {dtype}: its weights are damaged, or its values overflow in "
-            f"{dtype}; try --dtype float32"
+            f"{model} computes NaN or infinite logits, because weights are damaged or values overflow in {dtype}; try "
+            "--dtype float32 (in distill: --training-dtype float32)"
         )
 
 

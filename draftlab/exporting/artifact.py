@@ -183,7 +183,7 @@ class DraftModel:
 
     def findings(self) -> Iterator[Finding]:
         other = self.difference()
-        copy = f"copy the tokenizer files of {self.target} into the draft if it was trained on the target's ids"
+        copy = f"if the draft was trained on the target's ids, copy the tokenizer files of {self.target} into the draft"
         if other is not None:
             text = f"the draft's vocabulary differs from the target's, but speculation needs the same: {other}"
             yield error(
@@ -204,7 +204,7 @@ class DraftModel:
         differing = [
             text for text in PROBES if own(text)["input_ids"] != targets(text)["input_ids"]
         ]
-        text = f"{len(differing)} of {len(PROBES)} probe texts get other token ids than from the target's tokenizer"
+        text = f"{len(differing)} of {len(PROBES)} probe texts get other token ids than with the target's tokenizer"
         files = [model / "tokenizer.json" for model in (self.path, self.target)]
         if not differing:
             yield ok(
@@ -275,7 +275,7 @@ class DraftModel:
             yield warning(
                 "chat template",
                 text,
-                "distil on chats: draftlab distill --text target, or on your traffic",
+                "train the draft on chats: draftlab distill --text target --prompt-file FILE",
             )
 
     def _context(self) -> Iterator[Finding]:
@@ -301,7 +301,7 @@ class DraftModel:
             broken = str(failure)
         dtype = checkpoint.dtype_name(checkpoint.stored_dtype(self.path))
         if broken:
-            yield error("weights", broken, "train the draft again from its last good checkpoint")
+            yield error("weights", broken, "train the draft again")
         elif dtype == "float32":
             fix = "draftlab export --to hf --dtype bfloat16 halves the size"
             yield warning("weights", "stored in float32, but servers compute in 16 bits", fix)
@@ -324,7 +324,7 @@ class DraftModel:
             common_vocabulary(self.path, self.target)
         elif self.difference() is None:
             raise UserError(
-                f"--use-heterogeneous-vocab: {self.path} has the target's vocabulary; leave it out"
+                f"--use-heterogeneous-vocab: {self.path} has the target's vocabulary; leave the option out"
             )
         elif form.server is not None:
             _refuse(self, form.server, form.server.check_vocabulary(self))
@@ -516,8 +516,8 @@ class HeadArtifact(PublishedHead):
     def refuse(self, form: Form) -> None:
         if form.heterogeneous:
             raise UserError(
-                f"--use-heterogeneous-vocab: leave it out, because {self.path} is a head, which always has the "
-                "target's vocabulary"
+                f"--use-heterogeneous-vocab: {self.path} is a head, which always has the target's vocabulary; leave "
+                "the option out"
             )
         if form.server is not None:
             if not form.server.heads:

@@ -84,7 +84,8 @@ class Written:
         lines, tokenizer = [], self.tokenizer
         if self.unquantized:
             lines.append(
-                f"{len(self.unquantized)} matrices stay f16, because their rows cannot be divided into blocks"
+                f"{len(self.unquantized)} matrices stay f16, because their rows cannot be divided into quantisation "
+                "blocks"
             )
         if tokenizer.match < 1:
             lines.append(
@@ -114,12 +115,13 @@ def architecture(directory: Path) -> Architecture:
     model_type = str(config.get("model_type"))
     if model_type not in ARCHITECTURES:
         raise UserError(
-            f"{directory} is a {model_type} model, but GGUF export supports only {', '.join(ARCHITECTURES)}"
+            f"{directory} is a {model_type} model, but GGUF export supports only {', '.join(ARCHITECTURES)}; use "
+            "--to hf"
         )
     if config.get("hidden_act") != "silu":
         raise UserError(
             f"{directory} has the activation {config.get('hidden_act')!r}, but llama.cpp computes silu for this "
-            "architecture"
+            "architecture; use --to hf"
         )
     if model_type == "qwen2" and shape.sizes["q"] != shape.hidden:
         return LLAMA
@@ -357,7 +359,7 @@ def _rope(directory: Path) -> dict[str, Any]:
     if rope["rope_type"] not in ("default", "linear", "llama3", "yarn"):
         raise UserError(
             f"{directory} has rotary scaling {rope['rope_type']!r}, but GGUF export supports only linear, llama3 and "
-            "yarn"
+            "yarn; use --to hf"
         )
     return rope
 

@@ -90,7 +90,7 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
     spec = json.loads(fast.to_str())
     if spec["model"]["type"] != "BPE":
         raise UserError(
-            f"{directory} has a {spec['model']['type']} tokenizer, but GGUF export supports only BPE"
+            f"{directory} has a {spec['model']['type']} tokenizer, but GGUF export supports only BPE; use --to hf"
         )
     byte_fallback = bool(spec["model"].get("byte_fallback"))
     tokens, types = _tokens(spec, vocab, directory, byte_fallback)

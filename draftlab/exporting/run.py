@@ -268,8 +268,8 @@ def advice(scores: Sequence[Score], draft: Path) -> str:
     gain = scores[0].best_k_speedup
     if scores[0].doubt is not None:
         return (
-            f"the score of {draft.name} does not show whether it helps; measure it again on a machine without "
-            "other work"
+            f"the score of {draft.name} does not show whether it helps; run draftlab score again on a machine "
+            "without other work"
         )
     return (
         f"do not serve {draft.name}: with it the target runs at {gain.as_speedup()} of its speed without a draft"

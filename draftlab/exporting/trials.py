@@ -48,7 +48,7 @@ def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -
         return error(
             "perplexity",
             "the draft computes NaN logits",
-            "its weights are damaged or overflow; train the draft again",
+            "weights are damaged, or values overflow; train the draft again",
         )
     # a trimmed LM head gives -inf for tokens that it lacks
     return judge_perplexity(-float(logprobs[np.isfinite(logprobs)].mean()), vocab)

@@ -55,7 +55,7 @@ def running(
             process = subprocess.Popen(words, stdout=log, stderr=log, env=environ)
         except OSError as error:
             raise UserError(
-                f"{words[0]} cannot be started: {error.strerror}; give its path by --verify-with"
+                f"{words[0]} cannot be started: {error.strerror}; name the program with --verify-with PATH"
             ) from None
         name = Path(words[0]).name
         try:
@@ -79,7 +79,9 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: IO[str], name: st
             if httpx.get(url, timeout=10).status_code == 200:
                 return
         time.sleep(1)
-    raise UserError(f"{name} did not start within {START_SECONDS} s; start it by hand to see why")
+    raise UserError(
+        f"{name} did not start within {START_SECONDS} s; start {name} by hand to see why"
+    )
 
 
 def reason(log: str) -> str:

@@ -130,11 +130,16 @@ def read_header(file: Path) -> GGUFHeader:
             if key in settings
         }
     if rows != len(tokens.data):
-        raise UserError(f"{file} embeds {rows:,} ids, but its tokenizer has {len(tokens.data):,}")
+        raise UserError(
+            f"{file} has embeddings for {rows:,} ids, but the tokenizer in it has {len(tokens.data):,} ids; download "
+            "the file again"
+        )
     blocks = {t.name.split(".")[1] for t in reader.tensors if t.name.startswith("blk.")}
     count = settings.get(f"{settings.get('general.architecture')}.block_count")
     if count != len(blocks):
-        raise UserError(f"{file} has {len(blocks)} blocks, but its block_count is {count}")
+        raise UserError(
+            f"{file} has {len(blocks)} layers, but block_count in it is {count}; download the file again"
+        )
     end = max((int(t.data_offset + t.n_bytes) for t in reader.tensors), default=0)
     if file.stat().st_size >= end + 2 * reader.alignment:
         raise UserError(
@@ -181,7 +186,8 @@ def load_config(header: GGUFHeader) -> Any:
         config = _completed(config, header)
     elif header.setting("rope.scaling.type") not in (None, "none") or header.rope_factors:
         raise UserError(
-            f"{header.file}: transformers cannot read the rotary scaling of a {header.architecture} model from GGUF"
+            f"{header.file}: transformers cannot read the rotary scaling of a {header.architecture} model from GGUF; "
+            "download the model's original repository instead"
         )
     for name, number in special_ids(header).items():
         setattr(config, name, number)
@@ -217,7 +223,7 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
     if info["missing_keys"] or weights != header.weights:
         raise UserError(
             f"{header.file} has {header.weights:,} weights, but the model in transformers has {weights:,}; missing: "
-            f"{sorted(info['missing_keys'])[:1]}; import this model from another format than GGUF"
+            f"{sorted(info['missing_keys'])[:1]}; download the model's original repository instead"
         )
     vars(model).pop(
         "hf_quantizer", None
@@ -290,7 +296,10 @@ def _completed(config: Any, header: GGUFHeader) -> Any:
     head_dim = header.setting("attention.key_length") or header.setting("rope.dimension_count")
     config.head_dim = head_dim or config.hidden_size // config.num_attention_heads
     if header.setting("rope.dimension_count") not in (None, config.head_dim):
-        raise UserError(f"{header.file} has partial rotary embeddings, which are not supported")
+        raise UserError(
+            f"{header.file} has partial rotary embeddings, which draftlab cannot import; download the model's original "
+            "repository instead"
+        )
     config.rope_parameters = _rope(header, config)
     eps = header.setting("attention.layer_norm_rms_epsilon")
     config.rms_norm_eps = config.rms_norm_eps if eps is None else eps
@@ -328,7 +337,8 @@ def _rope(header: GGUFHeader, config: Any) -> dict[str, Any]:
     if kind == "linear":
         return scaled
     raise UserError(
-        f"{header.file} has rotary scaling {kind!r}, but only linear, yarn and Llama 3's scaling are supported"
+        f"{header.file} has rotary scaling {kind!r}, but draftlab imports only linear, yarn and Llama 3's scaling; "
+        "download the model's original repository instead"
     )
 
 
@@ -355,8 +365,8 @@ def _llama3_scaling(header: GGUFHeader, theta: float) -> dict[str, Any]:
         smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
         if not math.isclose(1 / f, (1 - smooth) / most + smooth, rel_tol=1e-3):
             raise UserError(
-                f"{header.file} has values in {ROPE_FACTORS} that no Llama 3 scaling gives, and other scalings are not "
-                "supported; import this model from another format"
+                f"{header.file} has values in {ROPE_FACTORS} that no Llama 3 scaling gives; download the model's "
+                "original repository instead"
             )
     return {
         "rope_type": "llama3",

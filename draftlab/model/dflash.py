@@ -164,8 +164,8 @@ class DFlash:
         length = capacity + self.config.block_size
         if length > self.config.context:
             raise UserError(
-                f"{length} tokens exceed the context of the DFlash head, {self.config.context}; use shorter "
-                "prompts or fewer new tokens"
+                f"a text of {length} tokens exceeds the DFlash head's context of {self.config.context} tokens; use "
+                "shorter prompts or fewer new tokens"
             )
 
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
@@ -372,7 +372,8 @@ def parse_shape(
     config.check_target(str(folder), TargetSizes.of(target), config.hidden)
     if config.mask_token_id >= config.vocab:
         raise UserError(
-            f"{folder}: mask_token_id is {config.mask_token_id}, but the vocabulary has only {config.vocab} ids"
+            f"{folder}: mask_token_id is {config.mask_token_id}, but the vocabulary has only {config.vocab} ids; "
+            "correct mask_token_id in config.json"
         )
     return config, layer
 
@@ -426,7 +427,8 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
         value = own.get(name, layer.get(name))
         if value not in computed:
             raise UserError(
-                f"{folder} is a DFlash head with {name} {value!r}, which draftlab does not support"
+                f"draftlab does not support {name} {value!r} of the DFlash head {folder}; measure the head in its "
+                "server: draftlab score --server URL --speculative-server URL"
             )
     slides = own.get("use_swa", False)
     kinds = (
@@ -435,7 +437,9 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
     )
     window = own.get("swa_window_size", config.sliding_window)
     if SLIDING in kinds and not window:
-        raise UserError(f"config.json of {folder} has {SLIDING} layers, but no sliding_window")
+        raise UserError(
+            f"config.json of {folder} has {SLIDING} layers, but no sliding_window; add sliding_window, in tokens"
+        )
     # by default, layers with a sliding window were trained with a causal mask, and other layers without
     causal: list[bool] = [kind == SLIDING and bool(layer.get("layer_types")) for kind in kinds]
     if theirs and content.get("sliding_window_non_causal"):

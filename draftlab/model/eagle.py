@@ -83,7 +83,7 @@ class TargetSizes:
         """
         if self.layers < 4:
             raise UserError(
-                f"{self.name} has {self.layers} layers, but an EAGLE-3 head needs a target with at least four"
+                f"{self.name} has {self.layers} layers, but an EAGLE-3 head needs a target with at least four layers"
             )
         return (
             (2, self.layers // 2, self.layers - 3)
@@ -158,13 +158,16 @@ class HeadSizes(FileModel):
             needed |= {name: known[name] for name in ("d2t", "lm_head.weight")}
         for name in sorted(needed.keys() - sizes.keys()):
             purpose = f", which its {self.draft_vocab} draft ids need" if name == "d2t" else ""
-            raise UserError(f"{folder} has no tensor {name}{purpose}")
+            raise UserError(
+                f"{folder} has no tensor {name}{purpose}; download or train the head again"
+            )
         for name in sorted(sizes.keys() - known.keys()):
             raise UserError(f"{folder} has the tensor {name}, which is not part of {kind}")
         for name, size in sizes.items():
             if size != known[name]:
                 raise UserError(
-                    f"{folder}: {name} has the size {size}, but by config.json it must be {known[name]}"
+                    f"{folder}: {name} has the size {size}, but config.json requires {known[name]}; use config.json "
+                    "and weights of the same head"
                 )
 
     def check_target(self, name: str, target: TargetSizes, hidden: int) -> None:
@@ -175,12 +178,14 @@ class HeadSizes(FileModel):
         ):
             if own != expected:
                 raise UserError(
-                    f"{name} is a head for another target: it has {what} {own}, but {target.name} has {expected}"
+                    f"{name} is a head for another target: it has {what} {own}, but {target.name} has {expected}; use "
+                    "the target that the head was trained for"
                 )
         if not 0 <= min(self.layer_ids) <= max(self.layer_ids) <= target.layers:
             read = ", ".join(map(str, self.layer_ids))
             raise UserError(
-                f"{name} reads the layers {read}, but {target.name} has only {target.layers} layers"
+                f"{name} reads the layers {read}, but {target.name} has only {target.layers} layers; use the target "
+                "that the head was trained for"
             )
 
 
@@ -216,8 +221,8 @@ class HeadShape(HeadSizes):
     def _fits_together(self) -> Self:
         if self.draft_vocab > self.vocab:
             raise ValueError(
-                f"the draft vocabulary has {self.draft_vocab} ids, but the target's has only {self.vocab}; use a "
-                "smaller --vocab"
+                f"the draft vocabulary (--vocab, or draft_vocab_size in config.json) has {self.draft_vocab} ids, but "
+                f"the target's has only {self.vocab}; use {self.vocab} or less"
             )
         if self.hidden % self.heads or self.heads % self.kv_heads:
             numbers = f"{self.heads} heads, {self.kv_heads} kv_heads, hidden size {self.hidden}"
@@ -475,16 +480,17 @@ def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -
     """
     if offsets.is_floating_point():
         raise UserError(
-            f"{folder}: d2t is stored as {offsets.dtype}, but must have an integer dtype"
+            f"{folder}: d2t is stored as {offsets.dtype}, but must have an integer dtype; export the head again"
         )
     ids = torch.arange(len(offsets)) + offsets.long()
     if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise UserError(
-            f"{folder}: d2t must map each draft id to a different target id, from 0 to {vocab - 1}"
+            f"{folder}: d2t must map each draft id to a different target id, from 0 to {vocab - 1}; export the head "
+            "again"
         )
     if known is not None and not torch.equal(known.bool().nonzero().squeeze(1), ids.sort().values):
         raise UserError(
-            f"{folder}: t2d and d2t disagree about which ids of the target the head predicts"
+            f"{folder}: t2d and d2t list different token ids for the head to predict; export the head again"
         )
     return ids
 
@@ -620,7 +626,8 @@ def _from_json(
     layer = content.get("transformer_layer_config", content)
     if "draft_vocab_size" not in content or not isinstance(layer, dict):
         raise UserError(
-            f"{folder}: config.json has no draft_vocab_size, or its transformer_layer_config is not an object"
+            f"{folder}: config.json of the head needs draft_vocab_size; transformer_layer_config, if set, must be an "
+            "object"
         )
     eagle = content.get("eagle_config") or {}
     odd = [
@@ -635,10 +642,11 @@ def _from_json(
         odd.append(f"layer_types {layer_types!r}")
     slides = layer_types[0] == SLIDING
     if slides and not layer.get("sliding_window"):
-        odd.append(f"{SLIDING} and no sliding_window")
+        odd.append(f"layer_types {SLIDING!r} without sliding_window")
     if odd:
         raise UserError(
-            f"{folder} is a head of kind {shape.kind} with {one_line(odd[0], 80)}, which draftlab does not support"
+            f"draftlab does not support {one_line(odd[0], 80)} of the {shape.kind} head {folder}; measure the head in "
+            "its server: draftlab score --server URL --speculative-server URL"
         )
     llama = layer_config(LlamaConfig, content)
     # counted from 0, as in SGLang
@@ -678,8 +686,8 @@ def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedd
     config.check_target(name, target, config.target_hidden)
     if not own_embedding and config.hidden != target.hidden:
         raise UserError(
-            f"{name} has no embed_tokens, and its hidden size {config.hidden} differs from {target.hidden}, the hidden "
-            f"size of {target.name}"
+            f"{name} has no embed_tokens and cannot use the target's: the hidden size is {config.hidden} in the head, "
+            f"but {target.hidden} in {target.name}; use the target that the head was trained for"
         )
 
 
@@ -687,9 +695,9 @@ def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the sizes of a head's tensors by their names in speculators. Raises UserError: there are no weights."""
     if not (folder / WEIGHTS).exists():
         pickled = (
-            " (only a .bin file of torch.save, which draftlab does not read)"
+            ", only a .bin file; convert that with torch.load and safetensors.torch.save_file"
             if any(folder.glob("*.bin"))
-            else ""
+            else "; download the head again"
         )
         raise UserError(f"{folder} has no {WEIGHTS}{pickled}")
     with reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:

@@ -97,14 +97,13 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
     if not shapes:
         reach = "; ".join(_reach(source, layers, budget) for layers in depths)
         raise UserError(
-            f"no depth meets the budget of {_amount(budget)}, within a relative difference of {TOLERANCE:.3g}; "
-            f"possible costs: {reach}"
+            f"no number of layers meets the budget of {_amount(budget)} to within {TOLERANCE:.0%}; change the budget "
+            f"or --layers; possible budgets: {reach}"
         )
     left_out = [layers for layers, shape in zip(depths, candidates, strict=True) if shape is None]
     if left_out:
         note(
-            f"depths (numbers of layers) that cannot meet the budget of {_amount(budget)} are left out: "
-            f"{', '.join(map(str, left_out))}"
+            f"left out, because no shape meets the budget of {_amount(budget)}: {', '.join(map(str, left_out))} layers"
         )
     return shapes
 
@@ -140,14 +139,14 @@ def presets(folder: Path) -> dict[str, Shape]:
             are not those of its shape.
     """
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder} of shape files")
+        raise UserError(f"the folder {folder} of shape files does not exist")
     shapes = {path.stem: read_shape_file(path) for path in sorted(folder.glob("*.yaml"))}
     for name, shape in shapes.items():
         sizes = re.search(r"\d+x\d+", name)
         if sizes and sizes.group() != shape_name(shape):
             raise UserError(
-                f"{folder / name}.yaml has the sizes {shape_name(shape)}, which contradict its name; rename or "
-                "correct the file"
+                f"{folder / name}.yaml has the sizes {shape_name(shape)}, which differ from the file's name; rename "
+                "or correct the file"
             )
     return shapes
 
@@ -191,7 +190,7 @@ def matching_preset(
     if len(matches) > 1:
         names = " and ".join(name for name, _ in matches)
         raise UserError(
-            f"several files in {folder} have {layers} layers x {hidden}: {names}; choose one with --shape"
+            f"several files in {folder} have {layers} layers x {hidden}: {names}; choose with --shape FILE"
         )
     return matches[0] if matches else None
 
@@ -316,10 +315,10 @@ def _stretch(shape: Shape, source: Shape) -> float:
 def _reach(source: Shape, layers: int, budget: Budget) -> str:
     depth = f"{layers} layer{'s' if layers != 1 else ''}"
     if not 1 <= layers <= source.layers:
-        return f"{depth}: none, because the source has {source.layers}"
+        return f"{depth}: none, because the source has only {source.layers}"
     if budget.kind == "kv":
         low = _kv_bytes_per_head(source, layers)
-        return f"{depth}: {low} to {low * source.kv_heads} in steps of {low}"
+        return f"{depth}: {low / 1024:g} to {low * source.kv_heads / 1024:g} KiB in steps of {low / 1024:g}"
     widths, ends = _widths(source, layers, budget), (min(budget.steps()), source.ffn)
     if not widths:
         return f"{depth}: no width can be split over {budget.tensor_parallel} devices"
@@ -333,7 +332,7 @@ def _reach(source: Shape, layers: int, budget: Budget) -> str:
 
 def _amount(budget: Budget) -> str:
     if budget.kind == "kv":
-        return f"{budget.amount:.0f} bytes of KV cache per token"
+        return f"{budget.amount / 1024:g} KiB of KV cache per token"
     if budget.kind == "latency":
         return f"{budget.amount:.3g} ms for a pass"
     return f"{format_count(budget.amount)} parameters in all"

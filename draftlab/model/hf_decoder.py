@@ -225,7 +225,8 @@ class HFDecoder(Decoder):
         except ValueError:
             kind = type(self.model).__name__
             raise UserError(
-                f"the cache of {kind} cannot be rolled back, so the model can be neither target nor draft"
+                f"the cache of {kind} cannot be rolled back, so the model can be neither target nor "
+                "draft; use another model"
             ) from None
         return HFCache(past, capacity, [0] * rows)
 
@@ -255,7 +256,7 @@ class HFDecoder(Decoder):
             cache.drop_unread()
         except RuntimeError as error:
             raise UserError(
-                f"the cache of {type(self.model).__name__} cannot be rolled back: {error}"
+                f"the cache of {type(self.model).__name__} cannot be rolled back ({error}); use another model"
             ) from error
         if tree is None and cache.table is None:
             return self._run(ids, cache, last)
@@ -436,6 +437,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UserError(
-        f"{type(model).__name__} has no ModuleList of its {count} layers, so draftlab cannot read the states that an "
-        "EAGLE-3 head needs"
+        f"{type(model).__name__} has no ModuleList of its {count} layers, so draftlab cannot read the hidden states "
+        "that a head needs; use a drafter without heads"
     )

@@ -228,7 +228,7 @@ def check_unquantised(directory: Path, config: dict[str, object]) -> None:
 
 def quantised(directory: Path, how: str) -> Quantised:
     return Quantised(
-        f"{directory} is quantised ({how}), but this needs unquantised weights; use the original checkpoint"
+        f"{directory} is quantised ({how}), but this step needs unquantised weights; use the original checkpoint"
     )
 
 
@@ -236,7 +236,7 @@ def vocab_size(directory: Path) -> int:
     """Return the width of the logits, including padding. Raises UserError: config.json has no vocab_size."""
     size = text_config(directory).get("vocab_size")
     if not isinstance(size, int):
-        raise UserError(f"{directory}/config.json has no vocab_size")
+        raise UserError(f"{directory}/config.json has no vocab_size; download the checkpoint again")
     return size
 
 
@@ -250,7 +250,10 @@ def max_model_len(directory: Path, default: int = UNLIMITED) -> int:
 def check_length(model: Path | None, seq_len: int) -> None:
     """Raise UserError if seq_len exceeds the context of a checkpoint. Without a checkpoint, do nothing."""
     if model is not None and seq_len > max_model_len(model):
-        raise UserError(f"--seq-len {seq_len}: {model} reads at most {max_model_len(model)} tokens")
+        most = max_model_len(model)
+        raise UserError(
+            f"--seq-len {seq_len}: {model} reads at most {most} tokens; use {most} or less"
+        )
 
 
 def eos_ids(directory: Path) -> set[int]:
@@ -267,7 +270,10 @@ def eos_ids(directory: Path) -> set[int]:
 def check_has_tokenizer(directory: Path) -> None:
     """Raise UserError if the directory has no tokenizer. transformers would instead create an empty tokenizer."""
     if not any((directory / name).is_file() for name in VOCABULARY_FILES):
-        raise UserError(f"{directory} has no tokenizer: none of {', '.join(VOCABULARY_FILES)}")
+        raise UserError(
+            f"{directory} has no tokenizer; copy the tokenizer's files there, at least one of "
+            f"{', '.join(VOCABULARY_FILES)}"
+        )
 
 
 def read_head_ids(directory: Path, vocab: int) -> list[int] | None:
@@ -283,7 +289,9 @@ def read_head_ids(directory: Path, vocab: int) -> list[int] | None:
         kind = TypeAdapter(list[Annotated[int, Field(ge=0, lt=vocab, strict=True)]])
         ids = kind.validate_python(read_json(file))
     if not ids or ids != sorted(set(ids)):
-        raise UserError(f"{file} must list token ids in ascending order, each id once")
+        raise UserError(
+            f"{file} must list token ids in ascending order, each id once; prune or distil the draft again"
+        )
     return ids
 
 
@@ -295,7 +303,8 @@ def check_head_size(size: int, vocab: int, special: int = 0) -> None:
     """Raise UserError unless special < size < vocab. size: Number of ids to keep. special: Number of special ids."""
     if not special < size < vocab:
         raise UserError(
-            f"--vocab {size}: use a number above {special} (the special ids) and below {vocab:,} (all ids)"
+            f"--vocab {size}: use a number from {special + 1} to {vocab - 1}; the head keeps all special ids and drops "
+            "at least one other id"
         )
 
 
@@ -370,7 +379,9 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
         return {directory / SINGLE: None}
     if not (directory / INDEX).is_file():
         refuse_other_layout(directory)
-        raise UserError(f"{directory} has no weights: neither {SINGLE} nor {INDEX}")
+        raise UserError(
+            f"{directory} has neither {SINGLE} nor {INDEX}; download the checkpoint again"
+        )
     files: dict[Path, set[str] | None] = {}
     for tensor, name in read_index(directory / INDEX).items():
         names = files.setdefault(directory / name, set())

@@ -42,7 +42,10 @@ MASK_FIELDS = {
     "pard_token",
     "ptd_token_id",
 }  # fields of config.json that may have the mask token's id; vLLM reads any of them
-IMPORTED = "for .bin files or an adapter, run draftlab import NAME; for a GGUF file, download it and import it"
+IMPORTED = (
+    "if it has .bin files or an adapter, run draftlab import NAME; if it has a GGUF file, download that and run "
+    "draftlab import FILE"
+)
 BUILT_IN_TEXT = ("stdlib", "stdlib-tests", "packages")
 ROW_FILES = (".json", ".jsonl", ".parquet")
 TEXT_SUFFIXES = (*ROW_FILES, ".md", ".py", ".txt")
@@ -76,17 +79,19 @@ def locate(name: str | Path, weights: bool = True) -> Path:
     if path.is_dir():
         if not (path / "config.json").is_file():
             refuse_other_layout(path)
-            raise UserError(f"{path} is not a checkpoint, because it has no config.json")
+            raise UserError(
+                f"{path} is not a checkpoint, because it has no config.json; name another directory"
+            )
         check_causal(path)
         if weights:
             weight_files(path)
         return path
     if path.is_file():
         refuse_other_layout(path)
-        raise UserError(f"{path} is a file, but a checkpoint is a directory")
+        raise UserError(f"{path} is a file, but a checkpoint is a directory; name the directory")
     if not _is_hub_name(str(name)):
         raise UserError(
-            f"no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}"
+            f"there is no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}"
         )
     return _from_hub(str(name), weights)
 
@@ -125,7 +130,9 @@ def import_source(name: str) -> Layout:
         path = _fetch(repo, revision, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"], ["*/*"])
     layout = other_layout(path) if path.exists() else None
     if layout is None:
-        raise UserError(f"{path} cannot be imported: it is none of: {', '.join(NOUNS.values())}")
+        raise UserError(
+            f"{path} is missing or cannot be imported; name one of these: {', '.join(NOUNS.values())}"
+        )
     return layout
 
 
@@ -170,11 +177,12 @@ def known_head(name: str | Path) -> str | None:
     if kind == "mtp":
         raise UserError(
             f"{name} is an MTP head, which draftlab does not support; serve it with vLLM (method mtp), and measure it "
-            "there with score --server and --speculative-server"
+            "there: draftlab score --server URL --speculative-server URL"
         )
     if kind not in (None, *HEADS):
         raise UserError(
-            f"{name} is a head of kind {kind}, but draftlab supports only {', '.join(HEADS)}"
+            f"{name} is a head of kind {kind}, but draftlab supports only {', '.join(HEADS)}; measure the head in its "
+            "server: draftlab score --server URL --speculative-server URL"
         )
     return kind
 
@@ -201,8 +209,8 @@ def check_data(mixture: str) -> str:
     reason = offline_reason() if on_hub else None
     if reason:
         raise UserError(
-            f"data {on_hub[0]!r}: the hub cannot be reached ({reason}); use local text: --data with a "
-            "file, a folder, or stdlib"
+            f"data {on_hub[0]!r}: the hub cannot be reached ({reason}); use --data with a file, a "
+            "folder or stdlib"
         )
     return mixture
 
@@ -349,8 +357,8 @@ def _fetch(
         reason = f"the repository is gated: request access at {constants.ENDPOINT}/{repo}, then run hf auth login"
     except errors.LocalEntryNotFoundError as error:
         reason = (
-            f"the hub cannot be reached ({offline or one_line(error.__cause__ or error, 160)}), and its cache on this "
-            "disk lacks files; use a directory, or start with draftlab init --preset tiny"
+            f"the hub cannot be reached ({offline or one_line(error.__cause__ or error, 160)}), and the hub's cache "
+            "on this disk lacks files; use a directory, or start with draftlab init --preset tiny"
         )
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {one_line(error, 160)}"
@@ -396,7 +404,7 @@ def check_whole(name: str, weights: bool) -> None:
 def _refuse_head(name: str) -> None:
     if kind := known_head(name):
         raise UserError(
-            f"{name} has only a head for a target, not a complete model; use draftlab score --drafter "
+            f"{name} is a head, not a complete model; measure it with draftlab score --drafter "
             f"{kind}:heads={name}"
         )
 

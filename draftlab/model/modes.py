@@ -36,8 +36,8 @@ def load(
         note(f"{error}; transformers runs the model instead")
     except Quantised:
         note(
-            f"{directory} is quantised, so transformers runs it, which is slower than a server; to measure on a "
-            "server, use draftlab score --server"
+            f"{directory} is quantised, so transformers runs it, which is slower than a server; to measure it on a "
+            "server, use draftlab score --server URL"
         )
     else:
         model = llama.load(directory, dtype, device)
@@ -101,7 +101,7 @@ def resolve_mode(
         native_cpu.check(device, dtype)
         native_cpu.library()
     except UserError as error:
-        note(f"mode eager: {error}")
+        note(f"models run in mode eager: {error}")
         return "eager"
     return "native"
 
@@ -133,5 +133,5 @@ def in_native_mode(model: Decoder, dtype: torch.dtype, purpose: str) -> Decoder:
     try:
         return with_mode(model, "native")
     except UserError as error:
-        note(f"{error}; {purpose} in mode eager")
+        note(f"{purpose} in mode eager: {error}")
         return model

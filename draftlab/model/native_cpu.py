@@ -242,7 +242,7 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
     name = checkpoint.dtype_name(dtype)
     if device.type != "cpu" or name not in ("float32", "bfloat16"):
         raise UserError(
-            f"mode native runs only float32 and bfloat16 on a CPU, not {name} on {device.type}; use --mode eager"
+            f"mode native supports only float32 and bfloat16 on a CPU; {name} on {device.type} needs --mode eager"
         )
     return name
 
@@ -264,7 +264,7 @@ def library(tuned: str = TUNED) -> ctypes.CDLL:
     )
     if compiler is None:
         raise UserError(
-            "mode native needs a C++ compiler (c++, g++ or clang++), and none is installed; use --mode eager"
+            "mode native needs a C++ compiler, but c++, g++ and clang++ are missing; install g++, or use --mode eager"
         )
     command = [compiler, *FLAGS, tuned, str(SOURCE)]
     key = hashlib.sha256(repr([SOURCE.read_bytes(), command, _features()]).encode()).hexdigest()[
@@ -275,7 +275,7 @@ def library(tuned: str = TUNED) -> ctypes.CDLL:
     except OSError as error:
         note(
             f"compiling {SOURCE.name} again in each process, because the result cannot be stored: "
-            f"{error.strerror} ({error.filename})"
+            f"{error.strerror} ({error.filename}); set XDG_CACHE_HOME to a folder of your own"
         )
     with tempfile.TemporaryDirectory(prefix="draftlab-") as folder:
         return _compiled(command, Path(folder) / f"native-{key}.so")
@@ -322,7 +322,7 @@ def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
                 if done.returncode:
                     reason = one_line(done.stderr)
                     raise UserError(
-                        f"{command[0]} cannot compile {SOURCE}: {reason}; use --mode eager"
+                        f"{command[0]} cannot compile {SOURCE}: {reason}; update the compiler, or use --mode eager"
                     )
                 part.chmod(0o755)
                 write_atomic(digest, provenance.file_sha256(part))

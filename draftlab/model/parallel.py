@@ -110,7 +110,7 @@ def pard_token(directory: Path) -> int | None:
     vocab = checkpoint.vocab_size(directory)
     if not isinstance(token, int) or not 0 <= token < vocab:
         raise UserError(
-            f"{directory / 'config.json'}: {PARD_TOKEN} is {token!r}, but the ids of the vocabulary are 0 to "
+            f"{directory / 'config.json'}: {PARD_TOKEN} is {token!r}, but must be an id of the vocabulary, 0 to "
             f"{vocab - 1}"
         )
     return token
@@ -161,5 +161,5 @@ def unused_id(directory: Path, vocab: int) -> int:
     ):
         return pad
     raise UserError(
-        f"{directory}: the tokenizer has no unused id for the mask token; set an id by --student parallel:token=ID"
+        f"{directory}: the tokenizer has no unused id for the mask token; set an id with --student parallel:token=ID"
     )

@@ -62,7 +62,7 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
         with file.open("rb") as stream:
             if TIKTOKEN.fullmatch(stream.readline(LONGEST_LINE)):
                 return tokenizer  # a tiktoken file, which may also be called tokenizer.model
-        raise UserError(f"{file} cannot be read as a SentencePiece model") from None
+        raise UserError(f"{file} is not a SentencePiece model; download it again") from None
     if _agrees(tokenizer, processor):
         return tokenizer
     defaults: dict[str, Any] = (

@@ -269,8 +269,7 @@ def check(shape: Shape, *, llama: bool = True) -> None:
     """
     if shape.heads % shape.kv_heads:
         raise UserError(
-            f"{shape.heads} heads cannot share {shape.kv_heads} KV heads evenly; "
-            "make heads a multiple of kv_heads"
+            f"heads ({shape.heads}) is not a multiple of kv_heads ({shape.kv_heads}); change one of these numbers"
         )
     if llama and shape.hidden % shape.heads:
         widths = " or ".join(map(str, multiples_near(shape.hidden, shape.heads)))
@@ -295,7 +294,7 @@ def check_within(shape: Shape, source: Shape) -> None:
         size, limit = getattr(shape, field), getattr(source, field)
         if size > limit:
             raise UserError(
-                f"{option} {size} is more than the source has; use {option} {limit} or less"
+                f"{option} {size} is more than the {limit} of the source; use {option} {limit} or less"
             )
     for field in sorted(
         Shape.model_fields.keys() - {"layers", "hidden", "heads", "kv_heads", "ffn", "draft_vocab"}
@@ -303,13 +302,14 @@ def check_within(shape: Shape, source: Shape) -> None:
         value, expected = getattr(shape, field), getattr(source, field)
         if value != expected:
             raise UserError(
-                f"{field} {value} differs from the source's {expected}, but pruning cannot change it; use the source's"
+                f"{field} {value} differs from the source's {expected}, but pruning cannot change it; use {field} "
+                f"{expected}"
             )
     group, most = shape.heads // shape.kv_heads, source.heads // source.kv_heads
     if shape.heads > source.heads or shape.kv_heads > source.kv_heads or group > most:
         raise UserError(
             f"{shape.heads} heads with {shape.kv_heads} kv_heads cannot be cut from the source, which has "
-            f"{source.heads} heads, {source.kv_heads} kv_heads and {most} heads per kv_head; use at most these numbers"
+            f"{source.heads} heads, {source.kv_heads} kv_heads and {most} heads per kv_head; use no more than these"
         )
 
 
@@ -338,7 +338,9 @@ def resolve(
         UserError: the shape exceeds the source, no ffn gives `params` parameters, or both params and ffn are set.
     """
     if params is not None and ffn is not None:
-        raise UserError(f"--params and --ffn {ffn} both determine the ffn; use only one of them")
+        raise UserError(
+            f"--params and --ffn {ffn} both determine the FFN size; leave one of them out"
+        )
     layers, hidden = layers or source.layers, hidden or source.hidden
     heads = default_heads(source, hidden)
     scaled = -(-source.ffn * hidden // source.hidden)
@@ -439,7 +441,9 @@ def parse_numbers(text: str) -> list[int]:
                 f"{one_line(part, 80)!r} is an empty range; write {int(high)}-{int(low)}"
             )
         if int(high or low) - int(low) + len(numbers) >= MOST_NUMBERS:
-            raise UserError(f"{one_line(text, 80)!r} lists more than {MOST_NUMBERS:,} numbers")
+            raise UserError(
+                f"{one_line(text, 80)!r} lists more than {MOST_NUMBERS:,} numbers; list fewer"
+            )
         numbers |= set(range(int(low), int(high or low) + 1))
     if not numbers or min(numbers) < 1:
         raise UserError(f"{one_line(text, 80)!r} has a number below 1; write 1-6 or 2,4,8")

@@ -50,7 +50,8 @@ def check_embeds(model: Path) -> None:
     ids, embeddings = load_tokenizer(model).vocab_size, vocab_size(model)
     if ids > embeddings:
         raise UserError(
-            f"{model} embeds {embeddings:,} ids, but its tokenizer has {ids:,}; use the tokenizer of this model"
+            f"{model} has embeddings for {embeddings:,} ids, but the tokenizer there has {ids:,} ids; copy the files "
+            "of the model's original tokenizer there"
         )
 
 

@@ -63,7 +63,8 @@ def frequent_ids(
     check_head_size(size, vocab, len(stays))
     if len(texts) < 2:
         raise UserError(
-            f"--vocab {size}: {len(texts)} texts are too few to find frequent ids; use at least 2 texts"
+            f"--vocab {size}: frequent ids are counted in at least 2 texts, but there are {len(texts)}; use more "
+            "--data or --outputs"
         )
 
     def top(some: Sequence[np.ndarray]) -> np.ndarray:

@@ -129,7 +129,7 @@ def load_scores(file: Path, facts: dict[str, str], shape: Shape) -> Importance:
         for key, value in facts.items():
             if stored.get(key) != value:
                 raise UserError(
-                    f"--scores-cache {file} has scores for {key} = {stored.get(key)}, but this command has "
+                    f"--scores-cache {file} has scores for {key} {stored.get(key)}, but this command uses {key} "
                     f"{value}; name another file"
                 )
         tensors = {field.name: handle.get_tensor(field.name) for field in fields(Importance)}

@@ -259,7 +259,7 @@ def _fit_matrix(
         else:
             heldout.append((x, error))
     with reading(
-        "--refit: the activations of source or draft are too large to fit weights to them"
+        "--refit: weights cannot be fitted to the activations, which are too large (use --refit norms)"
     ):
         change = ridge_solve(gram, cross, ridge).to(weight.device, torch.float32)
     before = sum(float(error.square().sum()) for _, error in heldout)

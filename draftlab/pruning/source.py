@@ -51,7 +51,7 @@ def check_buildable(config: dict[str, object], shape: Shape) -> None:
         if built.get(name) != shape.dims(axes):
             raise UserError(
                 f"transformers builds {name} of a {config.get('model_type')} model with the size {built.get(name)}, "
-                f"but this shape gives {shape.dims(axes)}; choose heads x head_dim = width"
+                f"but this shape needs {shape.dims(axes)}; choose a width equal to heads x head_dim"
             )
 
 
@@ -101,8 +101,8 @@ def check_prunable(config: dict[str, object], source: Shape) -> None:
         cut_logits, logits = small(input_ids=ids).logits, model(input_ids=ids).logits
     if not float((cut_logits - logits).abs().max()) <= TOLERANCE * float(logits.abs().max()):
         raise UserError(
-            f"{config.get('model_type')} models cannot be pruned: they have LLaMA's tensors but compute "
-            "differently with them, so a cut would not be exact"
+            f"{config.get('model_type')} models cannot be pruned, because they have LLaMA's tensors but compute "
+            "differently with them; use another --source"
         )
 
 

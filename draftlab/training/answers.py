@@ -54,8 +54,8 @@ class PromptFile:
         if loss_temperature not in TEMPERATURES:
             known = ", ".join(f"{value:g}" for value in TEMPERATURES)
             raise UserError(
-                f"--temperature {loss_temperature:g}: a student can learn from stored answers only at the "
-                f"temperatures {known}"
+                f"--temperature {loss_temperature:g}: the target's answers have log-probabilities only for the "
+                f"temperatures {known}; use one of these"
             )
 
     def prompts(self) -> Prompts:
@@ -88,7 +88,7 @@ class PromptFile:
                 note(f"the target's answers are read from {out}, where an earlier run stored them")
             else:
                 note(
-                    f"the target's answers are stored in {out}; later runs with the same prompts read them there"
+                    f"the target's answers are stored in {out}; later runs with the same prompts read them from there"
                 )
                 output = Output(command="outputs build", config=settings, out=out)
                 with output.locked(resumes=True):

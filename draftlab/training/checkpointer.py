@@ -191,7 +191,7 @@ class Training:
             return None
         content = load(state, f"{newest.name}/{CONTENT}")
         load(state, BEST)  # needed only at the end, but read now to check it
-        with reading(f"cannot resume from {newest}; add --force to start again"):
+        with reading(f"cannot resume from {newest} (add --force to start again)"):
             for counter, values in zip(self.counters, content["counters"], strict=True):
                 counter.load_state_dict(values)
             if not content["ended"]:
@@ -221,7 +221,9 @@ class Training:
             self.accelerator.load_state(str(folder))
         else:
             if content["weights"].keys() != self._own_weights().keys():
-                raise ValueError("its weights have other names than the model's")
+                raise ValueError(
+                    "the tensors of the checkpoint have other names than those of the model"
+                )
             self.accelerator.unwrap_model(self.module).load_state_dict(
                 content["weights"], strict=False
             )

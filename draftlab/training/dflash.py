@@ -296,8 +296,7 @@ def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], 
         if config.draft_vocab < config.vocab:
             raise UserError(
                 f"--draft {job.draft} predicts only {config.draft_vocab} token ids, but distill trains only DFlash "
-                "heads "
-                "that predict all token ids of the target; name another head, or leave --draft out for a new head"
+                "heads that predict all token ids of the target; name another head, or leave --draft out for a new head"
             )
         return dict(content), config, layer
     sizes = TargetSizes.of(target)
@@ -344,9 +343,8 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenBlockH
         config.check_tensors(found, job.draft, "a DFlash head")
         if own := sorted(tensors.keys() - config.sizes().keys()):
             raise UserError(
-                f"--draft {job.draft} has its own {own[0]}, but distill trains only DFlash heads that use the "
-                "target's; "
-                "name another head, or leave --draft out for a new head"
+                f"--draft {job.draft} has the tensor {own[0]}, but distill trains only DFlash heads that use the "
+                "embedding and LM head of the target; name another head, or leave --draft out for a new head"
             )
         student.load_state_dict(tensors)
     note(f"the mask token has the id {config.mask_token_id}")

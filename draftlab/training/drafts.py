@@ -173,7 +173,7 @@ def served_teacher(server: Server, draft: Path, k: int) -> ServedTeacher:
     if not server.adapter.has_prompt_logprobs:
         raise UserError(
             f"{server.kind} returns no log-probabilities of prompt tokens; use a vLLM or SGLang server, or store "
-            "target outputs and add --outputs"
+            "target outputs with draftlab outputs build and add --outputs DIRECTORY"
         )
     return ServedTeacher(server, k, logits_of(draft))
 

@@ -180,7 +180,7 @@ class TargetTextEvaluator:
         arrays = checkpointer.load_or_make(state, "evaluation.pt", make)
         if arrays["lengths"].max(initial=0) < 2:
             note(
-                "acceptance length is not measured, because the target ends every text with its first token"
+                "acceptance length is not measured, because the target ends every text after one token"
             )
             return None
         return cls(TargetText.of(arrays, temperature), state, author.hardware.memory, offsets)

@@ -132,7 +132,7 @@ def nla(x: Pair) -> tuple[Tensor, Tensor]:
     return -alpha.log(), tvd(x)[1] * ((x.alpha > LOWEST_ALPHA) / alpha).unsqueeze(-1)
 
 
-@loss_of("jsd", 0.5, high=1, hint="at the ends use fkl (0) or rkl (1); ")
+@loss_of("jsd", 0.5, high=1, hint="write fkl for jsd(0) and rkl for jsd(1); ")
 def jsd(beta: float) -> Divergence:
     """Return the generalised Jensen-Shannon divergence: beta KL(p || m) + (1 - beta) KL(q || m).
 
@@ -272,7 +272,7 @@ def _divergence(name: str) -> Divergence:
         return kind.make(0.0)
     if argument is None:
         return kind.make(kind.default)
-    return kind.make(_number(argument, f"{kind.hint}{stem}: ", kind.high))
+    return kind.make(_number(argument, f"loss {name!r}: {kind.hint}", kind.high))
 
 
 def _number(text: str, what: str, high: float = math.inf) -> float:

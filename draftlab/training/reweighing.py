@@ -65,7 +65,8 @@ class Reweighing:
         """
         if len(batches.weights) < 2:
             raise UserError(
-                "--reweigh-steps: --data is a single source; write a mixture, SOURCE=WEIGHT,SOURCE=WEIGHT"
+                "--reweigh-steps needs a mixture, but --data is a single source; write --data "
+                "SOURCE=WEIGHT,SOURCE=WEIGHT, or leave --reweigh-steps out"
             )
         reference = self.reference
         if not isinstance(reference, Path):
@@ -113,7 +114,8 @@ def parse_reference(text: str, data: str, weights: bool) -> Mapping[str, float] 
             losses[name] = 0.0
         if not name or not 0 < losses[name] < float("inf"):
             raise UserError(
-                f"want SOURCE=LOSS with a loss above 0 in nats per token, got {part.strip()!r}"
+                f"--reference-losses: {part.strip()!r} is wrong; write SOURCE=LOSS with a loss above 0, in nats per "
+                "token"
             )
     sources = hub.source_names(data)
     if all(hub.split_column(name)[1] is None for name in sources):
@@ -130,7 +132,8 @@ def check_names(losses: Mapping[str, float], sources: Iterable[str]) -> None:
     domains = [domain_of(name) for name in sources]
     if set(losses) != set(domains):
         raise UserError(
-            f"--reference-losses has {', '.join(losses)}; want a loss for each of {', '.join(domains)}"
+            f"--reference-losses has losses for {', '.join(losses)}, but the data has {', '.join(domains)}; write a "
+            "loss for each source of the data"
         )
 
 

@@ -66,9 +66,8 @@ class TrainingText:
         """
         if self.loss_on is not None and self.generated:
             raise UserError(
-                "--text: --data has conversations; to let the target answer them, use --text target and a single "
-                ".json, "
-                ".jsonl or .parquet file; otherwise use --text data, or data without conversations"
+                "--text: draftlab cannot generate text here, because --data has conversations; use --text data, or let "
+                "the target answer a single .json, .jsonl or .parquet file in --data with --text target"
             )
         rows, seq_len, loss_on = loop.batch_size, self.seq_len, self.loss_on
         heldout = open_heldout(

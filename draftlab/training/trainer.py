@@ -263,11 +263,11 @@ class Trainer:
         objective, _, alpha, *_ = (self._total(sums) / max(1, tokens)).tolist()
         if not math.isfinite(objective):
             cure = (
-                f"lower --lr ({self.loop.lr:g})"
+                f"use an --lr below {self.loop.lr:g}"
                 if index
-                else "logits of draft or target are NaN, or overflow in their dtype; try --training-dtype float32"
+                else "weights are damaged or values overflow; try --training-dtype float32"
             )
-            raise UserError(f"loss is {objective} at step {index}: {cure}")
+            raise UserError(f"the loss is {objective} at step {index}; {cure}")
         return StepRecord(
             step=index + 1,
             loss=objective,

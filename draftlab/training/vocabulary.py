@@ -67,7 +67,7 @@ def trim(
     trim_model(student, ids)
     tokens = sum(map(len, texts))
     note(
-        f"the head predicts {size:,} token ids; in {tokens:,} tokens, the ids most frequent in one half cover "
+        f"the head predicts {size:,} token ids; the most frequent ids of one half of {tokens:,} tokens cover "
         f"{coverage:.2%} of the other half"
     )
 

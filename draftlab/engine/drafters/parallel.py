@@ -52,8 +52,8 @@ def mask_token(model: Decoder) -> int:
     token = model.pard_token if isinstance(model, Llama) else None
     if token is None:
         raise UserError(
-            "the draft is not a parallel draft, because its config.json has no pard_token; train a parallel draft with "
-            "distill --student parallel"
+            "the draft is not a parallel draft, because its config.json has no pard_token; train a parallel draft "
+            "with draftlab distill --student parallel"
         )
     return token
 

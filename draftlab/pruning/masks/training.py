@@ -97,7 +97,7 @@ def _select(
         for name, trained in best_weights(state, "constraint").items():
             masks.get_parameter(name).copy_(trained)
     gaps = ", ".join(f"{name} {gap:.3f}" for name, gap in masks.gaps().items())
-    note(f"difference between expected and target sparsity: {gaps}")
+    note(f"difference between the trained sparsity and that of the shape: {gaps}")
     weights = Folded(_trained_weights(source, training, state), source.shape, masks.deterministic())
     keep, hidden = masks.keep(), masks.deterministic().hidden.detach().cpu()
 

@@ -43,11 +43,13 @@ class DFlashStudent(StudentSpec):
     def check(self, job: "Distillation") -> None:
         if "draft" in job.text.shares:
             raise UserError(
-                "--text: a DFlash head trains on data and on text of the target, not of the draft; use data and target"
+                "--text: a DFlash head cannot train on text of the draft; use --text data, --text target, or a mixture "
+                "such as --text target=0.7,data=0.3"
             )
         if job.draft is not None and self.made:
             raise UserError(
-                f"--draft {job.draft} already decides the shape of the head; leave out {', '.join(sorted(self.made))}"
+                f"--draft {job.draft} already decides the shape of the head; leave {', '.join(sorted(self.made))} out "
+                "of --student"
             )
         from draftlab.training.dflash import head_of
 

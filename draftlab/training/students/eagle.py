@@ -58,18 +58,18 @@ class EagleStudent(StudentSpec):
     def check(self, job: "Distillation") -> None:
         if "draft" in job.text.shares:
             raise UserError(
-                "--text: an EAGLE-3 head trains on data and on text of the target, not of the draft; use data and "
-                "target"
+                "--text: an EAGLE-3 head cannot train on text of the draft; use --text data, --text target, or a "
+                "mixture such as --text target=0.7,data=0.3"
             )
         if job.text.seq_len <= self.ttt_steps + 1:
             raise UserError(
                 f"--student {self.text}: --seq-len {job.text.seq_len} is too short for "
-                f"ttt_steps={self.ttt_steps}; raise --seq-len"
+                f"ttt_steps={self.ttt_steps}; use --seq-len {self.ttt_steps + 2} or more"
             )
         if job.draft is not None and (job.vocab or self.model_fields_set - {"text", "ttt_steps"}):
             raise UserError(
-                f"--draft {job.draft} already decides the head's ids, layers and norms; leave out --vocab and the "
-                "options of --student"
+                f"--draft {job.draft} already decides the head's ids, layers and norms; leave out --vocab, and "
+                "all options of --student except ttt_steps"
             )
         from draftlab.training.eagle import head_of
 

@@ -55,7 +55,8 @@ class ParallelStudent(DraftSpec):
             token = parallel.unused_id(job.draft, vocab)
         if token >= vocab:
             raise UserError(
-                f"--student: the mask token {token} is not in the vocabulary, which has the ids 0 to {vocab - 1}"
+                f"--student: the mask token {token} is not in the vocabulary; use parallel:token=ID with an ID from 0 "
+                f"to {vocab - 1}"
             )
         return Offsets(
             count=self.tokens, token=token, share=self.share, floor=self.floor, seed=job.loop.seed

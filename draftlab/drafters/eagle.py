@@ -63,7 +63,8 @@ class HeadSpec(DrafterSpec):
     def _check_heads(self, name: str, weights: bool) -> None:
         if not (Path(name) / "config.json").is_file():
             raise UserError(
-                f"--drafter {self.text}: {name} has no {self.format} head, because it has no config.json{self.remedy}"
+                f"--drafter {self.text}: there is no {self.format} head in {name}, because config.json is "
+                f"missing{self.remedy}"
             )
 
     def target_of(self, context: "DrafterContext") -> "Llama | HFDecoder":

@@ -183,7 +183,7 @@ class DraftModel:
 
     def findings(self) -> Iterator[Finding]:
         other = self.difference()
-        copy = f"copy the tokenizer files of {self.target} into the draft if it was trained on the target's ids"
+        copy = f"if the draft was trained on the target's ids, copy the tokenizer files of {self.target} into the draft"
         if other is not None:
             text = f"the draft's vocabulary differs from the target's, but speculation needs the same: {other}"
             yield error(
@@ -204,7 +204,7 @@ class DraftModel:
         differing = [
             text for text in PROBES if own(text)["input_ids"] != targets(text)["input_ids"]
         ]
-        text = f"{len(differing)} of {len(PROBES)} probe texts get other token ids than from the target's tokenizer"
+        text = f"{len(differing)} of {len(PROBES)} probe texts get other token ids than with the target's tokenizer"
         files = [model / "tokenizer.json" for model in (self.path, self.target)]
         if not differing:
             yield ok(
@@ -520,8 +520,8 @@ class HeadArtifact(PublishedHead):
     def refuse(self, form: Form) -> None:
         if form.heterogeneous:
             raise UserError(
-                f"--use-heterogeneous-vocab: leave it out, because {self.path} is a head, which always has the "
-                "target's vocabulary"
+                f"--use-heterogeneous-vocab: {self.path} is a head, which always has the target's vocabulary; leave "
+                "the option out"
             )
         if form.server is not None:
             if not form.server.heads:

@@ -121,7 +121,7 @@ def architecture(directory: Path) -> Architecture:
     if config.get("hidden_act") != "silu":
         raise UserError(
             f"{directory} has the activation {config.get('hidden_act')!r}, but llama.cpp computes silu for this "
-            "architecture"
+            "architecture; use --to hf"
         )
     if model_type == "qwen2" and shape.sizes["q"] != shape.hidden:
         return LLAMA
@@ -359,7 +359,7 @@ def _rope(directory: Path) -> dict[str, Any]:
     if rope["rope_type"] not in ("default", "linear", "llama3", "yarn"):
         raise UserError(
             f"{directory} has rotary scaling {rope['rope_type']!r}, but GGUF export supports only linear, llama3 and "
-            "yarn"
+            "yarn; use --to hf"
         )
     return rope
 

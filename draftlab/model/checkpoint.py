@@ -199,7 +199,7 @@ def _check_code(directory: Path, config: Mapping[str, object]) -> None:
         own = "add --trust-remote-code to run the Python code in the checkpoint"
         remedy = own if "auto_map" in config else "run pip install --upgrade transformers"
         raise UserError(
-            f"{directory}: transformers has no model_type {one_line(kind, 80)!r}; {remedy}"
+            f"{directory}: the installed transformers lacks the model_type {one_line(kind, 80)!r}; {remedy}"
         )
 
 
@@ -498,7 +498,7 @@ def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
     stored = stored_dtype(directory)
     computed = computed_dtype(stored, device)
     if computed != stored:
-        where = "CPUs" if stored == torch.float16 else "this CPU, which has no AVX-512"
+        where = "CPUs" if stored == torch.float16 else "CPUs without AVX-512"
         name = hub.checkpoint_name(directory)
         note(
             f"{name} is stored in {dtype_name(stored)}, which is slow on {where}, so it runs in float32"
@@ -564,8 +564,8 @@ def from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedMod
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         raise UserError(
-            f"transformers has no model_type {one_line(model_type, 80)!r}, and draftlab cannot cut models that run "
-            "code from their checkpoint; use another model"
+            f"transformers lacks the model_type {one_line(model_type, 80)!r}, and draftlab cannot cut models that run "
+            "code from their checkpoint; use another --source"
         )
     fields = {k: v for k, v in config.items() if k != "model_type"}
     with reading("transformers cannot build this model"):
@@ -688,7 +688,7 @@ def check_quantised_runs(directory: Path, config: dict[str, object]) -> None:
     """Raise UserError if this machine has no GPU, or lacks a library that the quantised weights need."""
     if not torch.cuda.is_available():
         raise Quantised(
-            f"{directory} is quantised ({quantization_method(config)}) and needs a GPU, but this machine has none; "
+            f"{directory} is quantised ({quantization_method(config)}) and needs a GPU, but this machine has no GPU; "
             "run the model on a server (docs/servers.md), or use the original checkpoint"
         )
     check_quantizer(directory, config)

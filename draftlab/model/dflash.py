@@ -436,7 +436,9 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
     )
     window = own.get("swa_window_size", config.sliding_window)
     if SLIDING in kinds and not window:
-        raise UserError(f"config.json of {folder} has {SLIDING} layers, but no sliding_window")
+        raise UserError(
+            f"config.json of {folder} has {SLIDING} layers, but no sliding_window; add sliding_window, in tokens"
+        )
     # by default, layers with a sliding window were trained with a causal mask, and other layers without
     causal: list[bool] = [kind == SLIDING and bool(layer.get("layer_types")) for kind in kinds]
     if theirs and content.get("sliding_window_non_causal"):

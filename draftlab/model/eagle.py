@@ -635,7 +635,8 @@ def _from_json(
     layer = content.get("transformer_layer_config", content)
     if "draft_vocab_size" not in content or not isinstance(layer, dict):
         raise UserError(
-            f"{folder}: config.json has no draft_vocab_size, or its transformer_layer_config is not an object"
+            f"{folder}: config.json of the head needs draft_vocab_size; transformer_layer_config, if set, must be an "
+            "object"
         )
     eagle = content.get("eagle_config") or {}
     odd = [
@@ -650,7 +651,7 @@ def _from_json(
         odd.append(f"layer_types {layer_types!r}")
     slides = layer_types[0] == SLIDING
     if slides and not layer.get("sliding_window"):
-        odd.append(f"{SLIDING} and no sliding_window")
+        odd.append(f"layer_types {SLIDING!r} without sliding_window")
     if odd:
         raise UserError(
             f"{folder} is a head of kind {shape.kind} with {one_line(odd[0], 80)}, which draftlab does not support; "
@@ -705,7 +706,7 @@ def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
         pickled = (
             ", only a .bin file of torch.save, which draftlab does not read; use a head with safetensors"
             if any(folder.glob("*.bin"))
-            else ""
+            else "; download the head again"
         )
         raise UserError(f"{folder} has no {WEIGHTS}{pickled}")
     with reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:

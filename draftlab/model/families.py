@@ -191,7 +191,7 @@ def matching_preset(
     if len(matches) > 1:
         names = " and ".join(name for name, _ in matches)
         raise UserError(
-            f"several files in {folder} have {layers} layers x {hidden}: {names}; choose one with --shape"
+            f"several files in {folder} have {layers} layers x {hidden}: {names}; choose with --shape FILE"
         )
     return matches[0] if matches else None
 
@@ -316,10 +316,10 @@ def _stretch(shape: Shape, source: Shape) -> float:
 def _reach(source: Shape, layers: int, budget: Budget) -> str:
     depth = f"{layers} layer{'s' if layers != 1 else ''}"
     if not 1 <= layers <= source.layers:
-        return f"{depth}: none, because the source has {source.layers}"
+        return f"{depth}: none, because the source has only {source.layers}"
     if budget.kind == "kv":
         low = _kv_bytes_per_head(source, layers)
-        return f"{depth}: {low} to {low * source.kv_heads} in steps of {low}"
+        return f"{depth}: {low / 1024:g} to {low * source.kv_heads / 1024:g} KiB in steps of {low / 1024:g}"
     widths, ends = _widths(source, layers, budget), (min(budget.steps()), source.ffn)
     if not widths:
         return f"{depth}: no width can be split over {budget.tensor_parallel} devices"
@@ -333,7 +333,7 @@ def _reach(source: Shape, layers: int, budget: Budget) -> str:
 
 def _amount(budget: Budget) -> str:
     if budget.kind == "kv":
-        return f"{budget.amount:.0f} bytes of KV cache per token"
+        return f"{budget.amount / 1024:g} KiB of KV cache per token"
     if budget.kind == "latency":
         return f"{budget.amount:.3g} ms for a pass"
     return f"{format_count(budget.amount)} parameters in all"

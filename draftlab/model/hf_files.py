@@ -291,7 +291,9 @@ def read_head_ids(directory: Path, vocab: int) -> list[int] | None:
         kind = TypeAdapter(list[Annotated[int, Field(ge=0, lt=vocab, strict=True)]])
         ids = kind.validate_python(read_json(file))
     if not ids or ids != sorted(set(ids)):
-        raise UserError(f"{file} must list token ids in ascending order, each id once")
+        raise UserError(
+            f"{file} must list token ids in ascending order, each id once; prune or distil the draft again"
+        )
     return ids
 
 

@@ -42,7 +42,10 @@ MASK_FIELDS = {
     "pard_token",
     "ptd_token_id",
 }  # fields of config.json that may have the mask token's id; vLLM reads any of them
-IMPORTED = "for .bin files or an adapter, run draftlab import NAME; for a GGUF file, download it and import it"
+IMPORTED = (
+    "if it has .bin files or an adapter, run draftlab import NAME; if it has a GGUF file, download that and run "
+    "draftlab import FILE"
+)
 BUILT_IN_TEXT = ("stdlib", "stdlib-tests", "packages")
 ROW_FILES = (".json", ".jsonl", ".parquet")
 TEXT_SUFFIXES = (*ROW_FILES, ".md", ".py", ".txt")
@@ -88,7 +91,7 @@ def locate(name: str | Path, weights: bool = True) -> Path:
         raise UserError(f"{path} is a file; name a directory with config.json and safetensors")
     if not _is_hub_name(str(name)):
         raise UserError(
-            f"no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}"
+            f"there is no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}"
         )
     return _from_hub(str(name), weights)
 
@@ -178,7 +181,8 @@ def known_head(name: str | Path) -> str | None:
         )
     if kind not in (None, *HEADS):
         raise UserError(
-            f"{name} is a head of kind {kind}, but draftlab supports only {', '.join(HEADS)}"
+            f"{name} is a head of kind {kind}, but draftlab supports only {', '.join(HEADS)}; measure the head in its "
+            "server: draftlab score --server URL --speculative-server URL"
         )
     return kind
 

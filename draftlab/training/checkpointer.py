@@ -191,7 +191,7 @@ class Training:
             return None
         content = load(state, f"{newest.name}/{CONTENT}")
         load(state, BEST)  # needed only at the end, but read now to check it
-        with reading(f"cannot resume from {newest}; add --force to start again"):
+        with reading(f"cannot resume from {newest} (add --force to start again)"):
             for counter, values in zip(self.counters, content["counters"], strict=True):
                 counter.load_state_dict(values)
             if not content["ended"]:

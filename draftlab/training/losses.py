@@ -272,7 +272,7 @@ def _divergence(name: str) -> Divergence:
         return kind.make(0.0)
     if argument is None:
         return kind.make(kind.default)
-    return kind.make(_number(argument, f"{kind.hint}{stem}: ", kind.high))
+    return kind.make(_number(argument, f"loss {name!r}: {kind.hint}", kind.high))
 
 
 def _number(text: str, what: str, high: float = math.inf) -> float:

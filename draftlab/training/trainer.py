@@ -267,7 +267,7 @@ class Trainer:
                 if index
                 else "logits of draft or target are NaN or overflow; try draftlab distill --training-dtype float32"
             )
-            raise UserError(f"loss is {objective} at step {index}: {cure}")
+            raise UserError(f"the loss is {objective} at step {index}; {cure}")
         return StepRecord(
             step=index + 1,
             loss=objective,

@@ -95,7 +95,7 @@ class Panel:
     Args:
         x, y: Labels of the axes.
         series: Points (x, y) of each series, by the name of the series.
-        lines: Points of the line of each series, by the same names. Default: the points of the series.
+        lines: Points of the line that is drawn for each series, by name, if they are not the points in `series`.
         names: Tick labels of x = 0, 1, ..., if x is not a number.
         bottom: Value at which the y axis starts.
     """

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 class DFlashStudent(StudentSpec):
     """Options of a DFlash head.
 
-    block_size: Number of tokens of a block. The first is the last token of the text, and the others are drafted.
-    num_layers: Number of layers of the head; by default a sixth of the target's number, from 1 to 5. layer_ids: Layers
-    of the target whose states the head reads, as 2+12+21; by default 2, n / 2 and n - 3 of n layers. mask_token_id: Id
-    of the mask token; by default an id that no text has. anchors: Share of the predicted positions at which a block
-    begins. The positions are drawn anew in each step. gamma: Drafted token k has the weight exp(-(k - 1) / gamma) in
-    the loss; by default half the block size.
+    block_size: Number of tokens of a block: the last token of the text, then block_size - 1 drafted tokens. num_layers:
+    Number of layers of the head. Default: a sixth of the target's layers, at least 1 and at most 5. layer_ids: Layers
+    of the target whose states the head reads, such as 2+12+21. Default: layers 2, n / 2 and n - 3 of a target with n
+    layers. mask_token_id: Id of the mask token. Default: an id that no text has. anchors: Share of the predicted
+    positions at which a block begins. The positions are drawn anew in each step. gamma: Drafted token k has the weight
+    exp(-(k - 1) / gamma) in the loss. Default: half the block size.
     """
 
     unused = EagleStudent.unused | {"vocab"}

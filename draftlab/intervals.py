@@ -124,7 +124,7 @@ def speedup(timings: Timings, *, chosen_by: Sequence[Sequence[Timing]] | None = 
     timed prompts looks faster than it is. The prompts are therefore split into random halves, SPLITS times. Each half
     is timed at the K that is fastest on the other half.
 
-    chosen_by: Timings by which the fastest K is chosen, [K, R]. Default: the timings with drafts.
+    chosen_by: Timings by which the fastest K is chosen: one for each K and run. Default: the timings with drafts.
     """
     return interval(_speedups(timings, chosen_by or timings[0], seed=0), _timed_prompts(timings))
 

@@ -98,9 +98,9 @@ def padded(rows: list[np.ndarray]) -> np.ndarray:
 
 
 def texts_of(chances: list[np.ndarray], limits: np.ndarray | None = None) -> Texts:
-    """Return texts, padded to the same length, from the acceptance probabilities of their tokens.
+    """Pad the acceptance probabilities of each text's tokens to the same length, and return them as Texts.
 
-    limits: Length limit of each text in decoding. Default: the text's length.
+    limits: Largest length of each text in decoding. Default: the text's length.
     """
     lengths = np.array([len(c) for c in chances], dtype=np.int64)
     return Texts(padded(chances), lengths, lengths if limits is None else limits)

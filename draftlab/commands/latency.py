@@ -363,7 +363,8 @@ def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
         alpha = number if k is None else alpha_for(number, int(k))
         if alpha > 1:
             raise UserError(
-                f"{text} is above 1, so it is no probability; write tokens per target pass with K, as 2.8@4"
+                f"{text} is above 1, so it is no probability; to give tokens per target pass, add @K, such as 2.8@4 "
+                "for 2.8 tokens at K = 4"
             )
         return DraftAcceptance(
             work=constant_workload(alpha, tokens=max_tokens, prompt_tokens=ASSUMED_PROMPT)

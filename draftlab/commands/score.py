@@ -89,7 +89,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     seed: int = shared.seed()
     rule: str = option(
         REJECTION,
-        f"Verify rule for sampled drafts: {', '.join([REJECTION, *RULES.names()])}.",
+        f"Rule that verifies sampled drafts: {', '.join([REJECTION, *RULES.names()])}.",
         panel=shared.SAMPLING,
         advanced=True,
     )

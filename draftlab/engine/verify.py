@@ -211,9 +211,9 @@ class Tokens:
         return [*self.path(self.parents[node - 1]), node - 1] if node else []
 
     def drawn_from(self, token: int, p: Tensor) -> Tensor:
-        """Return the distribution, [V], that a drafted token was drawn from.
+        """Return the distribution, [V], that a drafted token was drawn from: its row of q, or one-hot if q is None.
 
-        token: Index of the drafted token. p: Probabilities of the target. If q is None, the result has the dtype of p.
+        token: Index of the drafted token. p: Probabilities of the target, whose dtype and device a one-hot result has.
         """
         return (
             torch.zeros_like(p[0]).index_fill_(0, _at(self.ids[token], p), 1)

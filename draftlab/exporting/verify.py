@@ -216,10 +216,10 @@ def chances_of(
     load_target: Callable[[], Decoder],
     vocab: int,
 ) -> Chances:
-    """Return the probability that each token of the texts is accepted, by the draft's sampling method.
+    """Return the acceptance probabilities of the texts' tokens, for a greedy draft and for a draft that samples.
 
-    For a greedy draft the probability is 0 or 1. Above temperature 0, the result also has probabilities for a draft
-    that samples, for which the target scores the texts.
+    For a greedy draft each probability is 0 or 1. Those for a draft that samples are computed only above temperature 0,
+    from the target's own log-probabilities.
 
     Args:
         scores: The draft's log-probabilities and ranks of the tokens.

@@ -169,7 +169,7 @@ class DFlash:
             )
 
     def new_cache(self, rows: int, capacity: int) -> BlockCache:
-        """Return an empty cache for `rows` texts of at most `capacity` tokens each, and a block after each text.
+        """Return an empty cache for `rows` texts of at most `capacity` tokens each, with room for a block after each.
 
         Raises:
             UserError: a text and its block exceed the head's context.

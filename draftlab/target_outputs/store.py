@@ -457,8 +457,8 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
             )
     if arrays["number"].min() < 0 or len(np.unique(arrays["number"])) < n:
         raise ValueError(
-            "the array number must have different values from 0 on, but its lowest value is "
-            f"{arrays['number'].min()}, or it has a value twice"
+            "the values of the array 'number' must be 0 or more and must not repeat; the lowest value is "
+            f"{arrays['number'].min()}"
         )
     if manifest.top_logprobs:
         # sum p^(1/t) lies between 1 (one token is certain) and V^(1 - 1/t) (all tokens are equally probable)

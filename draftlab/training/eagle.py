@@ -1,4 +1,7 @@
-"""Train an EAGLE-3 head in the common training loop. In each step the frozen target computes the states to read."""
+"""Train an EAGLE-3 head in the common training loop.
+
+In each step the frozen target computes the hidden states that the head reads.
+"""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -140,7 +140,7 @@ def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> 
         data = file.read_bytes()
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}{hint}") from None
-    with reading(f"{file} does not have the expected content"):
+    with reading(f"{file} is not a {kind.__name__.lower()}"):
         return kind.model_validate(
             parse_yaml(data) if file.suffix in (".yaml", ".yml") else parse_json(data)
         )

@@ -10,7 +10,7 @@ from draftlab.commands import COMMANDS
 PACKAGE = Path(draftlab.__file__).parent
 COMMON = {"--help", "--config", "--json", "--dry-run", "--force", "--version"}
 OTHERS = {  # options of programs that draftlab starts or names
-    "pip": {"--no-deps"},
+    "pip": {"--no-deps", "--upgrade"},
     "git": {"--short"},
     "CSS": {"--soft"},
     "llama-gguf-split": {"--merge"},

@@ -61,7 +61,7 @@ def test_a_rule_of_ones_choice_is_the_one_that_verifies(context):
         ("ngram:ordr=3", "did you mean 'order'"),
         ("ngram:order=three", "order: .*'three'"),
         ("ngram:order=1", "order: .*2"),
-        ("ngram:data=text,outputs=store", "data or outputs"),
+        ("ngram:data=text,outputs=store", "data and outputs"),
         ("fallback:min_match=2x1", "min_match"),
         ("eagle:heads=x,draft_tokens=2", "draft_tokens: .*prompt_lookup_max"),
         ("eagle", "heads"),

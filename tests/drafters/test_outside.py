@@ -9,7 +9,7 @@ from outside import draftlab, example, install
 GROUP = "draftlab.drafters"
 BROKEN = {
     "needs_more": ("import a_package_that_is_not_there", "a_package_that_is_not_there"),
-    "registers_nothing": ("", "no drafter 'registers-nothing'"),
+    "registers_nothing": ("", "'registers-nothing'"),
     "lacks_build": (
         "from draftlab.drafters import DrafterSpec, drafter\n@drafter('lacks-build')\nclass Spec(DrafterSpec): ...",
         "no method build()",

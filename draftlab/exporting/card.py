@@ -122,15 +122,12 @@ def _score_lines(score: Score) -> list[str]:
 def history(draft: Path) -> tuple[list[str], tuple[float, float] | None]:
     """Return the commands that made a draft, the earliest first, and its held-out acceptance before and after distill.
 
-    If another version of draftlab wrote a record, return no commands and no acceptance.
+    If a record is damaged or of another version of draftlab, return no commands and no acceptance.
     """
     try:
         return _commands(draft), _heldout(draft)
-    except UserError:
-        note(
-            f"the model card does not list the commands that made {draft}, because another version of draftlab "
-            "recorded them"
-        )
+    except UserError as error:
+        note(f"the model card does not list the commands that made {draft}: {error}")
         return [], None
 
 

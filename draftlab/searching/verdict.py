@@ -414,12 +414,13 @@ def unverified(request: Request) -> list[str]:
     """Return the reason why the export is not verified in the server, as one sentence, or [] if it can be verified."""
     if request.server is None or request.program is not None:
         return []
-    if not SERVERS.get(request.server, "--for").program:
+    program = SERVERS.get(request.server, "--for").program
+    if not program:
         return [
             f"not verified in {request.server}, because draftlab can start only vLLM and llama.cpp"
         ]
     return [
-        f"the export is not verified, because {request.server} is not on the PATH; add --verify-with PROGRAM"
+        f"the export is not verified, because {program} is not on the PATH; add --verify-with PROGRAM"
     ]
 
 

@@ -225,6 +225,7 @@ class Campaign:
             elif (
                 ended.code == 0
                 and harm.certain
+                and file.name not in ended.error  # a note names the file
                 and self.wholes.get(name) not in (None, self._files_in(name, room))
             ):
                 wrong = "silent"

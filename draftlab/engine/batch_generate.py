@@ -6,7 +6,6 @@ samples do not depend on the other prompts of the batch.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ MOST_RUNNING = 0.75
 BYTES_PER_LOGIT = 32
 # most tokens of a pass over whole texts, padding included; on a CPU larger passes are not faster, and delay progress
 PASS_TOKENS = 2048
-# Receives, after each step of a batch, the indices of its prompts, their logits [B, V] and the sampled tokens [B]. A
+# Receives, after each step of a batch, the numbers of its prompts, their logits [B, V] and the sampled tokens [B]. A
 # finished prompt may stay in the batch for some steps.
 OnStep = Callable[[list[int], Tensor, Tensor], None]
 
@@ -126,7 +125,7 @@ def generate_batch(
             [numbers[i] for i in group],
             sampling,
             batching,
-            on_step and partial(_on_rows, on_step, group),
+            on_step,
         )
         completions |= zip(group, batch, strict=True)
         advance(len(completions))
@@ -218,7 +217,7 @@ def _generate(
         ids, logprobs = _sample(logits.float(), sampling, uniform[rows, t])
         written[rows, t], chosen[rows, t] = ids, logprobs
         if on_step:
-            on_step(rows.tolist(), logits, ids)
+            on_step([numbers[row] for row in rows.tolist()], logits, ids)
         fed = ids.unsqueeze(1)
         if sampling.stop_token_ids:
             running &= ~torch.isin(ids, stops)
@@ -232,12 +231,6 @@ def _generate(
                 fed, running = fed[running], running[running]
     columns = zip(written[:, : t + 1].cpu().numpy(), chosen[:, : t + 1].cpu().numpy(), strict=True)
     return [Completion.truncated(*row, stop_token_ids=sampling.stop_token_ids) for row in columns]
-
-
-def _on_rows(
-    on_step: OnStep, group: list[int], rows: list[int], logits: Tensor, ids: Tensor
-) -> None:
-    on_step([group[row] for row in rows], logits, ids)
 
 
 def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor:

@@ -141,13 +141,12 @@ class LocalTarget:
     ) -> list[TargetOutput]:
         batching = Batching(vocab=self.vocab, batch_size=self.batch_size, memory=self.memory)
         model, texts = self.model, [p.ids for p in prompts]
-        tops: list[list[StoredLogprobs]] = [[] for _ in prompts]
+        tops: dict[int, list[StoredLogprobs]] = {number: [] for number in numbers}
 
-        def keep_top(rows: list[int], logits: Tensor, ids: Tensor) -> None:
-            for row, top in zip(
-                rows, top_logprobs(logits, ids, k).parts([1] * len(ids)), strict=True
-            ):
-                tops[row].append(top)
+        def keep_top(batch: list[int], logits: Tensor, ids: Tensor) -> None:
+            parts = top_logprobs(logits, ids, k).parts([1] * len(ids))
+            for number, top in zip(batch, parts, strict=True):
+                tops[number].append(top)
 
         with progress("the target writes text", len(texts)) as advance:
             written = generate_batch(
@@ -167,9 +166,9 @@ class LocalTarget:
                 ids=w.ids,
                 finish_reason=w.finish_reason,
                 logprobs=w.logprobs,
-                top=StoredLogprobs.joined(top[: len(w.ids)]) if k else None,
+                top=StoredLogprobs.joined(tops[number][: len(w.ids)]) if k else None,
             )
-            for prompt, number, w, top in zip(prompts, numbers, written, tops, strict=True)
+            for prompt, number, w in zip(prompts, numbers, written, strict=True)
         ]
 
     def _score(self, batch: Batch, most: int, k: int) -> StoredLogprobs:

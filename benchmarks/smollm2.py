@@ -187,6 +187,7 @@ def result(folder: Path) -> dict[str, Any]:
         settings["out"]
         for step in yaml.safe_load(RECIPE.read_text())["steps"]
         for settings in step.values()
+        if "out" in settings  # reports have none
     ]
     records = {out: provenance.read_record(folder / out) for out in outs}
     more = read_manifest(folder / "runs" / "more-answers")

@@ -314,8 +314,8 @@ class Tables:
         rates = [f"{rate:.0f} tokens/s in {name}" for name, rate in plain.items()]
         best = interval(about["request_best_drafter"]["over_fastest"])
         return (
-            f"Without a draft the target makes {' and '.join(rates)}. Over the faster of these, the bfloat16 target with "
-            f"its best drafter makes {best} times the tokens, so round the target first where its accuracy allows it."
+            f"Without a draft the target makes {' and '.join(rates)}. Next to the faster of these, the bfloat16 target "
+            f"with its best drafter has {best}: round the target first where its accuracy allows it."
         )
 
     def published_tokens(self) -> str:
@@ -339,6 +339,22 @@ class Tables:
             rows = [about[size][name] for size in sizes]
             pairs = [(interval(each["speedup"]), fixed(each["tokens_per_pass"])) for each in rows]
             yield cells(label(name), row["k"], *itertools.chain(*pairs))
+
+    def learnt_tokens(self) -> str:
+        """Return the number of tokens that the published draft learnt from."""
+        return f"{self.results['learning_curve']['drafts'][-1]['tokens']:,}"
+
+    def learnt_losses(self) -> str:
+        """Return a sentence that says for which stores the published draft was trained with which loss and rates."""
+        rows = self.results["learning_curve"]["drafts"][1:]
+        losses = dict.fromkeys(row["loss"] for row in rows)
+        told = []
+        for loss in losses:
+            rates = [row["lr"] for row in rows if row["loss"] == loss]
+            told.append(
+                f"{loss} for {len(rates)} stores, at rates from {max(rates):g} down to {min(rates):g}"
+            )
+        return f"The loss is {', then '.join(told)}."
 
     def learning_curve(self) -> Iterator[str]:
         """Yield the acceptance of the published draft, by the number of tokens that it has learnt from."""

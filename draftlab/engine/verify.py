@@ -64,7 +64,7 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     logits = logits.float()
     if params.temperature < COLD:
         logits = logits - logits.amax(-1, keepdim=True)  # else the quotient overflows
-    p = torch.softmax(logits / params.temperature, -1)
+    p = torch.softmax(logits if params.temperature == 1 else logits / params.temperature, -1)
     if params.top_k or params.top_p < 1:
         values, ids = (
             p.topk(params.top_k, -1)

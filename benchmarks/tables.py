@@ -20,7 +20,7 @@ from benchmarks.formats import (
 )
 
 DRAFTERS = {
-    "fallback:draft=models_smollm2-135m-draft": "prompt lookup followed by the draft",
+    "fallback:draft=models_smollm2-135m-draft,min_match=2x1x3": "prompt lookup followed by the draft",
     "smollm2-135m-draft": "the draft",
     "eagle:heads=runs_eagle": "EAGLE-3 head",
     "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3": "prompt lookup followed by the EAGLE-3 head",
@@ -318,15 +318,10 @@ class Tables:
             f"with its best drafter has {best}: round the target first where its accuracy allows it."
         )
 
-    def published_tokens(self) -> str:
-        """Return the largest number of tokens that the published draft drafts after prompt lookup, by target."""
-        about = self.results["published_draft"]
-        titles = {"greedy": "a bfloat16 target", "int8": "an int8 target"}
-        most = {
-            score: next(int(found[1]) for name in about[score] if (found := TOKENS.search(name)))
-            for score in titles
-        }
-        return " and ".join(f"{count} tokens for {titles[score]}" for score, count in most.items())
+    def published_options(self) -> str:
+        """Return the options of prompt lookup followed by the published draft, as they are typed."""
+        name = self.results["published_draft"]["request_best_drafter"]["name"]
+        return name.partition(",")[2].removesuffix("@int8")
 
     def published_expanded(self) -> Iterator[str]:
         """Yield the speed-ups of whole requests with the published draft at the cost of larger targets."""

@@ -38,7 +38,7 @@ def open_stored(
     check_tokenizer(batches.manifest, draft)
     if not (directory / HELDOUT / MANIFEST).exists():
         raise UserError(
-            f"{directory} has no held-out text; build it again with draftlab outputs build --use distill"
+            f"{directory} has no held-out text; build a new store with draftlab outputs build --use distill"
         )
     heldout_size = finished_manifest(directory / HELDOUT).sequences
     heldout = StoredBatches(directory / HELDOUT, heldout_size, temperature).batch(0)
@@ -65,7 +65,7 @@ class StoredBatches:
         manifest = finished_manifest(directory)
         if not manifest.top_logprobs:
             raise UserError(
-                f"{directory} has no top log-probabilities to distil from; build it again with --top-logprobs 64"
+                f"{directory} has no top log-probabilities to distil from; build a new store with --top-logprobs 64"
             )
         if temperature not in manifest.temperatures:
             raise UserError(

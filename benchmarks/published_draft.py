@@ -28,16 +28,24 @@ DRAFT = "models/smollm2-135m-draft"
 # Prompt lookup, then the draft where lookup has no match that is long enough. The lengths and the number of drafted
 # tokens were chosen on other prompts than those of the scores: benchmarks.smollm2_prompts, seed 10011.
 BEFORE = f"fallback:draft={DRAFT},min_match=2x1x3,draft_tokens={{}}"
-# options of each score, and the largest numbers of tokens that the draft drafts after prompt lookup
-SCORES: dict[str, tuple[dict[str, str], list[int]]] = {
-    "greedy": ({"int8": "draft", "k": "2,3,5"}, [3]),
-    "int8": ({"int8": "both", "k": "2,3,5"}, [3]),
-    "sampled": ({"int8": "draft", "k": "1-3", "temperature": "1"}, []),
+EXPANDED = "models/smollm2-3b"
+# options of draftlab score, each with its values
+Options = dict[str, list[str]]
+SCORES: dict[str, Options] = {
+    "greedy": {"drafter": ["prompt-lookup", BEFORE.format(3)], "int8": ["draft"], "k": ["2,3,5"]},
+    "int8": {"drafter": ["prompt-lookup", BEFORE.format(3)], "int8": ["both"], "k": ["2,3,5"]},
+    "sampled": {
+        "drafter": ["prompt-lookup"],
+        "int8": ["draft"],
+        "k": ["1-3"],
+        "temperature": ["1"],
+    },
 }
-EXPANDED: dict[str, tuple[dict[str, str], list[int]]] = {
-    size: ({"int8": "draft", "k": "5", "target": f"models/smollm2-{size}", "num-prompts": "8"}, [5])
-    for size in ["3b"]
-}
+LARGE: dict[str, Options] = {
+    "3b": {
+        "drafter": [BEFORE.format(5)], "int8": ["draft"], "k": ["5"], "target": [EXPANDED], "num-prompts": ["8"],
+    }
+}  # fmt: skip
 
 
 def main(
@@ -56,12 +64,10 @@ def main(
         return
     found = scored(folder, prompts, num_prompts, max_new_tokens, SCORES)
     if expanded:
-        source = folder / "models/smollm2-135m-instruct"
-        for size in EXPANDED:
-            out = folder / f"models/smollm2-{size}"
-            if not out.exists():
-                expand(source, out, larger(checkpoint.read_shape(source), **SIZES[size]))
-        found |= scored(folder, prompts, num_prompts, max_new_tokens, EXPANDED)
+        source, out = folder / "models/smollm2-135m-instruct", folder / EXPANDED
+        if not out.exists():
+            expand(source, out, larger(checkpoint.read_shape(source), **SIZES["3b"]))
+        found |= scored(folder, prompts, num_prompts, max_new_tokens, LARGE)
     result: dict[str, Any] = goals(found) | {
         "settings": {name: settings(each) for name, each in found.items()}
     }
@@ -75,27 +81,21 @@ def main(
 
 
 def scored(
-    folder: Path,
-    prompts: Path,
-    num_prompts: int,
-    max_new_tokens: int,
-    options: dict[str, tuple[dict[str, str], list[int]]],
+    folder: Path, prompts: Path, num_prompts: int, max_new_tokens: int, options: dict[str, Options]
 ) -> dict[str, list[Score]]:
     """Import the draft into the folder, score it on prompts, and return the scores by name of `options`."""
     import_models(folder)
     found: dict[str, list[Score]] = {}
-    for name, (given, draft_tokens) in options.items():
+    for name, given in options.items():
         out = folder / "runs" / name
         if not out.exists():
             words = ["score", "--draft", DRAFT]
-            words += ["--drafter", "prompt-lookup"] if "target" not in given else []
-            for most in draft_tokens:
-                words += ["--drafter", BEFORE.format(most)]
             words += ["--prompt-file", str(prompts.resolve()), "--num-prompts", str(num_prompts)]
             words += ["--max-new-tokens", str(max_new_tokens), "--dtype", "bfloat16"]
             words += ["--repeats", "1", "--threads", "1", "--out", f"runs/{name}"]
-            for option, value in given.items():
-                words += [f"--{option}", value]
+            for option, values in given.items():
+                for value in values:
+                    words += [f"--{option}", value]
             draftlab(folder, *words)
         found[name] = scores(out)
     return found
@@ -109,7 +109,7 @@ def goals(found: dict[str, list[Score]]) -> dict[str, dict[str, Any]]:
         "int8_best_model": best(found["int8"], models=True),
         "int8_best_drafter": best(found["int8"]),
         "sampled_best": best(found["sampled"]),
-    } | {f"at_{size}_best": best(found[size]) for size in EXPANDED if size in found}
+    } | ({"at_3b_best": best(found["3b"])} if "3b" in found else {})
 
 
 def best(found: list[Score], models: bool = False) -> dict[str, Any]:

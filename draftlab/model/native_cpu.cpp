@@ -69,9 +69,10 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 
-// Bytes from a load to the memory that it prefetches, at least. Rows may be shorter, and then begin before memory has
-// answered.
-constexpr size_t AHEAD = 8192;
+// Returns the number of weights from a load to the weights that it prefetches: those of the tile after the next one, but
+// at least 8 KB, because rows may be so short that the next tile begins before memory has answered.
+template <class W>
+inline size_t ahead(int rows, int in) { return std::max(size_t(2 * rows) * in, 8192 / sizeof(W)); }
 
 // Unrolls a loop completely. Otherwise an array of sums would be in memory, not in registers.
 #define UNROLL _Pragma("GCC unroll 64")
@@ -184,14 +185,13 @@ inline float dot(const float* x, const A* w, int n) {
 // Computes R outputs of T tokens: y = x w^T * scale + bias. w [R, in], x [T, in], y [T, out].
 template <int R, int T, class W>
 inline void tile(const W* w, const float* x, int in, float* y, int out, const float* scale, const float* bias) {
-    const size_t ahead = std::max(size_t(2 * R) * in, AHEAD / sizeof(W));
     floats acc[R][T] = {};
     int i = 0;
     for (; i + LANES <= in; i += LANES) {
         floats a[R];
         UNROLL for (int r = 0; r < R; r++) {
             if (i % 16 == 0)  // rows are too short for the hardware's prefetcher
-                __builtin_prefetch(w + size_t(r) * in + i + ahead);
+                __builtin_prefetch(w + size_t(r) * in + i + ahead<W>(R, in));
             a[r] = load(w + size_t(r) * in + i);
         }
         UNROLL for (int t = 0; t < T; t++) {
@@ -235,13 +235,12 @@ inline __m128 sums(__m512 a, __m512 b, __m512 c, __m512 d) {
 template <int R, int T, class W, class X>
 inline void pair_tile(const W* w, const X* x, const float* steps, int in, float* y, int out, const float* scale,
                       const float* bias) {
-    const size_t ahead = std::max(size_t(2 * R) * in, AHEAD / sizeof(W));
     std::conditional_t<std::is_same_v<X, bf16>, floats, ints> acc[4][T] = {};
     for (int i = 0; i < in; i += PAIRED) {
         const __mmask32 mask = i + PAIRED <= in ? ~0u : (1u << (in - i)) - 1;
         __m512i a[R];
         UNROLL for (int r = 0; r < R; r++) {
-            __builtin_prefetch(w + ahead + i * R + r * PAIRED);  // in the order of addresses, not of use
+            __builtin_prefetch(w + ahead<W>(R, in) + i * R + r * PAIRED);  // in the order of addresses, not of use
             a[r] = pairs(w + size_t(r) * in + i, mask);
         }
         UNROLL for (int t = 0; t < T; t++) {
@@ -744,11 +743,13 @@ void run(const Model& m, const Pass& p) {
             norm(&x[size_t(token) * D], m.norm, D, m.eps, &h[size_t(n) * D]);
         }
         linear<W>(m.head, h.data(), p.rows * p.last, D, m.head_ids ? trimmed.data() : p.logits, m.head_size, rounded);
+        if (m.head_ids) {
 #pragma omp for schedule(static)
-        for (int n = 0; n < (m.head_ids ? p.rows * p.last : 0); n++) {
-            float* all = p.logits + size_t(n) * m.vocab;
-            std::fill(all, all + m.vocab, -INFINITY);
-            for (int i = 0; i < m.head_size; i++) all[m.head_ids[i]] = trimmed[size_t(n) * m.head_size + i];
+            for (int n = 0; n < p.rows * p.last; n++) {
+                float* all = p.logits + size_t(n) * m.vocab;
+                std::fill(all, all + m.vocab, -INFINITY);
+                for (int i = 0; i < m.head_size; i++) all[m.head_ids[i]] = trimmed[size_t(n) * m.head_size + i];
+            }
         }
     }
 }

@@ -231,16 +231,18 @@ inline __m128 sums(__m512 a, __m512 b, __m512 c, __m512 d) {
     return _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
 }
 
-// Does the same as tile for rounded activations. steps: Step of each token's int16 values, or null for bfloat16.
-template <int R, int T, class W, class X>
-inline void pair_tile(const W* w, const X* x, const float* steps, int in, float* y, int out, const float* scale,
-                      const float* bias) {
-    std::conditional_t<std::is_same_v<X, bf16>, floats, ints> acc[4][T] = {};
-    for (int i = 0; i < in; i += PAIRED) {
-        const __mmask32 mask = i + PAIRED <= in ? ~0u : (1u << (in - i)) - 1;
+// Sums of products of activations X
+template <class X>
+using Sum = std::conditional_t<std::is_same_v<X, bf16>, floats, ints>;
+
+// Adds the products of the inputs `from` to `to` to sums of R outputs and T tokens. Calls prefetch(i, r) before a load.
+template <int R, int T, class W, class X, class F>
+inline void add_pairs(const W* w, const X* x, int in, int from, int to, Sum<X> (&acc)[4][T], F prefetch) {
+    for (int i = from; i < to; i += PAIRED) {
+        const __mmask32 mask = i + PAIRED <= to ? ~0u : (1u << (to - i)) - 1;
         __m512i a[R];
         UNROLL for (int r = 0; r < R; r++) {
-            __builtin_prefetch(w + ahead<W>(R, in) + i * R + r * PAIRED);  // in the order of addresses, not of use
+            prefetch(i, r);
             a[r] = pairs(w + size_t(r) * in + i, mask);
         }
         UNROLL for (int t = 0; t < T; t++) {
@@ -248,6 +250,11 @@ inline void pair_tile(const W* w, const X* x, const float* steps, int in, float*
             UNROLL for (int r = 0; r < R; r++) add(acc[r][t], a[r], b);
         }
     }
+}
+
+// Writes R outputs of T tokens from their sums. steps: Step of each token's int16 values, or null for bfloat16.
+template <int R, int T, class S>
+inline void write_outputs(const S (&acc)[4][T], const float* steps, float* y, int out, const float* scale, const float* bias) {
     const __mmask8 rows = (1 << R) - 1;
     const __m128 by = scale ? _mm_maskz_loadu_ps(rows, scale) : _mm_set1_ps(1);
     const __m128 plus = bias ? _mm_maskz_loadu_ps(rows, bias) : _mm_setzero_ps();
@@ -255,6 +262,17 @@ inline void pair_tile(const W* w, const X* x, const float* steps, int in, float*
         const __m128 all = sums(as_floats(acc[0][t]), as_floats(acc[1][t]), as_floats(acc[2][t]), as_floats(acc[3][t]));
         _mm_mask_storeu_ps(y + size_t(t) * out, rows, all * (steps ? by * steps[t] : by) + plus);
     }
+}
+
+// Does the same as tile for rounded activations.
+template <int R, int T, class W, class X>
+inline void pair_tile(const W* w, const X* x, const float* steps, int in, float* y, int out, const float* scale,
+                      const float* bias) {
+    Sum<X> acc[4][T] = {};
+    add_pairs<R, T>(w, x, in, 0, in, acc, [&](int i, int r) {
+        __builtin_prefetch(w + ahead<W>(R, in) + i * R + r * PAIRED);  // in the order of addresses, not of use
+    });
+    write_outputs<R, T>(acc, steps, y, out, scale, bias);
 }
 #endif
 
@@ -304,6 +322,42 @@ void tiles(const W* w, const X* x, const float* steps, int tokens, int in, float
             products<R, count>(w, x + size_t(t) * in, steps ? steps + t : nullptr, in, y + size_t(t) * out, out, scale, bias);
         });
 }
+
+#ifdef PAIRS
+// For 4 to 8 tokens whose activations do not fit into the L1 cache beside the weights, GROUP tiles of outputs take turns
+// over chunks of the inputs. The sums of each tile wait in memory, so that the order of additions is that of pair_tile.
+constexpr int GROUP = 4, CHUNK = 128, MOST = 8;
+
+inline bool in_chunks(int tokens, int in) {
+    return tokens >= 4 && tokens <= MOST && size_t(tokens) * in * sizeof(bf16) > 16384;
+}
+
+// Computes GROUP * ROWS outputs of two tiles of tokens.
+void chunks(const bf16* w, const bf16* x, int tokens, int in, float* y, int out, const float* bias) {
+    constexpr int lead = 4 * CHUNK;  // inputs from a load to the weights that it prefetches
+    floats kept[GROUP][2][ROWS][MOST / 2] = {};
+    const int each = (tokens + 1) / 2;
+    for (int from = 0; from < in; from += CHUNK) {
+        const int to = std::min(from + CHUNK, in);
+        const size_t next = from + lead < in ? lead : size_t(GROUP) * ROWS * in - in + lead;
+        for (int g = 0; g < GROUP * 2; g++) {
+            const int o = g / 2 * ROWS, first = g % 2 * each;
+            const bf16* rows = w + size_t(o) * in;
+            auto& sums = kept[g / 2][g % 2];
+            unrolled(std::min(each, tokens - first), [&](auto count) {
+                floats acc[ROWS][count];
+                UNROLL for (int i = 0; i < ROWS * count; i++) acc[i / count][i % count] = sums[i / count][i % count];
+                add_pairs<ROWS, count>(rows, x + size_t(first) * in, in, from, to, acc, [&](int i, int r) {
+                    __builtin_prefetch(rows + size_t(r) * in + i + next);
+                });
+                UNROLL for (int i = 0; i < ROWS * count; i++) sums[i / count][i % count] = acc[i / count][i % count];
+                if (to == in)
+                    write_outputs<ROWS, count>(acc, nullptr, y + size_t(first) * out + o, out, nullptr, bias ? bias + o : nullptr);
+            });
+        }
+    }
+}
+#endif
 
 // scale, bias: One value per output, or null.
 struct Matrix { const void* weights; const float* scale; const float* bias; };
@@ -442,6 +496,16 @@ void linear(const Matrix& m, const float* x, int tokens, int in, float* y, int o
         const X* block = a + size_t(t) * in;
         const float* block_steps = steps ? steps + t : nullptr;
         float* to = y + size_t(t) * out;
+#ifdef PAIRS
+        if constexpr (std::is_same_v<W, bf16> && std::is_same_v<X, bf16>)
+            if (!done && in_chunks(count, in)) {
+                constexpr int step = GROUP * ROWS;
+#pragma omp for schedule(static) nowait
+                for (int o = 0; o < out / step; o++)
+                    chunks(w + size_t(o) * step * in, block, count, in, to + o * step, out, m.bias ? m.bias + o * step : nullptr);
+                done = out / step * step;
+            }
+#endif
 #pragma omp for schedule(static) nowait
         for (int o = done / ROWS; o < out / ROWS; o++) {
             const int at = o * ROWS;

@@ -46,12 +46,16 @@ def test_logits_equal_transformers(family, family_dirs):
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory) -> dict[str, Path]:
-    """Models of bfloat16 weights: one of usual sizes, and two of which no axis fills a vector or a tile."""
+    """Models of bfloat16 weights: one of usual sizes, two of which no axis fills a vector or a tile, and one whose down
+    projection reads so many inputs that passes over 4 to 8 tokens take them in chunks.
+    """
     models = {
         "usual": build("qwen3"),
         "odd": build("qwen3", hidden_size=50, intermediate_size=77, head_dim=34, vocab_size=301),
         "odd with biases": build("llama_biases", hidden_size=39, intermediate_size=131, num_attention_heads=3,
                                  num_key_value_heads=1, head_dim=70),
+        "many inputs": build("llama_biases", hidden_size=51, intermediate_size=4130, num_attention_heads=3,
+                             num_key_value_heads=1, head_dim=34),
     }  # fmt: skip
     saved = {name: tmp_path_factory.mktemp("native") for name in models}
     for name, model in models.items():
@@ -59,7 +63,7 @@ def directories(tmp_path_factory) -> dict[str, Path]:
     return saved
 
 
-SIZES = pytest.mark.parametrize("sizes", ["usual", "odd", "odd with biases"])
+SIZES = pytest.mark.parametrize("sizes", ["usual", "odd", "odd with biases", "many inputs"])
 
 
 @SIZES

@@ -33,6 +33,9 @@ def main(
     ] = "16,32,64",
     context: Annotated[int, typer.Option(help="Cached tokens of each text.")] = 128,
     rounds: Annotated[int, typer.Option(help="Number of times that each pass is run.")] = 25,
+    float32: Annotated[
+        bool, typer.Option(help="Also run float32, which needs the most memory.")
+    ] = True,
 ) -> None:
     torch.set_num_threads(1)
     directory = hub.locate(model)
@@ -41,8 +44,9 @@ def main(
         "eager": half,
         "native": with_mode(half, "native"),
         "native_int8": with_mode(half, "native", int8=True),
-        "native_float32": with_mode(llama.load(directory, torch.float32), "native"),
     }
+    if float32:
+        arms["native_float32"] = with_mode(llama.load(directory, torch.float32), "native")
     narrow = [(1, int(width)) for width in widths.split(",")]
     batched = [(int(count), 1) for count in rows.split(",")]
     milliseconds = _measure(arms, narrow + batched, context, rounds)

@@ -1,0 +1,63 @@
+"""Compare kinds of drafts of SmolLM2 after equal training, and fixed K with adaptive: python -m benchmarks.rivals FOLDER
+
+FOLDER is the folder in which recipes/smollm2-published.yaml and then recipes/smollm2-rivals.yaml ran. The last line is
+one JSON object. Each row has the figures of a drafter's score on greedy requests, over plain decoding with the same
+weights of the target.
+
+training: What the draft or head learnt from: tokens of answers, CPU seconds of all its distillations on one core, and
+held-out acceptance after the last of them. A draft's distillations include those of the drafts that it began as.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import drafting_row, environment
+from benchmarks.published_draft import over_same_weights
+from benchmarks.sheared import recorded
+from benchmarks.smollm2 import scores, settings
+from draftlab.provenance import read_record
+
+# the scored draft or head, by its directory in the folder's runs
+TRAINED = {
+    "10@int8": "distilled/10",
+    "parallel-2@int8": "rivals/parallel-2",
+    "eagle:heads=runs_rivals_eagle-2@int8": "rivals/eagle-2",
+}
+
+
+def main(folder: Annotated[Path, typer.Argument(help="Folder in which the recipes ran.")]) -> None:
+    scored = scores(folder / "runs/rivals/score")
+    rows = {score.name: drafting_row(over_same_weights(score)) for score in scored}
+    for score in scored:
+        rows[score.name]["tokens_per_pass_by_k"] = {
+            k: score.tokens_per_pass(k) for k in sorted(score.speculative)
+        }
+    for name, place in TRAINED.items():
+        rows[name]["training"] = training(folder, folder / "runs" / place)
+    print(
+        json.dumps(
+            {"benchmark": "rivals", "drafters": rows, "settings": settings(scored)} | environment(1)
+        )
+    )
+
+
+def training(folder: Path, place: Path) -> dict[str, Any]:
+    """Return the tokens and CPU seconds of a draft's distillations, and its held-out acceptance after the last."""
+    _, last, _ = recorded(place)
+    tokens, seconds = 0, 0.0
+    draft: Path | None = place
+    while draft is not None:
+        record = read_record(draft)
+        if record is None or record.command != "distill":
+            break
+        config, notes, _ = recorded(draft)
+        tokens, seconds = tokens + notes["tokens"], seconds + notes["cpu_seconds"]
+        draft = folder / config["draft"] if config["draft"] else None
+    return {"tokens": tokens, "cpu_seconds": seconds, "acceptance": last["after"]["acceptance"]}
+
+
+if __name__ == "__main__":
+    typer.run(main)

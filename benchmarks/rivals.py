@@ -1,4 +1,4 @@
-"""Compare kinds of drafts of SmolLM2 after equal training, and fixed K with adaptive: python -m benchmarks.rivals FOLDER
+"""Compare kinds of drafts of SmolLM2 after equal training, and adaptive K with fixed K: python -m benchmarks.rivals
 
 FOLDER is the folder in which recipes/smollm2-published.yaml and then recipes/smollm2-rivals.yaml ran. The last line is
 one JSON object. Each row has the figures of a drafter's score on greedy requests, over plain decoding with the same

@@ -22,6 +22,11 @@ from benchmarks.formats import (
 DRAFTERS = {
     "fallback:draft=models_smollm2-135m-draft,min_match=2x1x3": "prompt lookup followed by the draft",
     "smollm2-135m-draft": "the draft",
+    "10": "the draft",
+    "parallel-2": "parallel draft",
+    "eagle:heads=runs_rivals_eagle-2": "EAGLE-3 head",
+    "fallback:draft=runs_distilled_10,min_match=2x1x3": "prompt lookup followed by the draft",
+    "adaptive:draft=runs_distilled_10,outputs=runs_calibration": "the policy: copy, draft or neither",
     "eagle:heads=runs_eagle": "EAGLE-3 head",
     "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3": "prompt lookup followed by the EAGLE-3 head",
     "fallback:draft=runs_distilled_parallel,draft_tokens=2": "prompt lookup followed by the parallel draft",
@@ -324,12 +329,44 @@ class Tables:
         return name.partition(",")[2].removesuffix("@int8")
 
     def published_expanded(self) -> Iterator[str]:
-        """Yield the speed-ups of whole requests with the published draft at the cost of a larger target."""
-        yield from header("drafter", "K", "whole request", "tokens per target pass")
-        for name, row in ordered(self.results["published_draft"]["3b"], request_gain):
+        """Yield the speed-ups of whole requests with the published draft at the cost of larger targets."""
+        yield from header(
+            "target, ms of its pass", "drafter", "K", "whole request", "TPOT", "tokens per target pass"
+        )  # fmt: skip
+        for size in ("1.3b", "3b"):
+            for name, row in ordered(self.results["published_draft"][size], request_gain):
+                yield cells(
+                    f"{size}, {row['target_pass_ms']:.0f}", label(name), row["k"], interval(row["speedup"]), tpot(row),
+                    fixed(row["tokens_per_pass"]),
+                )  # fmt: skip
+
+    def rivals(self) -> Iterator[str]:
+        """Yield kinds of drafts of equal training, and other ways to draft with the published draft."""
+        about = self.results["rivals"]["drafters"]
+        trained = {name: row for name, row in about.items() if "training" in row}
+        ks = list(next(iter(trained.values()))["tokens_per_pass_by_k"])
+        yield from header(
+            "draft", "million tokens of answers", "CPU minutes of training",
+            *(f"tokens per pass, K = {k}" for k in ks), "ms of its pass", "best K", "whole request",
+        )  # fmt: skip
+        for name, row in ordered(trained, request_gain):
+            made, lengths = row["training"], row["tokens_per_pass_by_k"]
             yield cells(
-                label(name), row["k"], interval(row["speedup"]), fixed(row["tokens_per_pass"])
-            )
+                label(name), fixed(made["tokens"] / 1e6), fixed(made["cpu_seconds"] / 60, 0),
+                *(fixed(lengths[k]) for k in ks), fixed(row["pass_ms"]), row["k"], interval(row["speedup"]),
+            )  # fmt: skip
+
+    def rival_policies(self) -> Iterator[str]:
+        """Yield ways to decide, at each step, what is drafted and how much of it."""
+        about = self.results["rivals"]["drafters"]
+        yield from header("drafter", "K", "tokens per pass", "whole request", "TPOT")
+        ways = {
+            name: row for name, row in about.items() if "training" not in row or name == "10@int8"
+        }
+        for name, row in ordered(ways, request_gain):
+            yield cells(
+                label(name), row["k"], fixed(row["tokens_per_pass"]), interval(row["speedup"]), tpot(row)
+            )  # fmt: skip
 
     def learnt_tokens(self) -> str:
         """Return the number of tokens that the published draft learnt from."""

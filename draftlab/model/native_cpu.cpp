@@ -254,7 +254,8 @@ inline void add_pairs(const W* w, const X* x, int in, int from, int to, Sum<X> (
 
 // Writes R outputs of T tokens from their sums. steps: Step of each token's int16 values, or null for bfloat16.
 template <int R, int T, class S>
-inline void write_outputs(const S (&acc)[4][T], const float* steps, float* y, int out, const float* scale, const float* bias) {
+inline void write_outputs(const S (&acc)[4][T], const float* steps, float* y, int out, const float* scale,
+                          const float* bias) {
     const __mmask8 rows = (1 << R) - 1;
     const __m128 by = scale ? _mm_maskz_loadu_ps(rows, scale) : _mm_set1_ps(1);
     const __m128 plus = bias ? _mm_maskz_loadu_ps(rows, bias) : _mm_setzero_ps();
@@ -333,7 +334,7 @@ inline bool in_chunks(int tokens, int in) {
 }
 
 // Computes GROUP * ROWS outputs of two tiles of tokens.
-void chunks(const bf16* w, const bf16* x, int tokens, int in, float* y, int out, const float* bias) {
+void linear_chunks(const bf16* w, const bf16* x, int tokens, int in, float* y, int out, const float* bias) {
     constexpr int lead = 4 * CHUNK;  // inputs from a load to the weights that it prefetches
     floats kept[GROUP][2][ROWS][MOST / 2] = {};
     const int each = (tokens + 1) / 2;
@@ -351,8 +352,8 @@ void chunks(const bf16* w, const bf16* x, int tokens, int in, float* y, int out,
                     __builtin_prefetch(rows + size_t(r) * in + i + next);
                 });
                 UNROLL for (int i = 0; i < ROWS * count; i++) sums[i / count][i % count] = acc[i / count][i % count];
-                if (to == in)
-                    write_outputs<ROWS, count>(acc, nullptr, y + size_t(first) * out + o, out, nullptr, bias ? bias + o : nullptr);
+                float* outputs = y + size_t(first) * out + o;
+                if (to == in) write_outputs<ROWS, count>(acc, nullptr, outputs, out, nullptr, bias ? bias + o : nullptr);
             });
         }
     }
@@ -501,8 +502,8 @@ void linear(const Matrix& m, const float* x, int tokens, int in, float* y, int o
             if (!done && in_chunks(count, in)) {
                 constexpr int step = GROUP * ROWS;
 #pragma omp for schedule(static) nowait
-                for (int o = 0; o < out / step; o++)
-                    chunks(w + size_t(o) * step * in, block, count, in, to + o * step, out, m.bias ? m.bias + o * step : nullptr);
+                for (int o = 0; o < out / step * step; o += step)
+                    linear_chunks(w + size_t(o) * in, block, count, in, to + o, out, m.bias ? m.bias + o : nullptr);
                 done = out / step * step;
             }
 #endif

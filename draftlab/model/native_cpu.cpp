@@ -336,7 +336,7 @@ inline bool in_chunks(int tokens, int in) {
 // Computes GROUP * ROWS outputs of two tiles of tokens.
 void linear_chunks(const bf16* w, const bf16* x, int tokens, int in, float* y, int out, const float* bias) {
     constexpr int lead = 4 * CHUNK;  // inputs from a load to the weights that it prefetches
-    floats kept[GROUP][2][ROWS][MOST / 2] = {};
+    floats kept[GROUP][2][ROWS][TOKENS] = {};
     const int each = (tokens + 1) / 2;
     for (int from = 0; from < in; from += CHUNK) {
         const int to = std::min(from + CHUNK, in);
@@ -346,14 +346,15 @@ void linear_chunks(const bf16* w, const bf16* x, int tokens, int in, float* y, i
             const bf16* rows = w + size_t(o) * in;
             auto& sums = kept[g / 2][g % 2];
             unrolled(std::min(each, tokens - first), [&](auto count) {
-                floats acc[ROWS][count];
-                UNROLL for (int i = 0; i < ROWS * count; i++) acc[i / count][i % count] = sums[i / count][i % count];
-                add_pairs<ROWS, count>(rows, x + size_t(first) * in, in, from, to, acc, [&](int i, int r) {
+                constexpr int T = count;
+                floats acc[ROWS][T];
+                UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int t = 0; t < T; t++) acc[r][t] = sums[r][t];
+                add_pairs<ROWS, T>(rows, x + size_t(first) * in, in, from, to, acc, [&](int i, int r) {
                     __builtin_prefetch(rows + size_t(r) * in + i + next);
                 });
-                UNROLL for (int i = 0; i < ROWS * count; i++) sums[i / count][i % count] = acc[i / count][i % count];
+                UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int t = 0; t < T; t++) sums[r][t] = acc[r][t];
                 float* outputs = y + size_t(first) * out + o;
-                if (to == in) write_outputs<ROWS, count>(acc, nullptr, outputs, out, nullptr, bias ? bias + o : nullptr);
+                if (to == in) write_outputs<ROWS, T>(acc, nullptr, outputs, out, nullptr, bias ? bias + o : nullptr);
             });
         }
     }

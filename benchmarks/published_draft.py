@@ -27,7 +27,7 @@ from draftlab.results.score import Score
 DRAFT = "models/smollm2-135m-draft"
 # Prompt lookup, then the draft where lookup has no match that is long enough. The lengths and the number of drafted
 # tokens were chosen on other prompts than those of the scores: benchmarks.smollm2_prompts, seed 10011.
-BEFORE = f"fallback:draft={DRAFT},min_match=2x1x3,draft_tokens={{}}"
+BEFORE = f"fallback:draft={DRAFT},draft_tokens={{}}"
 # options of draftlab score, each with its values
 Options = dict[str, list[str]]
 SCORES: dict[str, Options] = {

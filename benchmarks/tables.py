@@ -20,12 +20,12 @@ from benchmarks.formats import (
 )
 
 DRAFTERS = {
-    "fallback:draft=models_smollm2-135m-draft,min_match=2x1x3": "prompt lookup followed by the draft",
+    "fallback:draft=models_smollm2-135m-draft": "prompt lookup followed by the draft",
     "smollm2-135m-draft": "the draft",
     "10": "the draft",
     "parallel-2": "parallel draft",
     "eagle:heads=runs_rivals_eagle-2": "EAGLE-3 head",
-    "fallback:draft=runs_distilled_10,min_match=2x1x3": "prompt lookup followed by the draft",
+    "fallback:draft=runs_distilled_10": "prompt lookup followed by the draft",
     "adaptive:draft=runs_distilled_10,outputs=runs_calibration": "the policy: copy, draft or neither",
     "eagle:heads=runs_eagle": "EAGLE-3 head",
     "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3": "prompt lookup followed by the EAGLE-3 head",

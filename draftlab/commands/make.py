@@ -291,7 +291,7 @@ def init(written: NewWorkspace) -> Outcome:
     then = f"draftlab prune --layers {_layers(space)}{plan}"
     if questions is not None:
         then = (
-            f"draftlab score --draft {space.draft} --drafter fallback:min_match=2x1x3,draft_tokens=3 "
+            f"draftlab score --draft {space.draft} --drafter fallback:draft_tokens=3 "
             f"--dtype bfloat16 --int8 both --prompt-file {questions} --k 2-4 --max-new-tokens 64 --repeats 1"
         )
     elif space.draft is not None:

@@ -25,7 +25,7 @@ class GateSpec(DrafterSpec):
     draft_tokens: Largest number of tokens that the other drafter drafts. Default: K.
     """
 
-    min_match: Annotated[list[int], split_at("x")] = Field([1, 1, 1])
+    min_match: Annotated[list[int], split_at("x")] = Field([2, 1, 3])
     draft_tokens: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")

@@ -27,7 +27,7 @@ ASKED = ["ngram:order=2,tokens=500", "prompt-lookup:prompt_lookup_max=2", "model
 def test_every_drafter_decodes_what_the_target_would(
     context, eagle_head, peagle_head, dflash_head, dspark_head, parallel_draft, stored
 ):
-    asked = [*ASKED, f"ngram:order=2,outputs={stored}", "fallback:draft_tokens=1,min_match=2x1x3"]
+    asked = [*ASKED, f"ngram:order=2,outputs={stored}", "fallback:draft_tokens=1,min_match=3x1x5"]
     asked += [
         f"parallel:draft={parallel_draft}",
         f"eagle:heads={eagle_head}",

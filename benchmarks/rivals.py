@@ -4,6 +4,8 @@ FOLDER is the folder in which recipes/smollm2-published.yaml and then recipes/sm
 one JSON object. Each row has the figures of a drafter's score on greedy requests, over plain decoding with the same
 weights of the target.
 
+over_draft, over_fallback: Speed-up of whole requests divided by that of the published draft at the best fixed K, alone
+and after prompt lookup, each at its own best K, as [value, low, high] of a paired bootstrap over requests.
 training: What the draft or head learnt from: tokens of answers, CPU seconds of all its distillations on one core, and
 held-out acceptance after the last of them. A draft's distillations include those of the drafts that it began as.
 """
@@ -14,26 +16,33 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import drafting_row, environment
+from benchmarks import bounds, drafting_row, environment
 from benchmarks.published_draft import over_same_weights
 from benchmarks.sheared import recorded
 from benchmarks.smollm2 import scores, settings
 from draftlab.provenance import read_record
+from draftlab.results.ranking import speedup_ratio
 
-# the scored draft or head, by its directory in the folder's runs
+DRAFT, FALLBACK = "10@int8", "fallback:draft=runs_distilled_10,draft_tokens=3@int8"
+# the directory in the folder's runs of each draft or head that was trained
 TRAINED = {
-    "10@int8": "distilled/10",
+    DRAFT: "distilled/10",
     "parallel-2@int8": "rivals/parallel-2",
-    "eagle:heads=runs_rivals_eagle-2@int8": "rivals/eagle-2",
+    "eagle:heads=runs_rivals_eagle-2": "rivals/eagle-2",
 }
 
 
 def main(folder: Annotated[Path, typer.Argument(help="Folder in which the recipes ran.")]) -> None:
     scored = scores(folder / "runs/rivals/score")
     rows = {score.name: drafting_row(over_same_weights(score)) for score in scored}
+    by_name = {score.name: score for score in scored}
     for score in scored:
-        rows[score.name]["tokens_per_pass_by_k"] = {
-            k: score.tokens_per_pass(k) for k in sorted(score.speculative)
+        rows[score.name] |= {
+            "tokens_per_pass_by_k": {
+                k: score.tokens_per_pass(k) for k in sorted(score.speculative)
+            },
+            "over_draft": bounds(speedup_ratio(score, by_name[DRAFT])),
+            "over_fallback": bounds(speedup_ratio(score, by_name[FALLBACK])),
         }
     for name, place in TRAINED.items():
         rows[name]["training"] = training(folder, folder / "runs" / place)

@@ -47,6 +47,11 @@ TRAININGS = {
     "eagle-first": "EAGLE-3 head, first stage",
     "eagle": "EAGLE-3 head, second stage",
 }
+LEARNT = {
+    "pruned/6x256": "the cut, untrained",
+    "distilled/1": "after one store of answers",
+    "distilled/10": "the published draft",
+}
 STUDENTS = {
     "plain": "six-layer draft",
     "parallel": "six-layer parallel draft",
@@ -146,17 +151,6 @@ class Tables:
             row for key, row in self.results["smollm2"]["greedy"].items() if label(key) == name
         ]
         return row
-
-    def category_of(self, name: str, category: str) -> str:
-        row = self.of(name)
-        return f"{interval(row['by_category'][category]['speedup'])} ({measure(row)})"
-
-    def request_of(self, name: str) -> str:
-        return request(self.of(name))
-
-    def sampled_range(self) -> str:
-        gains = sorted(map(request_gain, self.results["smollm2"]["sampled"].values()))
-        return f"{gains[0]:.2f} to {gains[-1]:.2f}"
 
     def smollm2_texts(self, record: str = "") -> str:
         """Return a sentence on the fraction of greedy texts that equal those of plain decoding."""
@@ -323,6 +317,18 @@ class Tables:
             f"with its best drafter has {best}: round the target first where its accuracy allows it."
         )
 
+    def published_draft_tokens(self) -> str:
+        """Return the largest number of tokens that the published draft drafts after prompt lookup."""
+        return self.published_options().partition("=")[2]
+
+    def lookup_first(self) -> Iterator[str]:
+        """Yield tokens per target pass by draft and by the shortest match that fallback copies."""
+        drafts = self.results["lookup_first"]["drafts"]
+        lengths = list(next(iter(drafts.values())))
+        yield from header("draft", *(f"`min_match={each}`" for each in lengths))
+        for name, row in drafts.items():
+            yield cells(LEARNT[name], *(interval(row[each]["tokens_per_pass"]) for each in lengths))
+
     def published_options(self) -> str:
         """Return the options of prompt lookup followed by the published draft, as they are typed."""
         name = self.results["published_draft"]["request_best_drafter"]["name"]
@@ -347,25 +353,26 @@ class Tables:
         ks = list(next(iter(trained.values()))["tokens_per_pass_by_k"])
         yield from header(
             "draft", "million tokens of answers", "CPU minutes of training",
-            *(f"tokens per pass, K = {k}" for k in ks), "ms of its pass", "best K", "whole request",
+            *(f"tokens per pass, K = {k}" for k in ks), "best K", "whole request", "over the draft",
         )  # fmt: skip
         for name, row in ordered(trained, request_gain):
             made, lengths = row["training"], row["tokens_per_pass_by_k"]
             yield cells(
-                label(name), fixed(made["tokens"] / 1e6), fixed(made["cpu_seconds"] / 60, 0),
-                *(fixed(lengths[k]) for k in ks), fixed(row["pass_ms"]), row["k"], interval(row["speedup"]),
+                label(name), fixed(made["tokens"].scaled(1e-6)), fixed(made["cpu_seconds"].scaled(1 / 60), 0),
+                *(fixed(lengths[k]) for k in ks), row["k"], interval(row["speedup"]), interval(row["over_draft"]),
             )  # fmt: skip
 
     def rival_policies(self) -> Iterator[str]:
-        """Yield ways to decide, at each step, what is drafted and how much of it."""
+        """Yield ways to decide at each step what is drafted, and how many tokens."""
         about = self.results["rivals"]["drafters"]
-        yield from header("drafter", "K", "tokens per pass", "whole request", "TPOT")
-        ways = {
-            name: row for name, row in about.items() if "training" not in row or name == "10@int8"
-        }
+        yield from header(
+            "drafter", "largest K", "tokens per pass", "whole request", "over prompt lookup, then the draft"
+        )  # fmt: skip
+        ways = {name: row for name, row in about.items() if "training" not in row}
         for name, row in ordered(ways, request_gain):
             yield cells(
-                label(name), row["k"], fixed(row["tokens_per_pass"]), interval(row["speedup"]), tpot(row)
+                label(name), row["k"], fixed(row["tokens_per_pass"]), interval(row["speedup"]),
+                interval(row["over_fallback"]),
             )  # fmt: skip
 
     def learnt_tokens(self) -> str:

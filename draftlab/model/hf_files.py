@@ -304,9 +304,9 @@ def write_head_ids(directory: Path, ids: Sequence[int]) -> None:
 def check_head_size(size: int, vocab: int, special: int = 0) -> None:
     """Raise UserError unless special < size < vocab. size: Number of ids to keep. special: Number of special ids."""
     if not special < size < vocab:
+        least = f"more than {special:,} ids (the special tokens) and " if special else ""
         raise UserError(
-            f"--vocab {size}: use more than {special:,} ids (the special tokens) and fewer than {vocab:,} (the "
-            "complete vocabulary)"
+            f"--vocab {size}: use {least}fewer than {vocab:,} ids (the complete vocabulary)"
         )
 
 

@@ -325,26 +325,26 @@ void tiles(const W* w, const X* x, const float* steps, int tokens, int in, float
 }
 
 #ifdef PAIRS
-// For 4 to 8 tokens whose activations do not fit into the L1 cache beside the weights, GROUP tiles of outputs take turns
+// For 4 to 16 tokens whose activations do not fit into the L1 cache beside the weights, GROUP tiles of outputs take turns
 // over chunks of the inputs. The sums of each tile wait in memory, so that the order of additions is that of pair_tile.
-constexpr int GROUP = 4, CHUNK = 128, MOST = 8;
+constexpr int GROUP = 4, CHUNK = 128, FEW = 4, PARTS = 4;  // at most FEW tokens in each of at most PARTS parts
 
 inline bool in_chunks(int tokens, int in) {
-    return tokens >= 4 && tokens <= MOST && size_t(tokens) * in * sizeof(bf16) > 16384;
+    return tokens >= 4 && tokens <= FEW * PARTS && size_t(tokens) * in * sizeof(bf16) > 16384;
 }
 
-// Computes GROUP * ROWS outputs of two tiles of tokens.
+// Computes GROUP * ROWS outputs of all tokens.
 void linear_chunks(const bf16* w, const bf16* x, int tokens, int in, float* y, int out, const float* bias) {
     constexpr int lead = 4 * CHUNK;  // inputs from a load to the weights that it prefetches
-    floats kept[GROUP][2][ROWS][TOKENS] = {};
-    const int each = (tokens + 1) / 2;
+    floats kept[GROUP][PARTS][ROWS][TOKENS] = {};
+    const int parts = std::max(2, (tokens + FEW - 1) / FEW), each = (tokens + parts - 1) / parts;
     for (int from = 0; from < in; from += CHUNK) {
         const int to = std::min(from + CHUNK, in);
         const size_t next = from + lead < in ? lead : size_t(GROUP) * ROWS * in - in + lead;
-        for (int g = 0; g < GROUP * 2; g++) {
-            const int o = g / 2 * ROWS, first = g % 2 * each;
+        for (int g = 0; g < GROUP * parts; g++) {
+            const int o = g / parts * ROWS, first = g % parts * each;
             const bf16* rows = w + size_t(o) * in;
-            auto& sums = kept[g / 2][g % 2];
+            auto& sums = kept[g / parts][g % parts];
             unrolled(std::min(each, tokens - first), [&](auto count) {
                 constexpr int T = count;
                 floats acc[ROWS][T];

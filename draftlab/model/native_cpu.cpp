@@ -325,9 +325,9 @@ void tiles(const W* w, const X* x, const float* steps, int tokens, int in, float
 }
 
 #ifdef PAIRS
-// For 4 to 16 tokens whose activations do not fit into the L1 cache beside the weights, GROUP tiles of outputs take turns
+// For 4 to 12 tokens whose activations do not fit into the L1 cache beside the weights, GROUP tiles of outputs take turns
 // over chunks of the inputs. The sums of each tile wait in memory, so that the order of additions is that of pair_tile.
-constexpr int GROUP = 4, CHUNK = 128, FEW = 4, PARTS = 4;  // at most FEW tokens in each of at most PARTS parts
+constexpr int GROUP = 4, CHUNK = 128, FEW = 4, PARTS = 3;  // at most FEW tokens in each of at most PARTS parts
 
 inline bool in_chunks(int tokens, int in) {
     return tokens >= 4 && tokens <= FEW * PARTS && size_t(tokens) * in * sizeof(bf16) > 16384;

@@ -47,7 +47,7 @@ def test_logits_equal_transformers(family, family_dirs):
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory) -> dict[str, Path]:
     """Models of bfloat16 weights: one of usual sizes, two of which no axis fills a vector or a tile, and one whose down
-    projection reads so many inputs that passes over 4 to 8 tokens take them in chunks.
+    projection reads so many inputs that passes over 4 to 12 tokens take them in chunks.
     """
     models = {
         "usual": build("qwen3"),

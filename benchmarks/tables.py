@@ -321,6 +321,18 @@ class Tables:
         """Return the largest number of tokens that the published draft drafts after prompt lookup."""
         return self.published_options().partition("=")[2]
 
+    def shapes_at_cost(self) -> Iterator[str]:
+        """Yield the predicted speed-up of TPOT and its K of each draft shape, next to each target."""
+        targets = self.results["shapes_at_cost"]["targets"]
+        titles = [f"{size}, {row['target_pass_ms']:.0f} ms" for size, row in targets.items()]
+        yield from header("draft", *itertools.chain(*((title, "K") for title in titles)))
+        largest = list(targets.values())[-1]["drafts"]
+        for name, _ in ordered(largest, lambda row: row["speedup"]):
+            rows = [target["drafts"][name] for target in targets.values()]
+            yield cells(
+                name, *itertools.chain(*((fixed(row["speedup"]), row["k"]) for row in rows))
+            )
+
     def lookup_first(self) -> Iterator[str]:
         """Yield tokens per target pass by draft and by the shortest match that fallback copies."""
         drafts = self.results["lookup_first"]["drafts"]

@@ -21,8 +21,8 @@ class GateSpec(DrafterSpec):
 
     min_match: Smallest length of a match, in tokens, for three kinds of n-grams, such as 3x1x5. The first number is for
     n-grams that occurred once before. The second is for n-grams that occurred several times, always before the same
-    token. The third is for n-grams that occurred several times, before different tokens. The default gave trained drafts
-    of SmolLM2-135M the most tokens per pass.
+    token. The third is for n-grams that occurred several times, before different tokens. With the default, trained
+    drafts of SmolLM2-135M had the most tokens per target pass.
     draft_tokens: Largest number of tokens that the other drafter drafts. Default: K.
     """
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks import environment
 from benchmarks.smollm2_studies import interval
 from draftlab.console import progress
+from draftlab.data.text import chat_ids
 from draftlab.engine.drafters.fallback import FallbackDrafter
 from draftlab.engine.drafters.ngram import PromptLookupDrafter
 from draftlab.engine.generate import Draft, ModelDrafter, speculative_decode
@@ -48,7 +49,7 @@ class CountingDrafter(ModelDrafter):
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder in which the recipe ran.")],
     prompts: Annotated[Path, typer.Argument(help="JSON-lines file of prompts with categories.")],
-    per_category: Annotated[int, typer.Option(help="Number of prompts of each category.")] = 5,
+    per_category: Annotated[int, typer.Option(help="Number of prompts of each category.")] = 4,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 96,
 ) -> None:
     torch.set_num_threads(1)
@@ -60,13 +61,13 @@ def main(
         row = json.loads(line)
         by_category[row["category"]].append(row["prompt"])
     texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
-        )
+        chat_ids([{"role": "user", "content": prompt}], tokenizer, prompts.name)
         for category in sorted(by_category)
         for prompt in by_category[category][:per_category]
     ]
-    sampling = SamplingParams(max_tokens=max_new_tokens, stop_token_ids=(tokenizer.eos_token_id,))
+    sampling = SamplingParams(
+        max_tokens=max_new_tokens, stop_token_ids=checkpoint.eos_token_ids(place)
+    )
     found: dict[str, dict[str, Any]] = {}
     with progress("lookup_first", len(DRAFTS) * len(LENGTHS)) as advance:
         for name in DRAFTS:

@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import environment
+
 RESULTS = Path(__file__).parent / "results"
 CONTEXT = "1 x 256"  # batch and cached tokens of the drafts' passes
 # key of the scores of each target in published_draft.json, and the record of its passes by width
@@ -38,7 +40,7 @@ def main() -> None:
         }
         best = max(rows, key=lambda name: rows[name]["speedup"])
         found[size] = {"target_pass_ms": target_ms, "best": best, "drafts": rows}
-    print(json.dumps({"benchmark": "shapes_at_cost", "targets": found}))
+    print(json.dumps({"benchmark": "shapes_at_cost", "targets": found} | environment(1)))
 
 
 def result(name: str) -> dict[str, Any]:

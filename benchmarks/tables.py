@@ -351,8 +351,9 @@ class Tables:
         yield from header(
             "target, ms of its pass", "drafter", "K", "whole request", "TPOT", "tokens per target pass"
         )  # fmt: skip
-        for size in ("1.3b", "3b"):
-            for name, row in ordered(self.results["published_draft"][size], request_gain):
+        about = self.results["published_draft"]
+        for size in (size for size in about if f"at_{size}_best" in about):
+            for name, row in ordered(about[size], request_gain):
                 yield cells(
                     f"{size}, {row['target_pass_ms']:.0f}", label(name), row["k"], interval(row["speedup"]), tpot(row),
                     fixed(row["tokens_per_pass"]),

@@ -58,10 +58,7 @@ def training(folder: Path, place: Path) -> dict[str, Any]:
     _, last, _ = recorded(place)
     tokens, seconds = 0, 0.0
     draft: Path | None = place
-    while draft is not None:
-        record = read_record(draft)
-        if record is None or record.command != "distill":
-            break
+    while draft and (record := read_record(draft)) and record.command == "distill":
         config, notes, _ = recorded(draft)
         tokens, seconds = tokens + notes["tokens"], seconds + notes["cpu_seconds"]
         draft = folder / config["draft"] if config["draft"] else None

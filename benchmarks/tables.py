@@ -360,7 +360,7 @@ class Tables:
                 )  # fmt: skip
 
     def rivals(self) -> Iterator[str]:
-        """Yield kinds of drafts of equal training, and other ways to draft with the published draft."""
+        """Yield kinds of drafts after equal training."""
         about = self.results["rivals"]["drafters"]
         trained = {name: row for name, row in about.items() if "training" in row}
         ks = list(next(iter(trained.values()))["tokens_per_pass_by_k"])

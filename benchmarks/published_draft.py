@@ -28,10 +28,17 @@ DRAFT = "models/smollm2-135m-draft"
 # Prompt lookup, then the draft where lookup has no match that is long enough. The lengths and the number of drafted
 # tokens were chosen on other prompts than those of the scores: benchmarks.smollm2_prompts, seed 10011.
 BEFORE = f"fallback:draft={DRAFT},draft_tokens={{}}"
+# The same with a second candidate beside the draft's first tokens (plugins/research), for targets that verify seven
+# tokens in little more than the time of one.
+RUNNERS_UP = f"runner-up:draft={DRAFT},draft_tokens=4,runners_up=2,prompt_lookup_max=8"
 # options of draftlab score, each with its values
 Options = dict[str, list[str]]
 SCORES: dict[str, Options] = {
-    "greedy": {"drafter": ["prompt-lookup", BEFORE.format(3)], "int8": ["draft"], "k": ["2,3,5"]},
+    "greedy": {
+        "drafter": ["prompt-lookup", BEFORE.format(3), RUNNERS_UP],
+        "int8": ["draft"],
+        "k": ["2,3,5"],
+    },
     "int8": {"drafter": ["prompt-lookup", BEFORE.format(3)], "int8": ["both"], "k": ["2,3,5"]},
     "sampled": {
         "drafter": ["prompt-lookup"],

@@ -142,7 +142,7 @@ class NativeLlama(Llama):
         rows, width = ids.shape
         end_of_pass(cache, width)
         logits = torch.empty(rows, last or width, self.vocab)
-        ids, used = ids.contiguous(), (c_int64 * rows)(*cache.used)
+        ids, used = ids.long().contiguous(), (c_int64 * rows)(*cache.used)
         tree_data = (None, None)
         if tree is not None:
             depth = tree.depth.expand(rows, width).contiguous()

@@ -199,6 +199,13 @@ def test_trees_behind_rows_of_different_lengths_are_llamas(family_dirs):
     torch.testing.assert_close(found[1], found[3], atol=5e-5, rtol=1e-4)
 
 
+def test_ids_of_any_integer_type_are_read(family_dirs):
+    model = NativeLlama(llama.load(family_dirs["llama"], torch.float32))
+    ids = torch.tensor([[7, 1, 300]])
+    expected = model.forward(ids, model.new_cache(1, 8))
+    assert torch.equal(model.forward(ids.int(), model.new_cache(1, 8)), expected)
+
+
 def test_wide_passes_go_on_where_narrow_ones_stopped(family_dirs):
     model = llama.load(family_dirs["mistral"], torch.float32)
     text = [PROMPT * 22]

@@ -22,7 +22,7 @@ class RunnerUpSpec(TreesSpec, FallbackSpec):
     0, no prompt lookup does. min_match: Same as for fallback.
     """
 
-    draft_tokens: int = Field(4, ge=1, le=MAX_TREE_TOKENS // 2)
+    draft_tokens: int = Field(4, ge=1, le=MAX_TREE_TOKENS // 2)  # pyright: ignore[reportIncompatibleVariableOverride]
     runners_up: int = Field(2, ge=1)
     prompt_lookup_max: int = Field(0, ge=0)
 

@@ -2,7 +2,7 @@
 
 FOLDER is the folder in which recipes/smollm2-published.yaml ran. PROMPTS is a JSON-lines file with categories on which
 no draft was trained, such as that of benchmarks.smollm2_prompts with --seed 10011. The target answers the prompts
-greedily with prompt lookup before each draft: the untrained cut, and the drafts after one and after all stores of
+greedily with prompt lookup before each draft: the untrained cut, and the drafts after one and after ten stores of
 answers. Tokens and passes are counted, and nothing is timed. The last line is one JSON object: by draft and min_match,
 tokens per target pass as [value, low, high] over the prompts, and drafted tokens of the draft model per target pass.
 """

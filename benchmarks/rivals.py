@@ -4,8 +4,9 @@ FOLDER is the folder in which recipes/smollm2-published.yaml and then recipes/sm
 one JSON object. Each row has the figures of a drafter's score on greedy requests, over plain decoding with the same
 weights of the target.
 
-over_draft, over_fallback: Speed-up of whole requests divided by that of the published draft at the best fixed K, alone
-and after prompt lookup, each at its own best K, as [value, low, high] of a paired bootstrap over requests.
+over_draft, over_fallback: Speed-up of whole requests divided by that of the draft after ten stores of answers at the
+best fixed K, alone and after prompt lookup, each at its own best K, as [value, low, high] of a paired bootstrap over
+requests.
 training: What the draft or head learnt from: tokens of answers, CPU seconds of all its distillations on one core, and
 held-out acceptance after the last of them. A draft's distillations include those of the drafts that it began as.
 """

@@ -53,7 +53,7 @@ TRAININGS = {
 LEARNT = {
     "pruned/6x256": "the cut, untrained",
     "distilled/1": "after one store of answers",
-    "distilled/10": "the published draft",
+    "distilled/10": "after ten stores",
 }
 STUDENTS = {
     "plain": "six-layer draft",
@@ -319,6 +319,17 @@ class Tables:
             f"Without a draft the target makes {' and '.join(rates)}. Next to the faster of these, the bfloat16 target "
             f"with its best drafter has {best}: round the target first where its accuracy allows it."
         )
+
+    def runners_up(self) -> str:
+        """Return the tokens per pass of prompt lookup followed by the draft, without and with second candidates."""
+        scores = self.results["published_draft"]["greedy"]
+        rows = [
+            row
+            for kind in ("fallback:", "runner-up:")
+            for name, row in scores.items()
+            if name.startswith(kind)
+        ]
+        return " to ".join(str(fixed(row["tokens_per_pass"])) for row in rows)
 
     def published_draft_tokens(self) -> str:
         """Return the largest number of tokens that the published draft drafts after prompt lookup."""

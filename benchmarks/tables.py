@@ -305,7 +305,8 @@ class Tables:
             "drafter", *itertools.chain(*((f"K, {title}", title) for title in titles.values()))
         )
         scores = [{label(name): row for name, row in about[score].items()} for score in titles]
-        for name, _ in ordered(scores[0], request_gain):
+        rows = {name: row for score in reversed(scores) for name, row in score.items()}
+        for name, _ in ordered(rows, request_gain):
             found = [score.get(name) for score in scores]
             pairs = [(row["k"], interval(row["speedup"])) if row else ("", "") for row in found]
             yield cells(name, *itertools.chain(*pairs))

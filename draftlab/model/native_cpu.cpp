@@ -633,16 +633,14 @@ struct Attention {
           out(TOKENS * C) {}
 };
 
-// Converts the scores of one query to weights that are not normalised, and returns their sum. The query reads cached
-// tokens from `first` on, and the new tokens up to itself or, in a token tree, the new tokens in its mask `sees`.
+// Converts the scores of one query to weights that are not normalised, and returns their sum. The query reads the
+// positions from `first` up to and including `last`.
 template <class X>
-float softmax(float* scores, X* weights, int C, int first, int used, int end, int t, const uint8_t* sees) {
+float softmax(float* scores, X* weights, int C, int first, int last, int end) {
     const float scale = 1.f / std::sqrt(float(C));
     const int whole = (end + LANES - 1) / LANES * LANES;
     std::fill(scores, scores + first, -INFINITY);
-    for (int s = used; s < end; s++)
-        if (sees ? !sees[s - used] : s > used + t) scores[s] = -INFINITY;
-    std::fill(scores + end, scores + whole, -INFINITY);
+    std::fill(scores + last + 1, scores + whole, -INFINITY);
     floats most = load(scores) * scale, total = {};
     for (int s = LANES; s < whole; s += LANES) {
         const floats v = load(scores + s) * scale;
@@ -658,12 +656,12 @@ float softmax(float* scores, X* weights, int C, int first, int used, int end, in
     return sum(total);
 }
 
-// Computes attention for the queries first to first + Q - 1 of one row and KV head. Query j is head j % G of token
-// j / G. q, out: Queries and output of the row's first token.
+// Computes attention for the queries first to first + Q - 1 of one row and KV head, whose tokens are a chain. Query j is
+// head j % G of token j / G. q, out: Queries and output of the chain's first token.
 template <int Q, class X, class KV>
 void attend(const Pass& p, int window, int row, int first, int G, int C, const float* q, int next, const KV* keys, const KV* values,
             Attention<X>& memory, float* out, int next_out) {
-    const int used = int(p.used[row]), end = used + (p.sees ? p.width : (first + Q - 1) / G + 1), room = memory.room;
+    const int used = int(p.used[row]), end = used + (first + Q - 1) / G + 1, room = memory.room;
     float* scores = memory.scores.data();
     for (int j = 0; j < Q; j++)
         round_to(q + size_t((first + j) / G) * next + (first + j) % G * C, C, &memory.queries[j * C], nullptr);
@@ -676,11 +674,8 @@ void attend(const Pass& p, int window, int row, int first, int G, int C, const f
     for (; s < end; s++) products<1, Q>(keys + size_t(s) * C, a, nullptr, C, scores + s, room, nullptr, nullptr);
     float totals[Q];
     for (int j = 0; j < Q; j++) {
-        const int t = (first + j) / G;
-        const uint8_t* sees = p.sees ? p.sees + (size_t(row) * p.width + t) * p.width : nullptr;
-        const int at = used + (p.depth ? int(p.depth[size_t(row) * p.width + t]) : t);
-        const int oldest = window ? std::min(std::max(at - window + 1, 0), sees ? used : at) : 0;
-        totals[j] = softmax(scores + j * room, &memory.weights[j * room], C, oldest, used, end, t, sees);
+        const int at = used + (first + j) / G, oldest = window ? std::max(at - window + 1, 0) : 0;
+        totals[j] = softmax(scores + j * room, &memory.weights[j * room], C, oldest, at, end);
     }
     constexpr int wide = std::is_same_v<X, float> ? LANES : 2 * LANES, most = std::is_same_v<X, float> ? ROWS : 2;
     int i = 0;
@@ -692,6 +687,17 @@ void attend(const Pass& p, int window, int row, int first, int G, int C, const f
         float* to = out + size_t((first + j) / G) * next_out + (first + j) % G * C;
         for (int i = 0; i < C; i++) to[i] = memory.out[j * C + i] / totals[j];
     }
+}
+
+// The number of a row's new tokens that are a chain from the first on. In a token tree, the others are not.
+int chain_length(const Pass& p, int row) {
+    if (!p.sees) return p.width;
+    int t = 0;
+    for (; t < p.width; t++) {
+        const uint8_t* sees = p.sees + (size_t(row) * p.width + t) * p.width;
+        if (std::count(sees, sees + t + 1, 1) != t + 1 || std::count(sees + t + 1, sees + p.width, 1)) break;
+    }
+    return t;
 }
 
 template <class W, class KV>
@@ -761,15 +767,48 @@ void run(const Model& m, const Pass& p) {
                 KV *k = static_cast<KV*>(p.keys) + slot, *w = static_cast<KV*>(p.values) + slot;
                 for (int i = 0; i < C; i++) put(k[i], v[i]), put(w[i], v[K * C + i]);
             }
-#pragma omp for schedule(static)
-            for (int g = 0; g < p.rows * K * blocks; g++) {
-                const int row = g / (K * blocks), kv = g / blocks % K, first = g % blocks * each;
+            // Computes `queries` queries from `first` on of the chain whose first token is token `root` of the row.
+            const auto attend_chain = [&](int row, int kv, int root, int first, int queries) {
                 const size_t slot = ((size_t(l) * p.rows + row) * K + kv) * p.capacity * C;
-                unrolled(std::min(each, T * G - first), [&](auto count) {
-                    attend<count>(p, m.window, row, first, G, C, &qkv[size_t(row) * T * QKV + kv * G * C], QKV,
+                unrolled(queries, [&](auto count) {
+                    attend<count>(p, m.window, row, first, G, C, &qkv[size_t(row * T + root) * QKV + kv * G * C], QKV,
                                   static_cast<KV*>(p.keys) + slot, static_cast<KV*>(p.values) + slot, memory,
-                                  &mixed[(size_t(row) * T * H + kv * G) * C], H * C);
+                                  &mixed[(size_t(row * T + root) * H + kv * G) * C], H * C);
                 });
+            };
+            if (!p.sees) {
+#pragma omp for schedule(static)
+                for (int g = 0; g < p.rows * K * blocks; g++) {
+                    const int first = g % blocks * each;
+                    attend_chain(g / (K * blocks), g / blocks % K, 0, first, std::min(each, T * G - first));
+                }
+            } else {
+#pragma omp for schedule(static)
+                for (int g = 0; g < p.rows * K; g++) {
+                    const int row = g / K, kv = g % K, chain = chain_length(p, row), few = evenly(std::max(chain * G, 1));
+                    for (int first = 0; first < chain * G; first += few)
+                        attend_chain(row, kv, 0, first, std::min(few, chain * G - first));
+                    // The keys and values of the ancestors of any other token move to where a chain has them. Then the
+                    // token gets the bits that it has in a chain.
+                    const size_t slot = (((size_t(l) * p.rows + row) * K + kv) * p.capacity + p.used[row]) * C;
+                    KV *keys = static_cast<KV*>(p.keys) + slot, *values = static_cast<KV*>(p.values) + slot;
+                    const Buffer<KV> own_keys(keys, keys + size_t(T) * C), own_values(values, values + size_t(T) * C);
+                    const int heads = evenly(G);
+                    for (int t = chain; t < T; t++) {
+                        const uint8_t* sees = p.sees + (size_t(row) * T + t) * T;
+                        int depth = -1;
+                        for (int i = 0; i < T; i++)
+                            if (sees[i]) {
+                                depth++;
+                                std::copy_n(&own_keys[size_t(i) * C], C, keys + size_t(depth) * C);
+                                std::copy_n(&own_values[size_t(i) * C], C, values + size_t(depth) * C);
+                            }
+                        for (int head = 0; head < G; head += heads)
+                            attend_chain(row, kv, t - depth, depth * G + head, std::min(heads, G - head));
+                    }
+                    std::copy(own_keys.begin(), own_keys.end(), keys);
+                    std::copy(own_values.begin(), own_values.end(), values);
+                }
             }
             linear<W>(layer.o, mixed.data(), N, H * C, h.data(), D, rounded);
 #pragma omp for schedule(static)

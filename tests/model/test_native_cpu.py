@@ -206,6 +206,30 @@ def test_ids_of_any_integer_type_are_read(family_dirs):
     assert torch.equal(model.forward(ids.int(), model.new_cache(1, 8)), expected)
 
 
+@pytest.mark.parametrize(("dtype", "int8"), KINDS)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_every_path_of_a_tree_has_the_bits_of_a_chain(dtype, int8, family, family_dirs):
+    native = NativeLlama(llama.load(family_dirs[family], dtype), int8=int8)
+    text, tree = (PROMPT * 20)[:37], (PROMPT * 20)[37:45]
+    parents = (0, 1, 0, 2, 1, 3, 5)  # of tokens 1 to 7; tokens 0 to 2 are a chain
+    cache = native.new_cache(1, 64)
+    native.forward(torch.tensor([text]), cache)
+    found = native.forward(torch.tensor([tree]), cache, tree=Tree.from_parents(parents))
+    for token in range(len(tree)):
+        path = [token]
+        while path[0]:
+            path.insert(0, parents[path[0] - 1])
+        expected = passes(native, [text + [tree[i] for i in path]], [37, len(path)])
+        assert torch.equal(found[0, token], expected[0, -1])
+    assert cache.used == [45]
+    kept = [0, 3, 6]  # a path: the keys of its tokens are those of the chain
+    cache.keep(0, 37, kept)
+    whole = native.new_cache(1, 64)
+    native.forward(torch.tensor([text]), whole)
+    native.forward(torch.tensor([[tree[i] for i in kept]]), whole)
+    assert torch.equal(cache.keys[..., :40, :], whole.keys[..., :40, :])
+
+
 def test_wide_passes_go_on_where_narrow_ones_stopped(family_dirs):
     model = llama.load(family_dirs["mistral"], torch.float32)
     text = [PROMPT * 22]

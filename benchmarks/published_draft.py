@@ -30,22 +30,18 @@ DRAFT = "models/smollm2-135m-draft"
 BEFORE = f"fallback:draft={DRAFT},draft_tokens={{}}"
 # The same with a second candidate beside the draft's first tokens (plugins/research), for targets that verify seven
 # tokens in little more than the time of one.
-RUNNERS_UP = f"runner-up:draft={DRAFT},draft_tokens={{}},runners_up=2"
+RUNNERS_UP = f"runner-up:draft={DRAFT},draft_tokens=3,runners_up=1"
 # options of draftlab score, each with its values
 Options = dict[str, list[str]]
 SCORES: dict[str, Options] = {
     "greedy": {
-        "drafter": [
-            "prompt-lookup",
-            BEFORE.format(3),
-            RUNNERS_UP.format(4) + ",prompt_lookup_max=8",
-        ],
+        "drafter": ["prompt-lookup", BEFORE.format(3), RUNNERS_UP + ",prompt_lookup_max=8"],
         "int8": ["draft"],
         "k": ["2,3,5"],
     },
     "int8": {"drafter": ["prompt-lookup", BEFORE.format(3)], "int8": ["both"], "k": ["2,3,5"]},
     "sampled": {
-        "drafter": ["prompt-lookup", RUNNERS_UP.format(3)],
+        "drafter": ["prompt-lookup", RUNNERS_UP],
         "int8": ["draft"],
         "k": ["1-3"],
         "temperature": ["1"],

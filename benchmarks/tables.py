@@ -21,10 +21,10 @@ from benchmarks.formats import (
 
 DRAFTERS = {
     "fallback:draft=models_smollm2-135m-draft": "prompt lookup followed by the draft",
-    "runner-up:draft=models_smollm2-135m-draft,runners_up=2,prompt_lookup_max=8": (
+    "runner-up:draft=models_smollm2-135m-draft,runners_up=1,prompt_lookup_max=8": (
         "prompt lookup followed by the draft with second candidates"
     ),
-    "runner-up:draft=models_smollm2-135m-draft,runners_up=2": "the draft with second candidates",
+    "runner-up:draft=models_smollm2-135m-draft,runners_up=1": "the draft with second candidates",
     "smollm2-135m-draft": "the draft",
     "10": "the draft",
     "parallel-2": "parallel draft",

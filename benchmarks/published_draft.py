@@ -28,20 +28,13 @@ DRAFT = "models/smollm2-135m-draft"
 # Prompt lookup, then the draft where lookup has no match that is long enough. The lengths and the number of drafted
 # tokens were chosen on other prompts than those of the scores: benchmarks.smollm2_prompts, seed 10011.
 BEFORE = f"fallback:draft={DRAFT},draft_tokens={{}}"
-# The same with a second candidate beside the draft's first tokens (plugins/research), for targets that verify seven
-# tokens in little more than the time of one.
-RUNNERS_UP = f"runner-up:draft={DRAFT},draft_tokens=3,runners_up=1"
 # options of draftlab score, each with its values
 Options = dict[str, list[str]]
 SCORES: dict[str, Options] = {
-    "greedy": {
-        "drafter": ["prompt-lookup", BEFORE.format(3), RUNNERS_UP + ",prompt_lookup_max=8"],
-        "int8": ["draft"],
-        "k": ["2,3,5"],
-    },
+    "greedy": {"drafter": ["prompt-lookup", BEFORE.format(3)], "int8": ["draft"], "k": ["2,3,5"]},
     "int8": {"drafter": ["prompt-lookup", BEFORE.format(3)], "int8": ["both"], "k": ["2,3,5"]},
     "sampled": {
-        "drafter": ["prompt-lookup", RUNNERS_UP],
+        "drafter": ["prompt-lookup"],
         "int8": ["draft"],
         "k": ["1-3"],
         "temperature": ["1"],

@@ -21,10 +21,6 @@ from benchmarks.formats import (
 
 DRAFTERS = {
     "fallback:draft=models_smollm2-135m-draft": "prompt lookup followed by the draft",
-    "runner-up:draft=models_smollm2-135m-draft,runners_up=1,prompt_lookup_max=8": (
-        "prompt lookup followed by the draft with second candidates"
-    ),
-    "runner-up:draft=models_smollm2-135m-draft,runners_up=1": "the draft with second candidates",
     "smollm2-135m-draft": "the draft",
     "10": "the draft",
     "parallel-2": "parallel draft",
@@ -305,8 +301,7 @@ class Tables:
             "drafter", *itertools.chain(*((f"K, {title}", title) for title in titles.values()))
         )
         scores = [{label(name): row for name, row in about[score].items()} for score in titles]
-        rows = {name: row for score in reversed(scores) for name, row in score.items()}
-        for name, _ in ordered(rows, request_gain):
+        for name, _ in ordered(scores[0], request_gain):
             found = [score.get(name) for score in scores]
             pairs = [(row["k"], interval(row["speedup"])) if row else ("", "") for row in found]
             yield cells(name, *itertools.chain(*pairs))
@@ -321,17 +316,6 @@ class Tables:
             f"Without a draft the target makes {' and '.join(rates)}. Next to the faster of these, the bfloat16 target "
             f"with its best drafter has {best}: round the target first where its accuracy allows it."
         )
-
-    def runners_up(self) -> str:
-        """Return the tokens per pass of prompt lookup followed by the draft, without and with second candidates."""
-        scores = self.results["published_draft"]["greedy"]
-        rows = [
-            row
-            for kind in ("fallback:", "runner-up:")
-            for name, row in scores.items()
-            if name.startswith(kind)
-        ]
-        return " to ".join(str(fixed(row["tokens_per_pass"])) for row in rows)
 
     def published_draft_tokens(self) -> str:
         """Return the largest number of tokens that the published draft drafts after prompt lookup."""
@@ -359,8 +343,7 @@ class Tables:
 
     def published_options(self) -> str:
         """Return the options of prompt lookup followed by the published draft, as they are typed."""
-        scores = self.results["published_draft"]["greedy"]
-        (name,) = (name for name in scores if name.startswith("fallback:"))
+        name = self.results["published_draft"]["request_best_drafter"]["name"]
         return name.partition(",")[2].removesuffix("@int8")
 
     def published_expanded(self) -> Iterator[str]:

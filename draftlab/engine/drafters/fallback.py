@@ -59,26 +59,12 @@ class FallbackDrafter(Drafter):
         from_first = staged(first.counts, first.ids.device) > 0  # [B]
         a, b = (F.pad(d.ids, (0, max(counts) - d.ids.shape[1])) for d in (first, second))
         ids = torch.where(from_first[:, None], a, b)
-        q = None
-        if first.q is not None or second.q is not None:
-            both = (self._q(draft, padded) for draft, padded in ((first, a), (second, b)))
-            q = torch.where(from_first[:, None, None], *both)
-        parents = None
-        if first.parents is not None or second.parents is not None:
-            parents = [
-                _parents(first if count else second, row, max(counts))
-                for row, count in enumerate(first.counts)
-            ]
-        rule = first.rule or second.rule
-        return Draft(ids=ids, q=q, counts=counts, parents=parents, rule=rule)
+        if first.q is None and second.q is None:
+            return Draft(ids=ids, q=None, counts=counts)
+        both = (self._q(draft, padded) for draft, padded in ((first, a), (second, b)))
+        return Draft(ids=ids, q=torch.where(from_first[:, None, None], *both), counts=counts)
 
     def _q(self, draft: Draft, ids: Tensor) -> Tensor:
         if draft.q is None:
             return F.one_hot(ids, self.vocab).float()
         return F.pad(draft.q, (0, 0, 0, ids.shape[1] - draft.q.shape[1]))
-
-
-def _parents(draft: Draft, row: int, width: int) -> tuple[int, ...]:
-    """Return the parents of a row's drafted tokens, cut or continued by a chain to `width` tokens."""
-    own = tuple(draft.parents_of(row))[:width]
-    return own + tuple(range(len(own), width))

@@ -20,36 +20,15 @@ MAX_TREE_TOKENS = 256
 Siblings = Literal["top", "sampled", "distinct"]
 
 
-class TreesSpec(DrafterSpec):
-    """Base class of drafters of token trees. drawn: How the children of a node are chosen when sampling."""
-
-    own_engine = True
-    rejection_rule = "recursive"
-
-    @property
-    def drawn(self) -> Siblings:
-        return "distinct"
-
-    def check(self, run: RunFacts) -> None:
-        super().check(run)
-        if run.rule == "block":
-            raise UserError(
-                f"--rule block verifies chains, but --drafter {self.text} drafts a tree; use --rule recursive or match"
-            )
-        if run.rule == "k-sequential" and self.drawn != "sampled":
-            raise UserError(
-                f"--rule k-sequential needs independently sampled siblings, but --drafter {self.text} takes "
-                f"{self.drawn} siblings; use --rule recursive"
-            )
-
-
-class WidthsSpec(TreesSpec):
+class WidthsSpec(DrafterSpec):
     """Options of a fixed tree.
 
     widths: Number of children of each node, by depth. siblings: How the children of a node are chosen when sampling:
     drawn independently (sampled), drawn without replacement (distinct), or the most probable tokens (top).
     """
 
+    own_engine = True
+    rejection_rule = "recursive"
     widths: Annotated[list[int], split_at("x")] = Field([])
     siblings: Siblings = "sampled"
 
@@ -65,7 +44,20 @@ class WidthsSpec(TreesSpec):
 
     @property
     def drawn(self) -> Siblings:
+        """Return how the children of a node are chosen at temperatures above 0, see siblings."""
         return self.siblings
+
+    def check(self, run: RunFacts) -> None:
+        super().check(run)
+        if run.rule == "block":
+            raise UserError(
+                f"--rule block verifies chains, but --drafter {self.text} drafts a tree; use --rule recursive or match"
+            )
+        if run.rule == "k-sequential" and self.drawn != "sampled":
+            raise UserError(
+                f"--rule k-sequential needs independently sampled siblings, but --drafter {self.text} takes "
+                f"{self.drawn} siblings; use --rule recursive"
+            )
 
 
 class SearchedTreeSpec(WidthsSpec, OutputsSpec):

@@ -20,7 +20,7 @@ from drafter_laws import (
 from torch import Tensor
 
 from draftlab.engine.drafters.fallback import FallbackDrafter
-from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter
+from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel
 from draftlab.engine.generate import (
     Draft,
     Drafter,
@@ -32,7 +32,7 @@ from draftlab.engine.generate import (
 from draftlab.engine.verify import distribution, match
 from draftlab.model import llama
 from draftlab.sampling import SamplingParams
-from draftlab_research.drafting import runner_up, tree
+from draftlab_research.drafting import tree
 from draftlab_research.drafting.adaptive import PolicyDraft, PolicyLookup, Stoppable
 from draftlab_research.drafting.cascade import CascadeDrafter
 from draftlab_research.drafting.dynamic_tree import DynamicTreeDrafter
@@ -40,7 +40,6 @@ from draftlab_research.drafting.eagle_tree import EagleTreeDrafter
 from draftlab_research.drafting.layer_skip import skip_layers
 from draftlab_research.drafting.medusa import MedusaDrafter
 from draftlab_research.drafting.parallel_tree import ParallelTreeDrafter
-from draftlab_research.drafting.runner_up import RunnerUpDrafter
 from draftlab_research.drafting.stops import ConfidenceStopDrafter, confidence_below, entropy_above
 from draftlab_research.drafting.tree import (
     TreeDrafter,
@@ -81,8 +80,6 @@ DRAFTERS = [
     "tree top",
     "tree sampled",
     "tree distinct",
-    "runner-up",
-    "lookup, runner-up",
     "dynamic",
     "adaptive",
     "adaptive head",
@@ -108,10 +105,6 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "tree top": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "top"),
         "tree sampled": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
         "tree distinct": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
-        "runner-up": lambda: RunnerUpDrafter(noisy, VOCAB, 3, 2),
-        "lookup, runner-up": lambda: FallbackDrafter(
-            PromptLookupDrafter(2, [1, 1, 1]), RunnerUpDrafter(noisy, VOCAB, 3, 2), VOCAB
-        ),
         "adaptive": lambda: adaptive(ModelDrafter(noisy, VOCAB)),
         "adaptive head": lambda: adaptive(eagle_drafter(models["target"])),
         "dynamic": lambda: DynamicTreeDrafter(TreeDrafter(noisy, VOCAB, (0,), "top"), 2, 3),
@@ -144,17 +137,7 @@ def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "unsure",
-        "entropy",
-        "skip",
-        "medusa",
-        "eagle tree",
-        "tree sampled",
-        "tree distinct",
-        "runner-up",
-    ],
+    "name", ["unsure", "entropy", "skip", "medusa", "eagle tree", "tree sampled", "tree distinct"]
 )
 def test_q_is_what_was_sampled(models, ngrams, name):
     check_q(models["target"], drafter(name, models, ngrams))
@@ -240,33 +223,6 @@ CRITICAL = 44.6  # critical value of chi-square, 8 degrees of freedom, alpha 4.4
 @pytest.mark.parametrize("siblings", ["sampled", "distinct"])
 def test_what_trees_emit_has_the_targets_distribution(siblings):
     assert pair_statistic(TARGET, TreeDrafter(Bigrams(DRAFT), 3, (0, 0, 1, 2), siblings)) < CRITICAL
-
-
-def test_what_runners_up_emit_has_the_targets_distribution():
-    assert pair_statistic(TARGET, RunnerUpDrafter(Bigrams(DRAFT), 3, 2, 2)) < CRITICAL
-
-
-def test_chi_square_rejects_runners_up_that_are_not_drawn_from_their_q(monkeypatch):
-    monkeypatch.setattr(runner_up, "draw", lambda q, uniform: q.argmax(-1))
-    drafter = RunnerUpDrafter(Bigrams(DRAFT), 3, 2, 2)
-    assert pair_statistic(TARGET, drafter, n=1000) > CRITICAL
-
-
-@pytest.mark.parametrize("count", range(1, 6))
-def test_runners_up_and_their_chain_are_the_tree_of_two_children(models, count):
-    """A TreeDrafter reads the whole tree on each level. Without room, runners-up are left out before the chain."""
-    chain, tree_order = RunnerUpDrafter(models["noisy"], VOCAB, 3, 2), [0, 2, 4, 1, 3]
-    whole = TreeDrafter(models["noisy"], VOCAB, (0, 0, 1, 1, 3), "top")
-    for each in (chain, whole):
-        each.reset(3, 40)
-    sampling, uniform = SamplingParams(), torch.zeros(3, 5)
-    draft, expected = (
-        chain.propose(PROMPTS, count, sampling, uniform),
-        whole.propose(PROMPTS, 5, sampling, uniform),
-    )
-    assert torch.equal(draft.ids, expected.ids[:, tree_order[:count]])
-    assert draft.parents == (0, 1, 2, 0, 1)[:count]
-    assert draft.counts == [count] * 3
 
 
 def test_chi_square_rejects_a_tree_whose_q_is_not_what_it_sampled(monkeypatch):

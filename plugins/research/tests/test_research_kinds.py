@@ -35,8 +35,6 @@ OWN_ENGINE = [
     "tree:nodes=3",
     "tree:widths=2x1",
     "tree:topk=2,depth=2,nodes=4",
-    "runner-up:draft_tokens=2",
-    "runner-up:draft_tokens=2,runners_up=1,prompt_lookup_max=4,min_match=1x1x1",
 ]
 
 
@@ -96,7 +94,6 @@ def test_a_tree_drafts_all_its_tokens_whatever_k_is(context):
     assert way.ks == [6]
     assert isinstance(way.drafter, TreeDrafter)
     assert way.drafter.siblings == "distinct"
-    assert built(context, "runner-up:draft_tokens=3,runners_up=1").ks == [4]
 
 
 def test_the_best_tree_over_offsets_is_that_of_the_targets_own_texts(
@@ -147,8 +144,6 @@ def test_left_out_layers_are_left_out(context):
         ("cascade:inner=prompt-lookup,order=3", "order"),
         ("confidence-stop:threshold=nan", "threshold"),
         ("parallel-tree", "nodes"),
-        ("runner-up:draft_tokens=2,runners_up=3", "runners_up"),
-        ("runner-up:min_match=1x1x1", "min_match"),
         ("medusa", "heads"),
     ],
 )
@@ -170,7 +165,6 @@ def test_what_does_not_fit_the_target_is_said_before_it_is_loaded(text, words):
     [
         "layer-skip:layers=0",
         "tree:widths=2",
-        "runner-up",
         "medusa:heads=x",
         "eagle-tree:heads=x,topk=2",
         "adaptive:outputs=x",
@@ -231,8 +225,6 @@ def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_di
         ("tree", "block"),
         ("tree:siblings=distinct", "k-sequential"),
         ("tree:siblings=top", "k-sequential"),
-        ("runner-up", "block"),
-        ("runner-up", "k-sequential"),
     ],
 )
 def test_a_rule_that_would_not_be_lossless_for_a_tree_is_refused(text, rule):
@@ -270,7 +262,6 @@ def test_layers_are_replayed_and_what_cannot_be_replayed_is_refused(family_dirs,
     assert np.concatenate(less.chances()).mean() < 1
     for drafter in (
         "tree:draft=tiny,widths=2",
-        "runner-up:draft=tiny",
         "confidence-stop:draft=tiny",
         "layer-skip",
         "fallback:draft=tiny",

@@ -107,15 +107,12 @@ def draw_child(
         return logits.topk(len(elder) + 1).indices[:, -1], None
     q = distribution(logits, sampling)
     if siblings == "distinct":
-        q = without(q, torch.stack(elder, 1)) if elder else q
+        for sibling in elder:
+            q = q.scatter(1, sibling.unsqueeze(1), 0)
+        total = q.sum(1, keepdim=True)
+        # if no token is left to draw, q is uniform; any distribution would do
+        q = torch.where(total > 0, q / total, 1 / q.shape[1])
     return draw(q, uniform.to(q.device)), q
-
-
-def without(q: Tensor, taken: Tensor) -> Tensor:
-    """Return distributions q [B, V] without the tokens `taken`, [B, N]. If no token is left, the result is uniform."""
-    q = q.scatter(1, taken, 0)
-    total = q.sum(1, keepdim=True)
-    return torch.where(total > 0, q / total, 1 / q.shape[1])
 
 
 def draft_levels(

@@ -8,7 +8,6 @@ cache, has a mask only if it needs one, and uses the kernels in BACKENDS.
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -99,20 +98,15 @@ class Tree:
         """
         rows = [row for row in parents if isinstance(row, tuple)]
         if rows:
-            trees = [_tree(row, device) for row in rows]
+            trees = [cls.from_parents(row, device) for row in rows]
             return cls(
                 torch.stack([tree.depth for tree in trees]),
                 torch.stack([tree.mask for tree in trees]),
             )
-        return _tree(tuple(parent for parent in parents if isinstance(parent, int)), device)
-
-
-@lru_cache(256)  # a fixed tree is the same in each step
-def _tree(parents: tuple[int, ...], device: torch.device) -> Tree:
-    mask = torch.eye(len(parents) + 1, dtype=torch.bool)
-    for child, parent in enumerate(parents, 1):
-        mask[child] |= mask[parent]
-    return Tree((mask.sum(1) - 1).to(device), mask.to(device))
+        mask = torch.eye(len(parents) + 1, dtype=torch.bool)
+        for child, parent in enumerate(parents, 1):
+            mask[child] |= mask[parent]
+        return cls((mask.sum(1) - 1).to(device), mask.to(device))
 
 
 class Sampler(Protocol):

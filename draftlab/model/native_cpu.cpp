@@ -691,8 +691,7 @@ void attend(const Pass& p, int window, int row, int first, int G, int C, const f
 
 // The number of a row's new tokens that are a chain from the first on. In a token tree, the others are not.
 int chain_length(const Pass& p, int row) {
-    if (!p.sees) return p.width;
-    int t = 0;
+    int t = 1;
     for (; t < p.width; t++) {
         const uint8_t* sees = p.sees + (size_t(row) * p.width + t) * p.width;
         if (std::count(sees, sees + t + 1, 1) != t + 1 || std::count(sees + t + 1, sees + p.width, 1)) break;
@@ -713,6 +712,9 @@ void run(const Model& m, const Pass& p) {
     Rounded<typename Meeting<W, KV>::type> rounded(N, std::max({read, F, H * C}));
     const int64_t furthest = *std::max_element(p.used, p.used + p.rows) + T;
     const size_t slab = size_t(K) * p.capacity * C;  // size of the keys of one row and layer
+    std::vector<int> chains;  // chain_length() of each row of a token tree
+    if (p.sees)
+        for (int row = 0; row < p.rows; row++) chains.push_back(chain_length(p, row));
     for (int n = 0; n < N; n++) {  // copy the embedding to where the first layer reads it
         float* to = m.hidden_norm ? &h[size_t(n) * read] : &x[size_t(n) * D];
         for (int i = 0; i < D; i++) to[i] = one(static_cast<const KV*>(m.embed)[p.ids[n] * D + i]);
@@ -767,14 +769,39 @@ void run(const Model& m, const Pass& p) {
                 KV *k = static_cast<KV*>(p.keys) + slot, *w = static_cast<KV*>(p.values) + slot;
                 for (int i = 0; i < C; i++) put(k[i], v[i]), put(w[i], v[K * C + i]);
             }
+            const auto first_slot = [&](int row, int kv) {
+                return (size_t(l) * p.rows + row) * slab + size_t(kv) * p.capacity * C;
+            };
             // Computes `queries` queries from `first` on of the chain whose first token is token `root` of the row.
             const auto attend_chain = [&](int row, int kv, int root, int first, int queries) {
-                const size_t slot = ((size_t(l) * p.rows + row) * K + kv) * p.capacity * C;
+                const size_t slot = first_slot(row, kv);
                 unrolled(queries, [&](auto count) {
                     attend<count>(p, m.window, row, first, G, C, &qkv[size_t(row * T + root) * QKV + kv * G * C], QKV,
                                   static_cast<KV*>(p.keys) + slot, static_cast<KV*>(p.values) + slot, memory,
                                   &mixed[(size_t(row * T + root) * H + kv * G) * C], H * C);
                 });
+            };
+            // Computes the queries of a tree's tokens from token `chain` on. The keys and values of a token's ancestors
+            // move to where a chain has them, and in the end back. Then the token gets the bits that it has in a chain.
+            const auto attend_branches = [&](int row, int kv, int chain) {
+                const size_t slot = first_slot(row, kv) + p.used[row] * C, size = size_t(T) * C;
+                KV *keys = static_cast<KV*>(p.keys) + slot, *values = static_cast<KV*>(p.values) + slot;
+                const Buffer<KV> own_keys(keys, keys + size), own_values(values, values + size);
+                const int few = evenly(G);
+                for (int t = chain; t < T; t++) {
+                    const uint8_t* sees = p.sees + (size_t(row) * T + t) * T;
+                    int depth = -1;
+                    for (int i = 0; i < T; i++) {
+                        if (!sees[i]) continue;
+                        depth++;
+                        std::copy_n(&own_keys[size_t(i) * C], C, keys + size_t(depth) * C);
+                        std::copy_n(&own_values[size_t(i) * C], C, values + size_t(depth) * C);
+                    }
+                    for (int head = 0; head < G; head += few)
+                        attend_chain(row, kv, t - depth, depth * G + head, std::min(few, G - head));
+                }
+                std::copy(own_keys.begin(), own_keys.end(), keys);
+                std::copy(own_values.begin(), own_values.end(), values);
             };
             if (!p.sees) {
 #pragma omp for schedule(static)
@@ -785,29 +812,10 @@ void run(const Model& m, const Pass& p) {
             } else {
 #pragma omp for schedule(static)
                 for (int g = 0; g < p.rows * K; g++) {
-                    const int row = g / K, kv = g % K, chain = chain_length(p, row), few = evenly(std::max(chain * G, 1));
-                    for (int first = 0; first < chain * G; first += few)
-                        attend_chain(row, kv, 0, first, std::min(few, chain * G - first));
-                    // The keys and values of the ancestors of any other token move to where a chain has them. Then the
-                    // token gets the bits that it has in a chain.
-                    const size_t slot = (((size_t(l) * p.rows + row) * K + kv) * p.capacity + p.used[row]) * C;
-                    KV *keys = static_cast<KV*>(p.keys) + slot, *values = static_cast<KV*>(p.values) + slot;
-                    const Buffer<KV> own_keys(keys, keys + size_t(T) * C), own_values(values, values + size_t(T) * C);
-                    const int heads = evenly(G);
-                    for (int t = chain; t < T; t++) {
-                        const uint8_t* sees = p.sees + (size_t(row) * T + t) * T;
-                        int depth = -1;
-                        for (int i = 0; i < T; i++)
-                            if (sees[i]) {
-                                depth++;
-                                std::copy_n(&own_keys[size_t(i) * C], C, keys + size_t(depth) * C);
-                                std::copy_n(&own_values[size_t(i) * C], C, values + size_t(depth) * C);
-                            }
-                        for (int head = 0; head < G; head += heads)
-                            attend_chain(row, kv, t - depth, depth * G + head, std::min(heads, G - head));
-                    }
-                    std::copy(own_keys.begin(), own_keys.end(), keys);
-                    std::copy(own_values.begin(), own_values.end(), values);
+                    const int row = g / K, kv = g % K, queries = chains[row] * G, few = evenly(queries);
+                    for (int first = 0; first < queries; first += few)
+                        attend_chain(row, kv, 0, first, std::min(few, queries - first));
+                    if (chains[row] < T) attend_branches(row, kv, chains[row]);
                 }
             }
             linear<W>(layer.o, mixed.data(), N, H * C, h.data(), D, rounded);

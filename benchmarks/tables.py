@@ -50,7 +50,7 @@ TRAININGS = {
 LEARNT = {
     "pruned/6x256": "the cut, untrained",
     "distilled/1": "after one store of answers",
-    "distilled/10": "after ten stores",
+    "distilled/10": "after ten stores of answers",
 }
 STUDENTS = {
     "plain": "six-layer draft",

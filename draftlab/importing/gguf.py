@@ -13,6 +13,7 @@ import math
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,7 @@ def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
     context: The tokenizer's model_max_length. None or 0: it is not set.
 
     Raises:
-        UserError: The kind of vocabulary or pre-tokenizer is unknown.
+        UserError: The kind of vocabulary or pre-tokenizer is unknown, or transformers forgets the bos token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -265,13 +266,29 @@ def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
     if header.settings.get("tokenizer.ggml.model") == "gpt2":
         set_pre_tokenizer(spec, _pre_tokenizer(header))
     _drop_extra_tokens(spec, header)
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(spec)),
         chat_template=original.chat_template,
         clean_up_tokenization_spaces=False,
         **({"model_max_length": context} if context else {}),
         **{f"{name}_token": token for name, token in header.special.items()},
     )
+    check_starts(tokenizer, header)
+    return tokenizer
+
+
+def check_starts(tokenizer: Any, header: GGUFHeader) -> None:
+    """Check that a tokenizer puts the bos token before a text if its GGUF file says so.
+
+    Raises:
+        UserError: It does not: transformers before 5.23 forgets this token.
+    """
+    asked = header.settings.get("tokenizer.ggml.add_bos_token")
+    if asked and tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id:
+        raise UserError(
+            f"{header.file} puts {tokenizer.bos_token} before every text, but transformers {version('transformers')} "
+            "reads its tokenizer without it; pip install --upgrade transformers (at least 5.23)"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -28,8 +28,9 @@ from transformers import (
 from typed import call
 
 from draftlab import provenance, workspace
+from draftlab.errors import UserError
 from draftlab.exporting import gguf, gguf_tokenizer
-from draftlab.importing.gguf import load_config, read_header
+from draftlab.importing.gguf import check_starts, load_config, read_header
 from draftlab.importing.run import PUBLISHED
 from draftlab.model import checkpoint
 from draftlab.model.hf_files import read_head_ids
@@ -175,6 +176,19 @@ def test_the_tokenizer_cuts_and_merges_as_before(name, family_dirs, tmp_path):
         assert after.decode(after(text)["input_ids"]) == before.decode(before(text)["input_ids"])
     assert after.get_vocab() == before.get_vocab()  # without the padding to 803 logits
     assert after.chat_template == "{{ messages }}"
+
+
+def test_a_tokenizer_that_was_read_without_its_bos_token_is_refused(family_dirs, tmp_path):
+    """As transformers before 5.23 reads byte-level tokenizers of GGUF files."""
+    gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "f32")
+    header, tokenizer = (
+        read_header(tmp_path / "a.gguf"),
+        checkpoint.load_tokenizer(family_dirs["llama"]),
+    )
+    check_starts(tokenizer, header)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A")
+    with pytest.raises(UserError, match="reads its tokenizer without it"):
+        check_starts(tokenizer, header)
 
 
 def test_a_sentencepiece_vocabulary_merges_as_before(sentencepiece, tmp_path):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What one NVIDIA GPU says of drafts for LLaMA-65B; offline, each part within nine minutes, all within --minutes (25).
 #   bash benchmarks/gpu.sh [--small] [--out DIR] [--minutes N] [PART ...]
-#   PART: machine tests ceilings sweep target drafts predict live live_text engine loss masks
+#   PART: machine tests ceilings sweep target drafts served predict live live_text engine loss masks
 # --small: small shapes on whatever device is there, to try the script. Results: DIR/PART.json, benchmarks/results/gpu if
 # left out; DIR/clocks.csv has the GPU's clocks, power and temperature every five seconds, DIR/starts.csv when each part
 # began. A part that fails, or for which no time is left, leaves DIR/PART.failed with its last words, and the others run.
@@ -20,7 +20,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[ ${#parts[@]} -gt 0 ] || parts=(machine tests ceilings sweep target drafts predict live live_text engine loss masks)
+[ ${#parts[@]} -gt 0 ] || parts=(machine tests ceilings sweep target drafts served predict live live_text engine loss masks)
 
 cd "$(dirname "$0")/.."
 python=python3
@@ -28,20 +28,21 @@ python=python3
 draftlab="$python -m draftlab"
 mkdir -p "$out" runs/gpu
 
+device=cuda mode=graphs
 if [ $small ]; then
-  device=cpu mode=eager
+  $python -c "import sys, torch; sys.exit(not torch.cuda.is_available())" || device=cpu mode=eager
   sweep="--params 4.5m --source tiny-16x256 --layers 3,4,6 --passes 3"
   target=tiny-16x256 depths="1 2 3 4 5 6" target_law="--context 8,64 --repeats 3 --threads 1"
-  drafts="tiny-3x256 tiny-12x128" points="--context 8,64 --repeats 3 --threads 1" text="--context 16 --max-new-tokens 16"
+  drafts="tiny-3x256 tiny-12x128" models="tiny-16x256 tiny-3x256" points="--context 8,64 --repeats 3 --threads 1" text="--context 16 --max-new-tokens 16"
   engine="--prompts 1 --new-tokens 8" larger="--layers 17 --width 320"
   loss="--tokens 64 --hidden 32 --teacher-hidden 32 --top-k 8 --repeats 1 --losses fkl" vocabs=256
   masks=1 gigabytes=0.02
-  live="--target tiny-16x256 --drafts tiny-3x256,tiny-12x128 --k 1,3 --alphas 0.5,0.9 --prompt-tokens 16 --new-tokens 12 --dtype float32 --room 1e8"
+  live="--target tiny-16x256 --drafts tiny-3x256,tiny-12x128 --k 1,3 --alphas 0.5,0.9 --coin 0.5 --prompt-tokens 16 --new-tokens 12 --dtype float32 --room 1e8"
   live_text="--target tiny-16x256 --drafts tiny-16x256 --k 1,3 --prompts 1 --prompt-tokens 16 --new-tokens 12 --dtype float32 --room 1e8"
 else
-  device=cuda mode=graphs
   sweep="--passes 60 --dtype bfloat16"
   target=llama-65b depths="1 2 4 6 8 10" target_law="--context 128,512 --repeats 20"
+  models="qwen3-32b qwen3-0.6b llama-3.1-8b llama-3.2-1b"
   drafts="noft-1.3b wide-1.3b wide-796m wide-543m wide-290m" points="--context 128,512 --repeats 20"
   text="--context 128 --max-new-tokens 128" engine= larger="--layers 24 --width 2048 --params 1.3b" masks=12 gigabytes=1
   loss="--tokens 4096 --hidden 2048 --teacher-hidden 4096 --dtypes bfloat16 --losses fkl,tvd,lk(3)" vocabs="32000 128256"
@@ -95,6 +96,10 @@ target() {  # the first layers of the target
 drafts() {
   part drafts $draftlab profile $drafts --k 1 $points --mode $mode --out runs/gpu/drafts --force --json
   [ $mode = eager ] || part drafts_eager $draftlab profile $drafts --k 1 $points --mode eager --out runs/gpu/drafts-eager --force --json
+}
+
+served() {  # targets that people serve, and small siblings of theirs
+  part served $draftlab profile $models --k 8 $points --mode $mode --out runs/gpu/served --force --json
 }
 
 predict() {  # needs target and drafts

@@ -124,7 +124,8 @@ def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, o
 
 def _draftlab(words: list[str], where: Path, threads: int) -> None:
     """Run a command with the draftlab of this source tree, whether installed or not. Its stdout goes to stderr."""
-    environ = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths}
     subprocess.run([*DRAFTLAB, *words], cwd=where, check=True, env=environ, stdout=sys.stderr)
 
 

@@ -569,14 +569,28 @@ class Tables:
         return f"from {fixed(at[first])} at batch {first} to {fixed(at[last])} at batch {last}"
 
     def large_target(self) -> Iterator[str]:
-        """Yield a table of each draft's predicted speed-up with CUDA graphs, by the acceptance probability alpha."""
-        graphs = self.results["llama_65b"]["modes"]["graphs"]
-        alphas = list(graphs["tokens_per_second"]["wide-796m"])[::2]
+        """Yield a table of each draft's measured speed-up next to LLaMA-65B on an H200, by acceptance probability."""
+        live, rows = self.results["h200_live"], self.results["h200_live"]["rows"]
+        alphas = list(live["speedup"])[::2]
         yield from header("draft", "c", *(f"speed-up at alpha {alpha}" for alpha in alphas))
-        for draft, pass_ms in graphs["draft_ms"].items():
-            speeds = [graphs["tokens_per_second"][draft][alpha] for alpha in alphas]
-            gains = [max(speed.values()) / graphs["plain_tokens_per_second"] for speed in speeds]
-            yield cells(draft, fixed(pass_ms / graphs["target_ms"], 3), *map(fixed, gains))
+        for draft in reversed(rows):
+            last = rows[draft][-1]
+            gains = [live["speedup"][alpha][draft] for alpha in alphas]
+            shown = [f"{fixed(gain['speedup'])}, K = {gain['k']}" for gain in gains]
+            yield cells(draft, fixed(last["draft_ms"] / last["k"] / live["plain_ms"], 3), *shown)
+
+    def h200_predictions(self) -> Iterator[str]:
+        """Yield a table of each draft's speed-up on an H200 as measured and as predicted, at two K."""
+        rows = self.results["h200_prediction"]["constants"]["rows"].values()
+        live = self.results["h200_live"]
+        ks = [row["k"] for row in live["rows"]["wide-796m"]][2::2]
+        yield from header(
+            "draft", "ms of a drafted token", *(f"K = {k}, {kind}" for k in ks for kind in ("measured", "predicted"))
+        )  # fmt: skip
+        for draft, steps in reversed(live["rows"].items()):
+            mine = [row for row in rows if row["draft"] == draft and row["k"] in ks]
+            both = [fixed(row[kind]) for row in mine for kind in ("measured", "predicted")]
+            yield cells(draft, fixed(steps[-1]["draft_ms"] / steps[-1]["k"]), *both)
 
     def trimmed_heads(self) -> Iterator[str]:
         """Yield a table of the fraction of acceptance that drafts keep with a trimmed LM head."""

@@ -9,7 +9,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 GPU = ["bash", str(ROOT / "benchmarks" / "gpu.sh")]
-PARTS = {"machine", "ceilings", "sweep", "target", "drafts", "live", "live_text", "engine", "masks"}
+PARTS = {
+    "machine",
+    "ceilings",
+    "sweep",
+    "target",
+    "drafts",
+    "served",
+    "live",
+    "live_text",
+    "engine",
+    "masks",
+}
 PARTS |= {"engine_target", "engine_larger", "loss_256"}
 
 

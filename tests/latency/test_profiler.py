@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_files import edit, write_workspace
 from test_cost_model import SHAPE
+from torch.profiler import ProfilerActivity, profile
 from typed import call
 
 from draftlab.engine.clocks import clock_for
@@ -108,10 +109,15 @@ def test_captured_passes_are_measured():
         pytest.skip("no CUDA")
     cuda = torch.device("cuda")
     model = random_model(SHAPE, torch.bfloat16, cuda, 64)
-    eager, graphs = (
-        measure({"m": model}, GRID, mode=m, clock=clock_for(cuda))["m"] for m in ("eager", "graphs")
-    )
-    assert graphs.steady[0].median_ms < eager.steady[0].median_ms
+    replays = {}
+    for mode in ("eager", "graphs"):
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:
+            measure({"m": model}, GRID, mode=mode, clock=clock_for(cuda))
+        launches = [e.count for e in watched.key_averages() if e.key == "cudaGraphLaunch"]
+        replays[mode] = sum(launches)
+    assert replays["eager"] == 0
+    points = len(GRID.widths) * len(GRID.batches) * len(GRID.contexts)
+    assert replays["graphs"] >= points * GRID.repeats
 
 
 @pytest.fixture

@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu_prediction RESULT --device-profile h200 --law runs/gpu/target --drafts runs/gpu/drafts
 
-"constants": Predictions from a profile of configs/profiles, which is fitted to nothing of this device. "law":
-Predictions from profiles of the drafts on the device, and from the latency law that gpu.sh fits to the target's first
-1 to 10 layers, up to the largest K that was profiled. Each drafted token is accepted with probability --alpha in
-predictions and measurements alike. Errors are those of the speed-up, predicted over measured minus one.
+"constants": Predictions from a profile of configs/profiles. "law": Predictions from profiles of the drafts on the
+device, and from the latency law that gpu.sh fits to the target's first 1 to 10 layers, up to the largest K that was
+profiled. "eager": Passes of the drafts in eager mode, with milliseconds per pass and per layer that fit them. Each
+drafted token is accepted with probability --alpha in predictions and measurements alike. Errors are those of the
+speed-up, predicted over measured minus one.
 """
 
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from benchmarks import environment
@@ -32,6 +34,9 @@ def main(
     device_profile: Annotated[str, typer.Option(help="Profile of the device.")] = "h200",
     law: Annotated[Path, typer.Option(help="Latency law of the target.")] = Path("runs/gpu/target"),
     drafts: Annotated[Path, typer.Option(help="Profiles of the drafts.")] = Path("runs/gpu/drafts"),
+    eager: Annotated[Path, typer.Option(help="Profiles of the drafts in eager mode.")] = Path(
+        "runs/gpu/drafts-eager"
+    ),
     alpha: Annotated[float, typer.Option(help="Acceptance probability.")] = 0.8,
 ) -> None:
     measured = json.loads(result.read_text())
@@ -60,7 +65,16 @@ def main(
         }  # fmt: skip
     about = {key: measured[key] for key in ("device", "target", "layers", "mode", "dtype")}
     about |= {"alpha": alpha, "device_profile": device_profile, "measured": measured["date"]}
+    sources["eager"] = launches([read_profile(eager / f"{name}.yaml") for name in measured["rows"]])
     print(json.dumps({"benchmark": "gpu_prediction", **about, **sources, **environment(1)}))
+
+
+def launches(profiles: list[Profile]) -> dict[str, Any]:
+    """Return the milliseconds of one-token passes in eager mode, and a straight line over the numbers of layers."""
+    passes = {p.name: next(row.median_ms for row in p.steady if row.after == 1) for p in profiles}
+    layers = [p.shape.layers for p in profiles if p.shape is not None]
+    layer_ms, pass_ms = np.polyfit(layers, list(passes.values()), 1)
+    return {"passes_ms": passes, "pass_ms": float(pass_ms), "layer_ms": float(layer_ms)}
 
 
 def compared(

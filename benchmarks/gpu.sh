@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # What one NVIDIA GPU says of drafts for LLaMA-65B; offline, each part within nine minutes, all within --minutes (25).
 #   bash benchmarks/gpu.sh [--small] [--out DIR] [--minutes N] [PART ...]
-#   PART: machine tests ceilings sweep target drafts served predict live live_text engine loss masks
+#   PART: machine tests ceilings live sweep target drafts served predict live_text engine loss masks
 # --small: small shapes on whatever device is there, to try the script. Results: DIR/PART.json, benchmarks/results/gpu if
 # left out; DIR/clocks.csv has the GPU's clocks, power and temperature every five seconds, DIR/starts.csv when each part
 # began. A part that fails, or for which no time is left, leaves DIR/PART.failed with its last words, and the others run.
 # In target and predict the 65B target is extrapolated by a latency law from its first 1 to 10 layers, as one GPU rarely
 # holds it; live decodes with all of it where it fits (one H200), else with its first layers; live_text with tiny's text
-# at its cost.
+# at its cost. On one H200 live took 130 seconds, target 60, drafts 85 and sweep 20. python -m benchmarks.gpu_prediction
+# compares live with predictions; docs/pages read copies, such as benchmarks/results/h200_live.json.
 set -uo pipefail
 
 small= out=benchmarks/results/gpu minutes=25 parts=()
@@ -20,7 +21,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[ ${#parts[@]} -gt 0 ] || parts=(machine tests ceilings sweep target drafts served predict live live_text engine loss masks)
+[ ${#parts[@]} -gt 0 ] || parts=(machine tests ceilings live sweep target drafts served predict live_text engine loss masks)
 
 cd "$(dirname "$0")/.."
 python=python3

@@ -185,8 +185,13 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     }
 
     def run(output: Output) -> "Search":
-        make = partial(step_of, shared=running, where="search")
-        return library.search(wanted, StepRunner(folder=output.state, make=make), output)
+        runner = StepRunner(
+            folder=output.state, make=partial(step_of, shared=running, where="search")
+        )
+        try:
+            return library.search(wanted, runner, output)
+        except NoCheapShape as error:
+            raise NoCheapShape(f"--layers, --widths: {error}; try smaller numbers") from None
 
     return Job(
         run, f"search-{hub.checkpoint_name(Path(config.source.partition('@')[0]))}", lambda: facts

@@ -152,7 +152,7 @@ def candidates(
         fastest = min(map(latency_ms, shapes)) / target_ms
         raise NoCheapShape(
             f"only {len(cheap)} of {len(shapes)} shapes need at most {share:.0%} of the target's time for a pass "
-            f"(the fastest: {fastest:.0%}); try smaller --layers or --widths"
+            f"(the fastest: {fastest:.0%})"
         )
     ordered = sorted(cheap, key=lambda name: latency_ms(cheap[name]))
     middle_first = sorted(cheap, key=lambda name: abs(ordered.index(name) - len(ordered) // 2))

@@ -32,6 +32,7 @@ from draftlab.results.score import read_score
 from draftlab.searching.schedule import (
     MAX_PASS_SHARE,
     MAX_WIDE_SHARE,
+    MEASURED_PROMPTS,
     MeasuredDraft,
     Rung,
     Search,
@@ -39,6 +40,7 @@ from draftlab.searching.schedule import (
     StepRunner,
     candidates,
     number,
+    prompts_in_time,
     record_of,
     remaining_rejections,
     write_search,
@@ -52,7 +54,7 @@ TOP_LOGPROBS = 64  # number of log-probabilities that are stored for each token,
 # the learning rate of recipes/quickstart.yaml, for Muon
 BATCH_SIZE, LR, MOST_STEPS = (8, 4.0e-3, 1000)
 REDUCTION = 3  # one candidate in three advances (Hyperband's usual factor)
-FINALISTS, MEASURED_PROMPTS = 2, 16
+FINALISTS = 2
 MEASURED_SHARE = 0.25  # fraction of the time that is reserved to measure the best candidates
 # fraction of the time after which no further candidate is tried, on rung 0 and on later rungs
 TRIED_SHARES = (0.3, 0.6)
@@ -270,14 +272,16 @@ class Searcher:
 
     def _measure(self, rung: int, leaders: Sequence[ShapeTrial]) -> list[MeasuredDraft]:
         """Measure the best candidates of a rung by draftlab score. Return them, the fastest first."""
+        ks = sorted({leader.k for leader in leaders})
+        prompts = self._prompts(leaders, ks)
         scores = self.steps.run(
             "score",
             "score",
             draft=[str(self.draft(rung, leader.name)) for leader in leaders],
             target=str(self.wanted.target),
             **self.wanted.prompts,
-            k=sorted({leader.k for leader in leaders}),
-            num_prompts=MEASURED_PROMPTS,
+            k=ks,
+            num_prompts=prompts,
             max_new_tokens=MAX_TOKENS,
             repeats=1,
             seed=1,  # the measurement uses other prompts than the replays
@@ -294,6 +298,19 @@ class Searcher:
             )
             for row in ranked
         ]
+
+    def _prompts(self, leaders: Sequence[ShapeTrial], ks: Sequence[int]) -> int:
+        """Return on how many prompts the leaders are measured: as many as the remaining time allows."""
+        minutes, cost = self.wanted.minutes, self._target_cost
+        left = max(60 * minutes - self.steps.seconds(), MEASURED_SHARE * 60 * minutes)
+        prefill_ms = float(cost.prefill_ms(np.array([PROMPT_TOKENS]))[0])
+        answer_ms = prefill_ms + MAX_TOKENS * self._pass_ms(cost)
+        count = prompts_in_time(left, answer_ms / 1e3, [row.speedup for row in leaders for _ in ks])
+        if count < MEASURED_PROMPTS[1]:
+            note(
+                f"the best drafts are measured on {count} prompts: {minutes:g} minutes allow no more"
+            )
+        return count
 
     @cached_property
     def _law(self) -> ScalingLaw:

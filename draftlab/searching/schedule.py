@@ -28,6 +28,7 @@ FILE = "search.json"
 MAX_PASS_SHARE = 0.4
 # the fraction for a parallel draft, which makes one pass per step; with 2 tokens accepted, the speed-up is then 1.5
 MAX_WIDE_SHARE = 1.0
+MEASURED_PROMPTS = (4, 16)  # fewest and most prompts on which the best candidates are measured
 
 
 class NoCheapShape(UserError):
@@ -174,6 +175,19 @@ def remaining_rejections(before: Rung | None, rejections: dict[str, float]) -> f
         return 1.0
     earlier = {trial.name: trial.rejection for trial in before.trials}
     return min(1.0, median(value / max(earlier[name], 1e-9) for name, value in rejections.items()))
+
+
+def prompts_in_time(seconds: float, plain_seconds: float, speedups: Sequence[float]) -> int:
+    """Return on how many prompts drafts can be measured in some time, within MEASURED_PROMPTS.
+
+    Args:
+        seconds: The time.
+        plain_seconds: Time of an answer without a draft.
+        speedups: Expected speed-up of each draft at each K to measure.
+    """
+    each = plain_seconds * (1 + sum(1 / speedup for speedup in speedups))
+    fewest, most = MEASURED_PROMPTS
+    return max(fewest, min(most, int(seconds / each)))
 
 
 def read_search(path: Path) -> Search:

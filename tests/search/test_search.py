@@ -24,6 +24,7 @@ from draftlab.searching.schedule import (
     Search,
     ShapeTrial,
     candidates,
+    prompts_in_time,
     read_search,
     remaining_rejections,
     write_search,
@@ -84,6 +85,12 @@ def test_a_target_that_no_draft_is_cheap_beside_is_refused():
     tried = [resolve(TINY, layers=n) for n in (8, 12)]
     with pytest.raises(NoCheapShape):
         candidates(TINY, tried, pass_ms, pass_ms(TINY) / 10, MAX_PASS_SHARE)
+
+
+def test_drafts_are_measured_on_as_many_prompts_as_the_time_allows():
+    """A plain answer takes 6 s, two drafts at one K 4 s and 3 s."""
+    speedups = [1.5, 2.0]
+    assert [prompts_in_time(seconds, 6.0, speedups) for seconds in (10, 100, 10_000)] == [4, 7, 16]
 
 
 def test_the_share_of_rejections_that_a_rung_leaves_is_their_median_and_never_above_1():

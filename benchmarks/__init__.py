@@ -1,5 +1,6 @@
 """Scripts that measure what draftlab claims: python -m benchmarks.NAME prints one JSON object on its last line."""
 
+import os
 import platform
 import re
 from datetime import date
@@ -20,6 +21,13 @@ def environment(threads: int) -> dict[str, object]:
         "cpu": cpu_name(),
         "versions": provenance.versions(),
     }
+
+
+def child_environ(**more: str) -> dict[str, str]:
+    """Return the environment of a process that runs the draftlab of this source tree, whether installed or not."""
+    root = str(Path(__file__).parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | more
 
 
 def cpu_name() -> str:

@@ -54,11 +54,9 @@ def main(
 
     sources = {}
     for source, profile in {"constants": computed, "law": profiled}.items():
-        rows = [
-            row for name in measured["rows"] for row in compared(measured, name, profile, alpha)
-        ]
+        found = [compared(measured, name, profile, alpha) for name in measured["rows"]]
+        plain, rows = found[0][0], [row for _, each in found for row in each]
         errors = [abs(row["error"]) for row in rows]
-        plain = rows[0]["predicted_plain_ms"]
         sources[source] = {
             "plain_ms": plain, "plain_error": plain / measured["plain_ms"] - 1, "median_error": median(errors),
             "largest_error": max(errors), "rows": {f"{row['draft']}, K = {row['k']}": row for row in rows},
@@ -79,8 +77,11 @@ def launches(profiles: list[Profile]) -> dict[str, Any]:
 
 def compared(
     measured: dict[str, Any], name: str, profile: Callable[[str], Profile], alpha: float
-) -> list[dict[str, Any]]:
-    """Return the measured and predicted speed-up of a draft at each measured K that the target's profile reaches."""
+) -> tuple[float, list[dict[str, Any]]]:
+    """Return the predicted milliseconds of a plain pass, and the speed-up of a draft, measured and predicted.
+
+    The speed-ups are at each measured K that the target's profile reaches.
+    """
     draft, target = profile(name), profile(measured["target"])
     widest = max(point.width for point in target.forward)
     rows = {row["k"]: row for row in measured["rows"][name] if row["k"] < widest}
@@ -93,12 +94,9 @@ def compared(
         speedup = expected_tokens(alpha, k) * measured["plain_ms"] / row["step_ms"]
         guess = own.tokens_per_second / found.plain_tokens_per_second
         result.append(
-            {
-                "draft": name, "k": k, "measured": speedup, "predicted": guess, "error": guess / speedup - 1,
-                "predicted_plain_ms": 1e3 / found.plain_tokens_per_second,
-            }
+            {"draft": name, "k": k, "measured": speedup, "predicted": guess, "error": guess / speedup - 1}
         )  # fmt: skip
-    return result
+    return 1e3 / found.plain_tokens_per_second, result
 
 
 if __name__ == "__main__":

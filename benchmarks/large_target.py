@@ -83,6 +83,7 @@ def main(
         alpha: {name: best(rows, float(alpha), alone) for name, rows in steps.items()}
         for alpha in alphas.split(",")
     }
+    gains = {a: {n: row["speedup"] for n, row in each.items()} for a, each in speedup.items()}
     result = {
         "benchmark": "large_target", "target": target, "layers": shape.layers, "of_layers": whole.layers,
         "dtype": dtype, "mode": mode, "device": device_name(place), "prompt_tokens": prompt_tokens,
@@ -91,9 +92,9 @@ def main(
         "share_of_bandwidth": pass_bytes(shape, dtype) / 1e6 / alone[1] / ceiling, "speedup": speedup,
         "beside_paper": {
             "paper": PAPER,
-            "wide_796m_over_noft_1.3b": {a: over(each, "wide-796m", "noft-1.3b") for a, each in speedup.items()},
+            "wide_796m_over_noft_1.3b": {a: over(each, "wide-796m", "noft-1.3b") for a, each in gains.items()},
         },
-        "fastest": {a: max(each, key=lambda n: each[n]["speedup"]) for a, each in speedup.items()},
+        "fastest": {a: max(each, key=lambda n: each[n]) for a, each in gains.items()},
         "rows": {name: [row.facts() for row in rows] for name, rows in steps.items()},
     }  # fmt: skip
     print(json.dumps(result | environment(torch.get_num_threads())))
@@ -225,11 +226,9 @@ def best(rows: list[StepTimes], alpha: float, alone: Quartiles) -> dict[str, flo
     }
 
 
-def over(speedup: dict[str, dict[str, float]], one: str, other: str) -> float | None:
+def over(speedup: dict[str, float], one: str, other: str) -> float | None:
     """Return the ratio of two drafts' speed-ups, or None if a draft was not measured."""
-    if not {one, other} <= speedup.keys():
-        return None
-    return speedup[one]["speedup"] / speedup[other]["speedup"]
+    return speedup[one] / speedup[other] if {one, other} <= speedup.keys() else None
 
 
 if __name__ == "__main__":

@@ -28,11 +28,10 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks import environment
+from benchmarks import child_environ, environment
 from draftlab.console import note
 from draftlab.results.score import Score, read_score
 
-ROOT = Path(__file__).parents[1]
 TEXT = ("--data", "stdlib")
 # options that are passed on to draftlab score
 SCORED = ("num_prompts", "max_new_tokens", "repeats", "threads", "dtype")
@@ -117,9 +116,8 @@ def make(folder: Path, name: str, *words: str) -> None:
     """Run a command of draftlab in a folder, unless its output `name` exists."""
     if (folder / name).exists():
         return
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "draftlab", *words, "--out", name]
-    subprocess.run(command, cwd=folder, env=environ, check=True, stdout=sys.stderr)
+    subprocess.run(command, cwd=folder, env=child_environ(), check=True, stdout=sys.stderr)
 
 
 def score(options: argparse.Namespace, name: str) -> dict[str, Score]:

@@ -22,7 +22,7 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks import environment
+from benchmarks import child_environ, environment
 from draftlab import atomic
 from draftlab.console import note
 from draftlab.data import Batch, HeldOut
@@ -35,7 +35,6 @@ from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.trainer import StepRecord, TrainingSetup, train
 
-ROOT = Path(__file__).parents[1]
 DRAFTLAB = [sys.executable, "-m", "draftlab"]
 LLAMA_7B = Shape(
     layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000
@@ -124,8 +123,7 @@ def _prune(folder: Path, source: Path, tokens: int, threads: int) -> dict[str, o
 
 def _draftlab(words: list[str], where: Path, threads: int) -> None:
     """Run a command with the draftlab of this source tree, whether installed or not. Its stdout goes to stderr."""
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environ = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": paths}
+    environ = child_environ(OMP_NUM_THREADS=str(threads))
     subprocess.run([*DRAFTLAB, *words], cwd=where, check=True, env=environ, stdout=sys.stderr)
 
 

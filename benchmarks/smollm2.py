@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks import bounds, drafting_row, environment, mean, smollm2_prompts
+from benchmarks import bounds, child_environ, drafting_row, environment, mean, smollm2_prompts
 from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError
@@ -151,7 +151,7 @@ def recipe(quick: bool) -> dict[str, Any]:
 def draftlab(folder: Path, *words: str) -> None:
     """Run a command of draftlab in the folder, on one thread."""
     note(f"draftlab {' '.join(words)}")
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environ = child_environ(OMP_NUM_THREADS="1")
     done = subprocess.run(
         [sys.executable, "-m", "draftlab", *words], cwd=folder, env=environ, check=False
     )

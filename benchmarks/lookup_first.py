@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import typer
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from benchmarks import environment
 from benchmarks.smollm2_studies import interval
@@ -56,15 +57,7 @@ def main(
     place = folder / "models/smollm2-135m-instruct"
     target = NativeLlama(llama.load(place, torch.bfloat16), int8=True)
     tokenizer = checkpoint.load_tokenizer(place)
-    by_category: dict[str, list[str]] = defaultdict(list)
-    for line in prompts.read_text().splitlines():
-        row = json.loads(line)
-        by_category[row["category"]].append(row["prompt"])
-    texts = [
-        chat_ids([{"role": "user", "content": prompt}], tokenizer, prompts.name)
-        for category in sorted(by_category)
-        for prompt in by_category[category][:per_category]
-    ]
+    texts = first_of_categories(prompts, per_category, tokenizer)
     sampling = SamplingParams(
         max_tokens=max_new_tokens, stop_token_ids=checkpoint.eos_token_ids(place)
     )
@@ -82,6 +75,21 @@ def main(
             {"benchmark": "lookup_first", "drafts": found, "settings": settings} | environment(1)
         )
     )
+
+
+def first_of_categories(
+    prompts: Path, count: int, tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    """Return the token ids of the first `count` prompts of each category in a file, as turns of a chat."""
+    by_category: dict[str, list[str]] = defaultdict(list)
+    for line in prompts.read_text().splitlines():
+        row = json.loads(line)
+        by_category[row["category"]].append(row["prompt"])
+    return [
+        chat_ids([{"role": "user", "content": prompt}], tokenizer, prompts.name)
+        for category in sorted(by_category)
+        for prompt in by_category[category][:count]
+    ]
 
 
 def counted(

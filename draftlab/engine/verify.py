@@ -23,6 +23,7 @@ from draftlab.model.devices import exact_dtype
 from draftlab.registry import REJECTION, RULES
 from draftlab.sampling import SamplingParams
 
+BLOCK = 256  # number of ids whose probabilities are summed before an id is drawn
 COLD = 1e-2  # at lower temperatures, logits / temperature could overflow
 
 
@@ -44,10 +45,15 @@ def most_probable(logits: Tensor) -> Tensor:
 
     On a CPU, NumPy takes a third of the time that torch takes.
     """
-    has_array = type(logits) is Tensor and logits.device.type == "cpu"  # subclasses have none
-    if has_array and logits.dtype == torch.float32:
+    if _is_array(logits):
         return torch.from_numpy(np.asarray(logits.detach().numpy().argmax(-1)))
     return logits.argmax(-1)
+
+
+def _is_array(tensor: Tensor) -> bool:
+    """Return whether NumPy can read the tensor. Subclasses of Tensor have no array."""
+    is_float = tensor.dtype in (torch.float32, torch.float64)
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and is_float
 
 
 def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -89,12 +95,30 @@ def draw(probabilities: Tensor, u: Tensor) -> Tensor:
 
     u: Draws in [0, 1), [...].
     """
+    if _is_array(probabilities):
+        rows = probabilities.detach().numpy().reshape(-1, probabilities.shape[-1])
+        ids = [_draw_from(row, at) for row, at in zip(rows, u.flatten().tolist(), strict=True)]
+        return torch.from_numpy(np.array(ids, dtype=np.int64).reshape(u.shape))
     cumulative = probabilities.to(exact_dtype(probabilities.device)).cumsum(-1)
     total = cumulative[..., -1:]
     edge = torch.minimum(
         u.to(cumulative).unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total))
     )
     return torch.searchsorted(cumulative, edge, right=True).squeeze(-1)
+
+
+def _draw_from(probabilities: np.ndarray, u: float) -> int:
+    """Do the same for one distribution: find the block of ids first, then the id. This takes half the time."""
+    starts = np.arange(0, len(probabilities), BLOCK)
+    ends = np.add.reduceat(probabilities, starts, dtype=np.float64).cumsum()
+    edge = min(u * ends[-1], np.nextafter(ends[-1], 0))
+    block = int(ends.searchsorted(edge, side="right"))
+    if block:
+        edge -= ends[block - 1]
+    cumulative = probabilities[starts[block] :][:BLOCK].cumsum(dtype=np.float64)
+    # the two sums of a block may round differently
+    edge = min(edge, np.nextafter(cumulative[-1], 0))
+    return int(starts[block] + cumulative.searchsorted(edge, side="right"))
 
 
 def verify(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor) -> tuple[int, Tensor]:

@@ -105,6 +105,24 @@ def test_draw_never_gives_an_impossible_token(p, u):
     assert p[draw(p, torch.tensor(u))] > 0
 
 
+@pytest.mark.parametrize("vocab", [5, 256, 257, 1000, 49152])
+def test_draw_gives_the_first_id_whose_cumulative_sum_exceeds_u(vocab):
+    """Blocks of ids are summed first, and blocks may be empty. The ends of [0, 1) are drawn, too."""
+    rng = torch.Generator().manual_seed(vocab)
+    p = torch.softmax(4 * torch.randn(64, vocab, generator=rng), -1)
+    p[:, ::3] = 0
+    p[32:, : vocab // 2] = 0
+    p /= p.sum(-1, keepdim=True)
+    u = torch.rand(64, generator=rng)
+    u[::4], u[1::4] = 0, 1 - 2**-24
+    cumulative = p.numpy().astype(float).cumsum(1)
+    wanted = [
+        int((row <= min(at * row[-1], math.nextafter(row[-1], 0))).sum())
+        for row, at in zip(cumulative, u.tolist(), strict=True)
+    ]
+    assert draw(p, u).tolist() == wanted
+
+
 RAGGED = [
     PROMPT,
     [0],

@@ -354,6 +354,12 @@ class Tables:
         for name, row in drafts.items():
             yield cells(LEARNT[name], *(interval(row[each]["tokens_per_pass"]) for each in lengths))
 
+    def verify_rules(self) -> Iterator[str]:
+        """Yield tokens per target pass at temperature 1 by K and by verify rule."""
+        yield from header("K", "`--rule rejection`", "`--rule block`", "block over rejection")
+        for k, row in self.results["verify_rules"]["by_k"].items():
+            yield cells(k, *map(interval, row.values()))
+
     def published_options(self) -> str:
         """Return the options of prompt lookup followed by the published draft, as they are typed."""
         name = self.results["published_draft"]["request_best_drafter"]["name"]

@@ -6,6 +6,7 @@ The module also checks that data sets exist, and it does not import torch.
 import functools
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
@@ -61,12 +62,13 @@ ROUNDED = (
 )  # GGUF types to which weights can be rounded
 
 
-def locate(name: str | Path, weights: bool = True) -> Path:
+def locate(name: str | Path, weights: bool = True, known: Iterable[str] = ()) -> Path:
     """Return the directory of a checkpoint. A checkpoint on the Hugging Face hub is downloaded.
 
     Args:
         name: Name of an embedded model (``tiny``), a directory, or a hub name: OWNER/NAME or OWNER/NAME@REVISION.
         weights: Whether weight files are needed. If False, only configuration and tokenizer are downloaded.
+        known: More names that an error may suggest.
 
     Raises:
         UserError: there is no such checkpoint, it is no causal language model, or its weights are missing or in
@@ -91,7 +93,7 @@ def locate(name: str | Path, weights: bool = True) -> Path:
         raise UserError(f"{path} is a file; name a directory with config.json and safetensors")
     if not _is_hub_name(str(name)):
         raise UserError(
-            f"there is no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}"
+            f"there is no checkpoint at {name}{did_you_mean(str(name), [*embedded, *known, *_siblings(path)])}"
         )
     return _from_hub(str(name), weights)
 

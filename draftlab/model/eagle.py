@@ -145,7 +145,7 @@ class HeadSizes(FileModel):
     def check_tensors(self, sizes: Mapping[str, tuple[int, ...]], folder: Path, kind: str) -> None:
         """Raise UserError if a tensor is missing, unknown, or of another size than config.json gives.
 
-        sizes: Size of each tensor by name. kind: Noun for the head in the message, such as "an eagle head".
+        sizes: Size of each tensor by name. kind: Noun for the head in the message, such as "a DFlash head".
         """
         needed = self.sizes()
         known = {
@@ -156,22 +156,12 @@ class HeadSizes(FileModel):
         } | needed
         if self.draft_vocab < self.vocab:
             needed |= {name: known[name] for name in ("d2t", "lm_head.weight")}
-        for name in sorted(needed.keys() - sizes.keys()):
-            purpose = (
-                f", which maps the {self.draft_vocab} draft ids to target ids"
-                if name == "d2t"
-                else ""
-            )
-            raise UserError(
-                f"{folder} has no tensor {name}{purpose}; download or train the head again"
-            )
-        for name in sorted(sizes.keys() - known.keys()):
-            raise UserError(f"{folder} has the tensor {name}, which is not part of {kind}")
-        for name, size in sizes.items():
-            if size != known[name]:
+        for name in sorted(needed.keys() | sizes.keys()):
+            size, expected = sizes.get(name), known.get(name)
+            if size != expected:
                 raise UserError(
-                    f"{folder}: the tensor {name} has the size {size}, but config.json requires {known[name]}; "
-                    "download or train the head again"
+                    f"{folder}: the tensor {name} has the size {size}, but in {kind} with this config.json it has the "
+                    f"size {expected} (None: no such tensor); download or train the head again"
                 )
 
     def check_target(self, name: str, target: TargetSizes, hidden: int) -> None:
@@ -703,12 +693,7 @@ def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedd
 def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the sizes of a head's tensors by their names in speculators. Raises UserError: there are no weights."""
     if not (folder / WEIGHTS).exists():
-        pickled = (
-            ", only a .bin file of torch.save, which draftlab does not read; use a head with safetensors"
-            if any(folder.glob("*.bin"))
-            else "; download the head again"
-        )
-        raise UserError(f"{folder} has no {WEIGHTS}{pickled}")
+        raise UserError(f"{folder} has no {WEIGHTS}; use a head with safetensors")
     with reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
         return {_plain(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 

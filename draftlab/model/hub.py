@@ -101,16 +101,13 @@ def locate(name: str | Path, weights: bool = True, known: Iterable[str] = ()) ->
 def local(name: str | Path, weights: bool = False) -> Path | None:
     """Return the directory of a checkpoint on this disk, or None for a hub name. The hub is not asked.
 
-    Args:
-        name: Same as in locate. A suffix @TYPE, such as @q8_0, is ignored.
-        weights: Whether the weight files of a checkpoint on this disk are needed.
+    weights: Whether the weight files of a checkpoint on this disk are needed.
 
     Raises:
         UserError: the errors of locate.
     """
-    place = str(name) if Path(name).exists() else str(name).rpartition("@")[0] or str(name)
-    on_hub = not Path(place).exists() and _is_hub_name(place)
-    return None if on_hub else locate(place, weights)
+    on_hub = not Path(name).exists() and _is_hub_name(str(name))
+    return None if on_hub else locate(name, weights)
 
 
 def _is_hub_name(name: str) -> bool:
@@ -176,15 +173,10 @@ def known_head(name: str | Path) -> str | None:
         UserError: draftlab does not support this kind of head.
     """
     kind = head_kind(name)
-    if kind == "mtp":
-        raise UserError(
-            f"{name} is an MTP head, which draftlab does not support; serve the head with vLLM (method mtp), and run "
-            "draftlab score --server URL --speculative-server URL"
-        )
     if kind not in (None, *HEADS):
         raise UserError(
             f"{name} is a head of kind {kind}, but draftlab supports only {', '.join(HEADS)}; measure the head in its "
-            "server: draftlab score --server URL --speculative-server URL"
+            "server (vLLM has a method mtp): draftlab score --server URL --speculative-server URL"
         )
     return kind
 
@@ -411,13 +403,3 @@ def _refuse_head(name: str) -> None:
             f"{name} is a head, not a complete model; measure the head with draftlab score --drafter "
             f"{kind}:heads={name}"
         )
-
-
-def check_rounded(*drafts: str) -> None:
-    """Raise UserError if a draft has the form DIRECTORY@TYPE, but its TYPE is not one of the GGUF types in ROUNDED."""
-    for name in drafts:
-        kind = name.rpartition("@")[2]
-        if kind not in (name, *ROUNDED) and not Path(name).exists() and local(name) is not None:
-            raise UserError(
-                f"--draft {name}: {kind!r} after the @ is not a GGUF type{did_you_mean(kind, ROUNDED)}"
-            )

@@ -437,7 +437,7 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
     Raises:
         UserError: the errors of check_supported.
     """
-    config, shape = checkpoint.read_config(directory), checkpoint.planned_shape(directory)
+    config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
     kind = config.get("model_type")
     if kind not in checkpoint.MODEL_TYPES:
         raise OtherArchitecture(
@@ -454,22 +454,13 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
 
 
 def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:
-    names, axes = shape.names(layer), shape.axes()
+    names = shape.names(layer)
 
     def tensor(role: str) -> Tensor | None:
         return weights[names[role]] if role in names else None
 
     def stack(*roles: str) -> Tensor:
-        """Return the weights of these roles, concatenated along axis 0. They are read one after the other."""
-        sizes = [shape.sizes[axes[names[role]][0]] for role in roles]
-        stacked, at = None, 0
-        for role, size in zip(roles, sizes, strict=True):
-            part = weights[names[role]]
-            stacked = part.new_empty(sum(sizes), *part.shape[1:]) if stacked is None else stacked
-            stacked[at : at + size] = part
-            at += size
-        assert stacked is not None
-        return stacked
+        return torch.cat([weights[names[role]] for role in roles])
 
     return Block(
         input_norm=tensor("input_norm"),

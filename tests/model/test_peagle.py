@@ -177,10 +177,10 @@ MTP: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("content", "kind"),
     [
-        (MTP, "MTP head"),
+        (MTP, "kind mtp"),
         (
             {"architectures": ["DeepseekV3ForCausalLMNextN"], "model_type": "deepseek_v3"},
-            "MTP head",
+            "kind mtp",
         ),
         ({"speculators_model_type": "xpress"}, "kind xpress"),
     ],

@@ -304,40 +304,6 @@ def config_for(
     }
 
 
-def llama_config(
-    shape: Shape, *, context: int, bos: int | None, eos: int | None, pad: int | None
-) -> dict[str, object]:
-    """Return config.json of a new LLaMA of this shape. context: Length in tokens of the longest text.
-
-    Raises:
-        UserError: the shape has weights that LLaMA lacks: q/k norms, norms after attention and MLP, or biases of only
-            some of q, k, v and o.
-    """
-    if (
-        shape.options - {"untied", "qkv_bias", "o_bias", "mlp_bias"}
-        or shape.qkv_bias != shape.o_bias
-    ):
-        raise UserError(
-            "a new model must be a LLaMA, but this shape has norms or biases that LLaMA lacks; use a shape without q/k "
-            "norms, in which q, k, v and o all have biases or all have none"
-        )
-    base: dict[str, object] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "max_position_embeddings": context,
-        "attention_bias": shape.qkv_bias,
-        "mlp_bias": shape.mlp_bias,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "bos_token_id": bos,
-        "eos_token_id": eos,
-        "pad_token_id": pad,
-    }
-    return config_for(shape, base)
-
-
 def resolve_device(name: str) -> torch.device:
     """Return the device with a name such as "cpu" or "cuda:1". "auto" is a CUDA GPU if there is one, else the CPU.
 

@@ -30,6 +30,8 @@ from draftlab.model.eagle import (
     WEIGHTS,
     HeadSizes,
     TargetSizes,
+    check_mask_token,
+    check_settings,
     draft_ids,
     head_config,
     layer_config,
@@ -47,17 +49,18 @@ if TYPE_CHECKING:
 
 # name of z-lab's class, which vLLM and SGLang know
 ARCHITECTURE = "DFlashDraftModel"
-NOT_COMPUTED = {
-    "attention_bias": (False, None),
-    "hidden_act": ("silu", None),
-    "is_neox_style": (True, None),
-    "add_swa_attention_sink_bias": (False, None),
-    "attention_sink_bias": (False, None),
-    "attention_value_scale": (None,),
-    "use_aux_hidden_state": (True, None),
-    "conv_kernel_size": (None,),
-    "selector_rank": (None,),
-}  # fields of config.json, with the values that draftlab supports; None: the field is missing
+# settings of config.json with the values that draftlab supports; (): none, so the setting must be missing
+SUPPORTED: dict[str, tuple[object, ...]] = {
+    "attention_bias": (False,),
+    "hidden_act": ("silu",),
+    "is_neox_style": (True,),
+    "add_swa_attention_sink_bias": (False,),
+    "attention_sink_bias": (False,),
+    "attention_value_scale": (),
+    "use_aux_hidden_state": (True,),
+    "conv_kernel_size": (),
+    "selector_rank": (),
+}
 
 
 class DFlashShape(HeadSizes):
@@ -370,11 +373,7 @@ def parse_shape(
         layer = layer_config(Qwen3Config, content)  # DFlash heads have layers of Qwen 3
         config = _from_json(content, layer, folder)
     config.check_target(str(folder), TargetSizes.of(target), config.hidden)
-    if config.mask_token_id >= config.vocab:
-        raise UserError(
-            f"{folder}: mask_token_id is {config.mask_token_id}, but the vocabulary has only the ids 0 to "
-            f"{config.vocab - 1}"
-        )
+    check_mask_token(config.mask_token_id, config.vocab, folder)
     return config, layer
 
 
@@ -423,12 +422,7 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
     own: Mapping[str, Any] = content.get("dflash_config") or {}
     layer: Mapping[str, Any] = content.get("transformer_layer_config", content)
     theirs = "transformer_layer_config" in content  # True for the layout of speculators
-    for name, computed in NOT_COMPUTED.items():
-        value = own.get(name, layer.get(name))
-        if value not in computed:
-            raise UserError(
-                f"{folder} is a DFlash head with {name} {value!r}, which draftlab does not support; use another head"
-            )
+    check_settings({**layer, **own}, SUPPORTED, folder, "dflash")
     slides = own.get("use_swa", False)
     kinds = (
         layer.get("layer_types")

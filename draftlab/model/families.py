@@ -96,13 +96,13 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
     if not shapes:
         reach = "; ".join(_reach(source, layers, budget) for layers in depths)
         raise UserError(
-            f"no number of layers in --layers meets the budget of {_amount(budget)} to within {TOLERANCE:.0%}; "
+            f"no number of layers in --layers meets the budget of {_text(budget)} to within {TOLERANCE:.0%}; "
             f"possible amounts: {reach}"
         )
     left_out = [layers for layers, shape in zip(depths, candidates, strict=True) if shape is None]
     if left_out:
         note(
-            f"numbers of layers left out, because they cannot meet the budget of {_amount(budget)}: "
+            f"numbers of layers left out, because they cannot meet the budget of {_text(budget)}: "
             f"{', '.join(map(str, left_out))}"
         )
     return shapes
@@ -275,21 +275,21 @@ def _reach(source: Shape, layers: int, budget: Budget) -> str:
         return f"{depth}: none, because the source has only {source.layers}"
     if budget.kind == "kv":
         low = _kv_bytes_per_head(source, layers)
-        return f"{depth}: {low / 1024:g} to {low * source.kv_heads / 1024:g} KiB in steps of {low / 1024:g}"
+        return f"{depth}: multiples of {_text(budget, low)} up to {_text(budget, low * source.kv_heads)}"
     widths, ends = _widths(source, layers, budget), (min(budget.steps()), source.ffn)
     if not widths:
         return f"{depth}: no width can be split over {budget.tensor_parallel} devices"
     low, *_, high = sorted(
         budget.cost(shape.model_copy(update={"ffn": ffn})) for shape in widths for ffn in ends
     )
-    if budget.kind == "latency":
-        return f"{depth}: {low:.3g} to {high:.3g} ms"
-    return f"{depth}: {format_count(low)} to {format_count(high)}"
+    return f"{depth}: {_text(budget, low)} to {_text(budget, high)}"
 
 
-def _amount(budget: Budget) -> str:
+def _text(budget: Budget, amount: float | None = None) -> str:
+    """Return an amount as text with its unit. Default: the amount of the budget."""
+    amount = budget.amount if amount is None else amount
     if budget.kind == "kv":
-        return f"{budget.amount / 1024:g} KiB of KV cache per token"
+        return f"{amount / 1024:g} KiB of KV cache per token"
     if budget.kind == "latency":
-        return f"{budget.amount:.3g} ms for a pass"
-    return f"{format_count(budget.amount)} parameters in all"
+        return f"{amount:.3g} ms for a pass"
+    return f"{format_count(amount)} parameters in all"

@@ -106,13 +106,15 @@ def refuse_other_layout(path: Path) -> None:
 
 
 Positive = Annotated[float, Field(gt=0, le=3.4e38, strict=True)]  # finite in float32
-Dtype = Annotated[str, Field(pattern=r"^(torch\.)?(auto|float(64|32|16)|bfloat16|float8_\w+)$")]
 Length = Annotated[int, Field(ge=1, le=UNLIMITED, strict=True)]
 
 
-class _Rotary(BaseModel):
-    """Settings of rotary embeddings in rope_parameters or, in old checkpoints, at the top level of config.json."""
+class _Settings(BaseModel):
+    """Settings of config.json that are checked here, because the sizes of tensors cannot reveal wrong values."""
 
+    max_position_embeddings: Length | None = None
+    sliding_window: Length | None = None
+    rms_norm_eps: Annotated[Positive, Field(lt=1)] | None = None
     rope_theta: Positive | None = None
     factor: Positive | None = None
     attention_factor: Positive | None = None
@@ -131,16 +133,6 @@ class _Rotary(BaseModel):
         return self
 
 
-class _Config(_Rotary):
-    """Settings of config.json that are checked here, because the sizes of tensors cannot reveal wrong values."""
-
-    max_position_embeddings: Length | None = None
-    sliding_window: Length | None = None
-    rms_norm_eps: Annotated[Positive, Field(lt=1)] | None = None
-    dtype: Dtype | dict[str, Any] | None = None
-    torch_dtype: Dtype | None = None
-
-
 def read_config(directory: Path) -> dict[str, object]:
     """Return the content of config.json.
 
@@ -154,18 +146,12 @@ def read_config(directory: Path) -> dict[str, object]:
 
 
 def check_config(config: Mapping[str, Any], file: Path) -> None:
-    """Raise UserError if a setting of config.json, or of its text_config, has an impossible value."""
+    """Raise UserError if a setting of config.json, or of an object in it, such as text_config, is impossible."""
     with reading(file):
-        for part in (config, config.get("text_config")):
-            if not isinstance(part, dict):
-                continue
-            _Config.model_validate(part)
-            for name in ("rope_parameters", "rope_scaling"):
-                rope = part.get(name)
-                # Gemma 3 has settings for each kind of layer
-                for settings in (rope, *rope.values()) if isinstance(rope, dict) else ():
-                    if isinstance(settings, dict):
-                        _Rotary.model_validate(settings)
+        _Settings.model_validate(config)
+    for part in config.values():
+        if isinstance(part, dict):
+            check_config(part, file)
 
 
 def _number(value: Any) -> Any:

@@ -9,7 +9,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,33 +45,33 @@ class _Store:
     values: Tensor
     user: weakref.ref[Tensor]
     layer_states: dict[tuple[int, ...], LayerStates] = field(default_factory=dict)
-    graphs: "dict[tuple[object, ...], _Graph[Any]]" = field(default_factory=dict)
+    graphs: "dict[tuple[object, ...], _Graph]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph(Generic[Result]):
+class _Graph:
     """A captured function. A call copies its arguments to `inputs`, and replays the graph.
 
     The next call overwrites the outputs.
     """
 
     inputs: tuple[Tensor | None, ...]
-    replay: Callable[[], Result]
+    replay: Callable[[], Any]
 
     @classmethod
     def of(
         cls,
-        run: Callable[..., Result],
+        run: Callable[..., Any],
         inputs: tuple[Tensor | None, ...],
         device: torch.device,
         pool: Any = None,
-    ) -> "_Graph[Result]":
+    ) -> "_Graph":
         """Capture `run` on copies of the inputs. On a CPU, store `run` without a capture. pool: Same as in capture."""
         copies = tuple(None if given is None else given.clone() for given in inputs)
         run = functools.partial(run, *copies)
         return cls(copies, capture(run, device, pool) if device.type == "cuda" else run)
 
-    def __call__(self, *inputs: Tensor | None) -> Result:
+    def __call__(self, *inputs: Tensor | None) -> Any:
         for copy, given in zip(self.inputs, inputs, strict=True):
             if copy is not None and given is not None:
                 copy.copy_(given)
@@ -232,9 +232,7 @@ class CudaGraphLlama(Llama):
         states: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a pass. Return the logits, and the new states of an EAGLE-3 head or None for a Llama."""
-        return self.decode(
-            ids, cache.keys, cache.values, metadata, last, layer_states=cache.layer_states
-        ), None
+        return self.decode(ids, cache, metadata, last), None
 
 
 def _end(cache: Cache, width: int) -> int:

@@ -231,44 +231,40 @@ class Llama(Decoder):
         width = ids.shape[1]
         end_of_pass(cache, width)
         metadata = self._metadata(cache, width, tree)
-        logits = self.decode(ids, cache.keys, cache.values, metadata, last, cache.layer_states)
+        logits = self.decode(ids, cache, metadata, last)
         cache.used = [used + width for used in cache.used]
         return logits
 
-    def decode(
-        self,
-        ids: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        metadata: AttentionMetadata,
-        last: int,
-        layer_states: LayerStates | None = None,
-    ) -> Tensor:
+    def decode(self, ids: Tensor, cache: Cache, metadata: AttentionMetadata, last: int) -> Tensor:
         """Run a pass over ids [B, T], and return the logits of the last tokens, [B, last, V].
 
-        The pass writes to the keys, values and layer_states, which are those of a Cache. last: 0 stands for all tokens.
+        The pass writes to the cache, but cache.used does not change. last: 0 stands for all tokens.
         """
-        x = F.embedding(ids, self.embed)  # [B, T, D]
+        x, layer_states = F.embedding(ids, self.embed), cache.layer_states  # [B, T, D]
         with pinned_backends(self.device):
             for layer, block in enumerate(self.blocks):
                 if layer_states is not None:
                     layer_states.store(layer, x, metadata.slots)
-                normed = self._normed(x, block.input_norm)
-                added = self._attention(block, normed, keys[layer], values[layer], metadata)
-                x = x + self._normed(added, block.attention_norm)
-                added = self._mlp(block, self._normed(x, block.post_norm))
-                x = x + self._normed(added, block.mlp_norm)
+                x = self._layer(layer, x, self._normed(x, block.input_norm), cache, metadata)
         if layer_states is not None:
             layer_states.store(len(self.blocks), x, metadata.slots)
         x = rms_norm(x[:, -last:], self.norm, self.eps)
         return self.expand_logits(F.linear(x, self.head))
 
+    def _layer(
+        self, layer: int, residual: Tensor, x: Tensor, cache: Cache, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Run a layer, and return the residual stream after it, [B, T, D]. x: Input of the layer's attention."""
+        block = self.blocks[layer]
+        added = self._attention(block, x, cache.keys[layer], cache.values[layer], metadata)
+        residual = residual + self._normed(added, block.attention_norm)
+        x = self._normed(residual, block.post_norm)
+        gate, up = F.linear(x, block.gate_up, block.gate_up_bias).chunk(2, -1)
+        added = F.linear(F.silu(gate) * up, block.down, block.down_bias)
+        return residual + self._normed(added, block.mlp_norm)
+
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else rms_norm(x, weight, self.eps)
-
-    def _mlp(self, block: Block, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, block.gate_up, block.gate_up_bias).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, block.down, block.down_bias)
 
     def _metadata(self, cache: Cache, width: int, tree: Tree | None) -> AttentionMetadata:
         end, device = max(cache.used) + width, self.device

@@ -111,9 +111,7 @@ class NativeLlama(Llama):
             or not checkpoint.is_fast(model.embed.dtype, model.device)
             or (model.embed.dtype == torch.bfloat16 and pairs_only)
         )
-        self._run: Callable[..., None] = getattr(
-            library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}"
-        )
+        self._run: Callable[..., None] = getattr(library(), f"run_{'int8_' if int8 else ''}{dtype}")
         self._tensors: list[
             Tensor
         ] = []  # these tensors must outlive the C structures that point to them
@@ -250,13 +248,11 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
 
 
 @cache
-def library(tuned: str = TUNED) -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """Return the library of native_cpu.cpp, compiled for this processor on first use.
 
     The library is stored in the user's cache folder. If that fails, or if other users can write to the folder, each
     process compiles the library again.
-
-    tuned: Compiler flag for this processor, such as -march=native.
 
     Raises:
         UserError: there is no compiler, or it fails.
@@ -269,7 +265,7 @@ def library(tuned: str = TUNED) -> ctypes.CDLL:
             "mode native needs a C++ compiler, but neither c++, g++ nor clang++ is installed; install g++, or add "
             "--mode eager to score or profile"
         )
-    command = [compiler, *FLAGS, tuned, str(SOURCE)]
+    command = [compiler, *FLAGS, TUNED, str(SOURCE)]
     key = hashlib.sha256(repr([SOURCE.read_bytes(), command, _features()]).encode()).hexdigest()[
         :16
     ]

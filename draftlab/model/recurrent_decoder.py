@@ -36,27 +36,27 @@ class RecurrentRow:
         past: transformers' cache of the row.
         tokens: Token ids in the cache.
         base: Number of tokens in the cache when the snapshot was taken.
-        snapshot: Copies of the recurrent states, by index of the layer and by name of the state.
+        snapshot: The recurrent layers of the cache, and copies of their states by name.
     """
 
     past: DynamicCache
     tokens: list[int] = field(default_factory=list)
     base: int = 0
-    snapshot: dict[int, dict[str, dict[int, Any]]] = field(default_factory=dict)
+    snapshot: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
 
     def take_snapshot(self) -> None:
-        self.base, self.snapshot = len(self.tokens), {}
-        for number, layer in enumerate(self.past.layers):
+        self.base, self.snapshot = len(self.tokens), []
+        for layer in self.past.layers:
             if isinstance(layer, RECURRENT):
-                self.snapshot[number] = {name: copied(getattr(layer, name)) for name in STATES}
+                states = {name: copied(getattr(layer, name)) for name in STATES}
+                self.snapshot.append((layer, states))
 
     def restore(self) -> None:
         """Roll the cache back to the snapshot: recurrent states, keys, values and tokens."""
         removed = len(self.tokens) - self.base
-        for number, layer in enumerate(self.past.layers):
-            if isinstance(layer, RECURRENT):
-                for name, states in self.snapshot[number].items():
-                    setattr(layer, name, copied(states))
+        for layer, states in self.snapshot:
+            vars(layer).update(copied(states))
+        for layer in self.past.layers:
             if isinstance(layer, DynamicLayer):
                 DynamicLayer.crop(layer, -removed)
         self.tokens = self.tokens[: self.base]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 
@@ -20,10 +21,11 @@ from draftlab.errors import OtherArchitecture, Quantised, UserError, one_line
 from draftlab.model import hub
 from draftlab.model.hf_files import (
     BUFFERS,
+    CONFIG,
+    GENERATION,
     MODEL_TYPES,
     Header,
     check_unquantised,
-    eos_ids,
     is_quantised,
     max_model_len,
     other_layout,
@@ -114,9 +116,20 @@ class Checkpoint:
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Return all eos ids of the tokenizer, config.json and generation_config.json; chat models have several."""
-    own = special_ids(load_tokenizer(directory))["eos"]
-    return tuple(sorted(eos_ids(directory) | (set() if own is None else {own})))
+    """Return all eos ids of the tokenizer, config.json and generation_config.json; chat models have several.
+
+    Raises:
+        UserError: an eos_token_id is no integer.
+    """
+    ids = [special_ids(load_tokenizer(directory))["eos"]]
+    for file in (directory / CONFIG, directory / GENERATION):
+        value = read_object(file).get("eos_token_id") if file.is_file() else None
+        with reading(f"{file}: eos_token_id"):
+            several = value if isinstance(value, list) else [value]
+            ids += TypeAdapter(list[int | None]).validate_python(several, strict=True)
+    return tuple(
+        sorted({i for i in ids if i is not None and i >= 0})
+    )  # old checkpoints: -1 for no id
 
 
 def check(directory: Path) -> None:

@@ -40,7 +40,7 @@ from draftlab.model.eagle import (
     read_tensors,
     sizes_of,
 )
-from draftlab.model.llama import rms_norm, rotary, rotary_tables, spread
+from draftlab.model.llama import Cache, rms_norm, rotary, rotary_tables, spread
 from draftlab.model.size import ApproximateSize
 from draftlab.reading import reading
 
@@ -116,15 +116,6 @@ class Places:
         return x * self.cos + x.roll(x.shape[-1] // 2, -1) * self.sin
 
 
-@dataclass(slots=True)
-class BlockCache:
-    """Keys and values of the text, [L, B, K, S, C] each. The first ``used[row]`` positions of a row are valid."""
-
-    keys: Tensor
-    values: Tensor
-    used: list[int]
-
-
 class DFlash:
     """A DFlash head with its weights. It uses the target's embedding and output layer unless it has its own."""
 
@@ -171,7 +162,7 @@ class DFlash:
                 "shorter prompts or a smaller --max-new-tokens"
             )
 
-    def new_cache(self, rows: int, capacity: int) -> BlockCache:
+    def new_cache(self, rows: int, capacity: int) -> Cache:
         """Return an empty cache for `rows` texts of at most `capacity` tokens each, with room for a block after each.
 
         Raises:
@@ -180,10 +171,10 @@ class DFlash:
         c = self.config
         self.check_fits(capacity)
         size = (c.layers, rows, c.kv_heads, capacity + c.block_size, c.head_dim)
-        return BlockCache(self.embed.new_zeros(size), self.embed.new_zeros(size), [0] * rows)
+        return Cache(self.embed.new_zeros(size), self.embed.new_zeros(size))
 
     @torch.inference_mode()
-    def read(self, states: Tensor, positions: Tensor, cache: BlockCache) -> None:
+    def read(self, states: Tensor, positions: Tensor, cache: Cache) -> None:
         """Compute keys and values from states of the target, and cache them. ``cache.used`` does not change.
 
         states: States of the A target layers that the head reads, [B, T, A D]. positions: Their positions, [B, T].
@@ -195,7 +186,7 @@ class DFlash:
             self._store(layer, context, places, cache)
 
     @torch.inference_mode()
-    def block_logits(self, last: Tensor, count: int, cache: BlockCache) -> Tensor:
+    def block_logits(self, last: Tensor, count: int, cache: Cache) -> Tensor:
         """Return the logits of the next `count` tokens of each text, [B, count, V].
 
         last: Last token of each text, [B]. Its position is ``cache.used``, which does not change.
@@ -207,7 +198,7 @@ class DFlash:
         # two dimensions, because torch copies the whole output layer for a slice of three
         return F.linear(states.flatten(0, 1), self.head).unflatten(0, states.shape[:2])
 
-    def text_logits(self, tokens: Tensor, cache: BlockCache) -> Tensor:
+    def text_logits(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Return the logits of the next N tokens of each text, [B, N, V].
 
         tokens: The last token of each text, and the N - 1 tokens after it, [B, N]. A DFlash head reads only the last
@@ -219,7 +210,7 @@ class DFlash:
         """Return logits [..., W] of the head's ids as logits of all ids, [..., V], with -inf for ids that it lacks."""
         return logits if self.ids is None else spread(logits, self.ids, self.config.vocab)
 
-    def block_states(self, last: Tensor, count: int, cache: BlockCache) -> Tensor:
+    def block_states(self, last: Tensor, count: int, cache: Cache) -> Tensor:
         """Run the head's pass over a block. Return the states of its T tokens after the final norm, [B, T, D].
 
         last: Last token of each text, [B]. count: Number of drafted tokens, which the last `count` states predict.
@@ -268,7 +259,7 @@ class DFlash:
             mask = mask & (read > positions.unsqueeze(-1) - window)
         return mask.unsqueeze(1)
 
-    def _store(self, layer: int, x: Tensor, places: Places, cache: BlockCache) -> None:
+    def _store(self, layer: int, x: Tensor, places: Places, cache: Cache) -> None:
         """Write a layer's keys and values of x [B, T, D] to the cache."""
         c = self.config
         k, v = self._heads(layer, "k", x), self._heads(layer, "v", x)
@@ -277,7 +268,7 @@ class DFlash:
         cache.values[layer][places.rows, :, places.positions] = v
 
     def _attention(
-        self, layer: int, x: Tensor, places: Places, mask: Tensor, cache: BlockCache
+        self, layer: int, x: Tensor, places: Places, mask: Tensor, cache: Cache
     ) -> Tensor:
         """Return the attention output [B, T, D] of a block x [B, T, D] that attends to the text and to itself."""
         c, end = self.config, mask.shape[-1]

@@ -189,17 +189,12 @@ def is_quantised(config: dict[str, object]) -> bool:
     return config.get("quantization_config") is not None
 
 
-def quantization_method(config: dict[str, object]) -> str | None:
+def quantization_method(config: Mapping[str, Any]) -> str | None:
     """Return the quantisation method, such as awq, gptq, fp8 or mlx, or None for unquantised weights."""
-    # MLX writes "quantization"
-    quantization = config.get("quantization_config") or config.get("quantization")
-    default = "unnamed" if is_quantised(config) else "mlx"
-    method = (
-        quantization.get("quant_method", default)
-        if isinstance(quantization, dict)
-        else quantization
-    )
-    return None if method is None else one_line(method, 40)
+    for name, default in (("quantization_config", "unnamed"), ("quantization", "mlx")):
+        if settings := config.get(name):
+            return one_line(settings.get("quant_method", default), 40)
+    return None
 
 
 def check_unquantised(directory: Path, config: dict[str, object]) -> None:
@@ -238,17 +233,6 @@ def check_length(model: Path | None, seq_len: int) -> None:
         raise UserError(
             f"--seq-len {seq_len}: {model} reads at most {max_model_len(model)} tokens; use a smaller --seq-len"
         )
-
-
-def eos_ids(directory: Path) -> set[int]:
-    """Return the eos ids of config.json and generation_config.json. Raises UserError: an eos_token_id is no integer."""
-    ids: set[int] = set()
-    for file in (directory / CONFIG, directory / GENERATION):
-        value = read_object(file).get("eos_token_id") if file.is_file() else None
-        with reading(f"{file}: eos_token_id"):
-            several = value if isinstance(value, list) else [] if value is None else [value]
-            ids.update(TypeAdapter(list[int]).validate_python(several, strict=True))
-    return {i for i in ids if i >= 0}  # in old checkpoints, -1 stands for no id
 
 
 def check_has_tokenizer(directory: Path) -> None:

@@ -74,10 +74,10 @@ def locate(name: str | Path, weights: bool = True, known: Iterable[str] = ()) ->
         UserError: there is no such checkpoint, it is no causal language model, or its weights are missing or in
             another layout.
     """
-    path = Path(name)
+    name, path = str(name), Path(name)
     embedded = sorted(p.name for p in EMBEDDED.iterdir() if p.is_dir())
-    if str(name) in embedded:
-        return EMBEDDED / str(name)
+    if name in embedded:
+        return EMBEDDED / name
     if path.is_dir():
         if not (path / "config.json").is_file():
             refuse_other_layout(path)
@@ -91,11 +91,10 @@ def locate(name: str | Path, weights: bool = True, known: Iterable[str] = ()) ->
     if path.is_file():
         refuse_other_layout(path)
         raise UserError(f"{path} is a file; name a directory with config.json and safetensors")
-    if not _is_hub_name(str(name)):
-        raise UserError(
-            f"there is no checkpoint at {name}{did_you_mean(str(name), [*embedded, *known, *_siblings(path)])}"
-        )
-    return _from_hub(str(name), weights)
+    if not _is_hub_name(name):
+        hint = did_you_mean(name, [*embedded, *known, *_siblings(path)])
+        raise UserError(f"there is no checkpoint at {name}{hint}")
+    return _from_hub(name, weights)
 
 
 def local(name: str | Path, weights: bool = False) -> Path | None:
@@ -125,8 +124,7 @@ def import_source(name: str) -> Layout:
     """
     path = Path(name)
     if not path.exists() and _is_hub_name(name):
-        repo, _, revision = name.partition("@")
-        path = _fetch(repo, revision, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"], ["*/*"])
+        path = _fetch(name, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"])
     layout = other_layout(path) if path.exists() else None
     if layout is None:
         raise UserError(
@@ -283,8 +281,7 @@ def _siblings(path: Path) -> list[str]:
 
 
 def _from_hub(name: str, weights: bool) -> Path:
-    repo, _, revision = name.partition("@")
-    directory = _fetch(repo, revision, PLAIN, ["*/*"])
+    directory = _fetch(name, PLAIN)
     if not (directory / "config.json").is_file():
         raise UserError(f"{name} is not a checkpoint, because it has no config.json; {IMPORTED}")
     check_causal(directory)
@@ -292,25 +289,19 @@ def _from_hub(name: str, weights: bool) -> Path:
         return directory
     index = directory / INDEX
     files = sorted(set(read_index(index).values())) if index.is_file() else [SINGLE]
-    directory = _fetch(repo, revision, files, announced=True)
+    directory = _fetch(name, files, announced=True)
     if not all((directory / file).is_file() for file in files):
         raise UserError(f"{name} has no {files[0]}; {IMPORTED}")
     return directory
 
 
-def _fetch(
-    repo: str,
-    revision: str,
-    patterns: list[str],
-    ignored: list[str] | None = None,
-    *,
-    announced: bool = False,
-) -> Path:
+def _fetch(name: str, patterns: list[str], *, announced: bool = False) -> Path:
     """Download the files of a hub repository that match `patterns` and are not in the hub's cache.
 
+    Files in folders of the repository are left out.
+
     Args:
-        revision: Branch, tag or commit. "" is the default branch.
-        ignored: Patterns of files to leave out.
+        name: OWNER/NAME or OWNER/NAME@REVISION.
         announced: Whether to print the size and directory of a download, and to show its progress on a terminal.
 
     Returns: The repository's directory in the hub's cache.
@@ -321,13 +312,14 @@ def _fetch(
     from huggingface_hub import constants, errors, snapshot_download
     from tqdm.auto import tqdm
 
-    name, offline = f"{repo}@{revision}" if revision else repo, offline_reason()
+    repo, _, revision = name.partition("@")
+    offline = offline_reason()
     download = functools.partial(
         snapshot_download,
         repo,
         revision=revision or None,
         allow_patterns=patterns,
-        ignore_patterns=ignored,
+        ignore_patterns="*/*",
         local_files_only=bool(offline),
     )
     try:

@@ -268,18 +268,16 @@ class Llama(Decoder):
 
     def _metadata(self, cache: Cache, width: int, tree: Tree | None) -> AttentionMetadata:
         end, device = max(cache.used) + width, self.device
-        if tree is not None or min(cache.used) != max(cache.used):
+        slides = self.window is not None and end > self.window
+        if tree is not None or slides or min(cache.used) != max(cache.used):
             return self.attention_metadata(
                 staged(cache.used, device).unsqueeze(1), width, end, tree
             )
         start, folded = end - width, width == 1 or (end - width > 0 and width <= NARROW)
         mask: Tensor | None = None
-        slides = self.window is not None and end > self.window
-        if slides or (width > 1 and folded):
+        if width > 1 and folded:
             attended = torch.ones(width, end, dtype=torch.bool, device=device).tril(start)
-            if slides and self.window is not None:
-                attended = attended.triu(start - self.window + 1)
-            mask = self._folded_mask(attended[None, None]) if folded else attended
+            mask = self._folded_mask(attended[None, None])
         elif width > 1 and start:
             mask = causal_lower_right(width, end)
         new = slice(start, end)

@@ -120,11 +120,13 @@ class CudaGraphLlama(Llama):
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
-        if (
-            tree is not None or ids.numel() > WIDE or not any(cache.used)
-        ):  # prompts have many lengths, so their graphs would cost more time than they save
-            return super().forward(ids, cache, last, tree)
-        return self._replayed(ids, cache, last)[0]
+        if self._has_graph(ids, cache, tree):
+            return self._replayed(ids, cache, last)[0]
+        return super().forward(ids, cache, last, tree)
+
+    def _has_graph(self, ids: Tensor, cache: Cache, tree: Tree | None) -> bool:
+        # prompts have many lengths, so their graphs would cost more time than they save
+        return tree is None and ids.numel() <= WIDE and any(cache.used)
 
     def _replayed(
         self, ids: Tensor, cache: Cache, last: int, states: Tensor | None = None

@@ -315,7 +315,7 @@ def read_parts(
     """
     tensors = read_tensors(folder, lambda name: name.removeprefix("model."))
     sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    config.check_tensors(sizes, folder, "a DFlash head that draftlab supports")
+    config.check_tensors(sizes, folder)
     ids = None
     if config.draft_vocab < config.vocab:
         ids = draft_ids(tensors["d2t"], tensors.get("t2d"), config.vocab, folder).to(embed.device)

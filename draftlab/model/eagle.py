@@ -151,10 +151,10 @@ class HeadSizes(FileModel):
         """Return the sizes of the head's required tensors by name. The names are those of speculators."""
         raise NotImplementedError
 
-    def check_tensors(self, sizes: Mapping[str, tuple[int, ...]], folder: Path, kind: str) -> None:
+    def check_tensors(self, sizes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
         """Raise UserError if a tensor is missing, unknown, or of another size than config.json gives.
 
-        sizes: Size of each tensor by name. kind: Noun for the head in the message, such as "a DFlash head".
+        sizes: Size of each tensor by name.
         """
         needed = self.sizes()
         known = {
@@ -169,8 +169,8 @@ class HeadSizes(FileModel):
             size, expected = sizes.get(name), known.get(name)
             if size != expected:
                 raise UserError(
-                    f"{folder}: the tensor {name} has the size {size}, but in {kind} with this config.json it has the "
-                    f"size {expected} (None: no such tensor); download or train the head again"
+                    f"{folder}: the tensor {name} has the size {size}, but its config.json requires {expected} (None: "
+                    "no such tensor); download or train the head again"
                 )
 
     def check_target(self, name: str, target: TargetSizes, hidden: int) -> None:
@@ -428,7 +428,7 @@ def check_as(shape: type[Shaped], folder: Path, target: Path, weights: bool = Tr
         return config
     tensors = _tensor_sizes(folder)
     _check_fits(config, sizes, str(folder), own_embedding="embed_tokens.weight" in tensors)
-    config.check_tensors(tensors, folder, f"a head of kind {shape.kind} that draftlab supports")
+    config.check_tensors(tensors, folder)
     return config
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftlab.model import Mode, cuda_graphs, eagle
+from draftlab.model import Mode, eagle
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.decoder import (
     AttentionMetadata,
@@ -172,7 +172,7 @@ class CudaGraphEagle(CudaGraphLlama, EagleLlama):
         self, ids: Tensor, states: Tensor, cache: Cache, last: int, tree: Tree | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run a pass, see EagleLlama.step. Passes with few tokens replay a CUDA graph, see CudaGraphLlama."""
-        if tree is not None or ids.numel() > cuda_graphs.WIDE or not any(cache.used):
+        if not self._has_graph(ids, cache, tree):
             return super().step(ids, states, cache, last, tree)
         logits, states_after = self._replayed(ids, cache, last, states)
         assert states_after is not None  # because step has states

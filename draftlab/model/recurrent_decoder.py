@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from draftlab.errors import UserError
 from draftlab.model.decoder import Decoder, Tree, end_of_pass
-from draftlab.model.hf_decoder import RECURRENT, HFDecoder, has_layers, new_past, without_gradients
+from draftlab.model.hf_decoder import RECURRENT, HFDecoder, has_layers, new_past
 from draftlab.model.llama import LayerStates
 
 # clones a tensor, or all tensors in nested dicts
@@ -91,7 +91,6 @@ class RecurrentDecoder(HFDecoder):
         self.check_fits(capacity)
         return RecurrentCache([self._new_row() for _ in range(rows)], capacity, [0] * rows)
 
-    @without_gradients
     def forward(self, ids: Tensor, cache: Any, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Run one pass per row, see Decoder.forward.
 
@@ -106,13 +105,14 @@ class RecurrentDecoder(HFDecoder):
             )
         end_of_pass(cache, ids.shape[1])
         logits = []
-        for number, (row, used) in enumerate(zip(cache.states, cache.used, strict=True)):
-            self._roll_back(row, used)
-            if ids.shape[1] > 1:
-                row.take_snapshot()
-            logits.append(self._read(row, ids[number].tolist(), last, cache.layer_states, number))
-        cache.used = [used + ids.shape[1] for used in cache.used]
-        return torch.cat(logits)
+        with self.without_gradients():
+            for number, (row, tokens) in enumerate(zip(cache.states, ids.tolist(), strict=True)):
+                self._roll_back(row, cache.used[number])
+                if len(tokens) > 1:
+                    row.take_snapshot()
+                logits.append(self._read(row, tokens, last, cache.layer_states, number))
+            cache.used = [used + ids.shape[1] for used in cache.used]
+            return torch.cat(logits)
 
     def without_rollback(self) -> Decoder:
         """Return a decoder that computes all rows in one pass, or this decoder if the model has no attention layers."""

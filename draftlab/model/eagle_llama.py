@@ -137,9 +137,9 @@ class EagleLlama(Llama):
         residual = normed if self.norm_before_residual else states
         joined = torch.cat([embedded, normed], -1)
         with pinned_backends(self.device):
-            x = self._layer(0, residual, joined, cache, metadata)
+            x = self.run_layer(0, residual, joined, cache, metadata)
             for layer, block in enumerate(self.blocks[1:], 1):
-                x = self._layer(layer, x, self._normed(x, block.input_norm), cache, metadata)
+                x = self.run_layer(layer, x, self._normed(x, block.input_norm), cache, metadata)
         normed = rms_norm(x if self.norm_output else x[:, -last:], self.norm, self.eps)
         logits = self.expand_logits(F.linear(normed[:, -last:], self.head))
         return logits, normed if self.norm_output else x

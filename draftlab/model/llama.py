@@ -245,13 +245,13 @@ class Llama(Decoder):
             for layer, block in enumerate(self.blocks):
                 if layer_states is not None:
                     layer_states.store(layer, x, metadata.slots)
-                x = self._layer(layer, x, self._normed(x, block.input_norm), cache, metadata)
+                x = self.run_layer(layer, x, self._normed(x, block.input_norm), cache, metadata)
         if layer_states is not None:
             layer_states.store(len(self.blocks), x, metadata.slots)
         x = rms_norm(x[:, -last:], self.norm, self.eps)
         return self.expand_logits(F.linear(x, self.head))
 
-    def _layer(
+    def run_layer(
         self, layer: int, residual: Tensor, x: Tensor, cache: Cache, metadata: AttentionMetadata
     ) -> Tensor:
         """Run a layer, and return the residual stream after it, [B, T, D]. x: Input of the layer's attention."""

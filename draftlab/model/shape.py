@@ -123,8 +123,8 @@ class Shape(BaseModel):
 
     @property
     def options(self) -> frozenset[Option]:
-        found = frozenset(name for name in BLOCK_OPTIONS if getattr(self, name))
-        return found if self.tied else found | {"untied"}
+        found: set[Option] = {name for name in BLOCK_OPTIONS if getattr(self, name)}
+        return frozenset(found if self.tied else {*found, "untied"})
 
     def axes(self) -> dict[str, tuple[Axis, ...]]:
         """Return the axes of each weight by the tensor's name, in the order of transformers' named_parameters()."""

@@ -16,6 +16,7 @@ import torch
 import typer
 
 from benchmarks import environment
+from benchmarks.tiny_target import llama_config
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
 from draftlab.model.shape import Shape
@@ -95,7 +96,7 @@ def loaded(way: str, directory: Path, dtype: torch.dtype) -> object:
 def write_random(shape: Shape, directory: Path, dtype: torch.dtype) -> None:
     """Write a LLaMA checkpoint with random weights, one tensor at a time."""
     directory.mkdir(parents=True)
-    config = checkpoint.llama_config(shape, context=8192, bos=1, eos=2, pad=None)
+    config = llama_config(shape, context=8192, bos=1, eos=2, pad=None)
     weights = (
         (
             name,

@@ -115,7 +115,7 @@ def main(
     target: Annotated[str, typer.Option(help="Target to time with --costs-of.")] = "tiny",
 ) -> None:
     if costs_of:
-        whole = checkpoint.planned_shape(hub.locate(target, weights=False))
+        whole = checkpoint.read_shape(hub.locate(target, weights=False))
         print(
             json.dumps(
                 {name: costs(whole, prunable_shape(name)[1], k, 30) for name in costs_of}
@@ -207,7 +207,7 @@ def measure(pair: Pair, folder: Path, settings: Settings) -> dict[str, Any]:
         str(t): scored(folder, [plain, parallel[0]], drafters, 2 * k, t, quick)
         for t in TEMPERATURES
     }
-    target, draft = (checkpoint.planned_shape(path) for path in (hub.locate("tiny"), pair.start))
+    target, draft = (checkpoint.read_shape(path) for path in (hub.locate("tiny"), pair.start))
     return compared(rows, replays, parallel[0].name) | {
         "shape": draft.describe(),
         "costs": costs(target, draft, k, 5 if quick else 30),
@@ -244,7 +244,7 @@ def studied(study: Path, folder: Path) -> dict[str, Any]:
     return compared(
         {t: best_rows(json_rows(each)) for t, each in found.items()}, replays, "parallel"
     ) | {
-        "shape": checkpoint.planned_shape(plain).describe(),
+        "shape": checkpoint.read_shape(plain).describe(),
         "by_category": {
             t: {each.name: by_category(each) for each in of if each.name in MODELS}
             for t, of in found.items()

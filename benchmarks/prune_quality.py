@@ -18,6 +18,7 @@ import torch
 import typer
 
 from benchmarks import environment
+from benchmarks.tiny_target import model_weights
 from draftlab import atomic
 from draftlab.commands.distill import PROVEN_LR
 from draftlab.commands.prune import PruneConfig, prepare
@@ -127,9 +128,7 @@ def _arms(source: Path, shape: Path, data: str, mask_steps: int, mask_lr: float)
 def _random(source: Path, shape: Shape, seed: int, out: Path) -> None:
     config = checkpoint.config_for(shape, checkpoint.read_config(source), list(range(shape.layers)))
     with atomic.new_directory(out, force=True) as work:
-        weights = saving.model_weights(
-            checkpoint.new_model(config, seed), checkpoint.stored_dtype(source)
-        )
+        weights = model_weights(checkpoint.new_model(config, seed), checkpoint.stored_dtype(source))
         saving.write_checkpoint(work, config, weights, source)
 
 

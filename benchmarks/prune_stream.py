@@ -23,6 +23,7 @@ import typer
 from torch import Tensor
 
 from benchmarks import child_environ, environment
+from benchmarks.tiny_target import llama_config
 from draftlab import atomic
 from draftlab.console import note
 from draftlab.data import Batch, HeldOut
@@ -81,7 +82,7 @@ def _write_source(out: Path) -> None:
                 1e4 ** -(torch.arange(0, 128, 2) / 128),
             )
 
-    config = checkpoint.llama_config(LLAMA_7B, context=4096, bos=0, eos=1, pad=2)
+    config = llama_config(LLAMA_7B, context=4096, bos=0, eos=1, pad=2)
     with atomic.new_directory(out, force=False) as work:
         saving.write_checkpoint(work, config, weights(), hub.locate("tiny"))
 

@@ -3,15 +3,18 @@
 recipes/tiny-target.yaml then trains this model. The result is the embedded target.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from draftlab.data.sources import documents, parse_mixture, take_bytes
+from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
 from draftlab.model.shape import Shape, read_shape_file
 
@@ -62,9 +65,50 @@ def sample_texts(spec: str, limit: int) -> list[str]:
 def write_model(shape: Shape, out: Path, *, context: int, seed: int) -> None:
     """Write a LLaMA model with random weights into the directory `out`, which has its tokenizer."""
     special = checkpoint.special_ids(checkpoint.load_tokenizer(out))
-    config = checkpoint.llama_config(shape, context=context, **special)
-    weights = saving.model_weights(checkpoint.new_model(config, seed), torch.bfloat16)
+    config = llama_config(shape, context=context, **special)
+    weights = model_weights(checkpoint.new_model(config, seed), torch.bfloat16)
     saving.write_checkpoint(out, config, weights, None)
+
+
+def llama_config(
+    shape: Shape, *, context: int, bos: int | None, eos: int | None, pad: int | None
+) -> dict[str, object]:
+    """Return config.json of a new LLaMA of this shape. context: Length in tokens of the longest text.
+
+    Raises:
+        UserError: the shape has weights that LLaMA lacks: q/k norms, norms after attention and MLP, or biases of only
+            some of q, k, v and o.
+    """
+    if (
+        shape.options - {"untied", "qkv_bias", "o_bias", "mlp_bias"}
+        or shape.qkv_bias != shape.o_bias
+    ):
+        raise UserError(
+            "a new model must be a LLaMA, but this shape has norms or biases that LLaMA lacks; use a shape without q/k "
+            "norms, in which q, k, v and o all have biases or all have none"
+        )
+    base: dict[str, object] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "max_position_embeddings": context,
+        "attention_bias": shape.qkv_bias,
+        "mlp_bias": shape.mlp_bias,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+    }
+    return checkpoint.config_for(shape, base)
+
+
+def model_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Return names and parameters of a transformers model, in a dtype and on the CPU. A tied head is left out."""
+    return (
+        (name, p.detach().to("cpu", dtype).contiguous()) for name, p in model.named_parameters()
+    )
 
 
 def main(

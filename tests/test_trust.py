@@ -190,7 +190,7 @@ def small_build(folder: Path) -> list[str]:
 
 def test_a_native_build_is_used_only_as_it_was_compiled(cache):
     compile = small_build(cache.parents[1])
-    file = native_cpu._private(cache) / "native-x.so"
+    file = native_cpu._private_folder() / "native-x.so"
     native_cpu._compiled(compile, file)
     whole = file.read_bytes()
     for damage in (b"", whole[: len(whole) // 2], whole[:-1]):
@@ -204,11 +204,11 @@ def test_a_folder_that_others_write_to_is_no_cache(cache):
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     with pytest.raises(OSError, match=re.escape(str(cache))):
-        native_cpu._private(cache)
+        native_cpu._private_folder()
     cache.rmdir()
     cache.symlink_to(cache.parent)
     with pytest.raises(OSError, match=re.escape(str(cache))):
-        native_cpu._private(cache)
+        native_cpu._private_folder()
 
 
 def test_a_home_that_cannot_be_written_costs_a_note(tmp_path, monkeypatch, capsys):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from draftlab.acceptance.chain_logprobs import target_states
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, check_fits, token_logprobs
-from draftlab.model.dflash import BlockCache, DFlash
+from draftlab.model.dflash import DFlash
 from draftlab.model.hf_decoder import HFDecoder
-from draftlab.model.llama import Llama
+from draftlab.model.llama import Cache, Llama
 from draftlab.sampling import SamplingParams
 
 BLOCKS_IN_A_PASS = 32  # each block has its own copy of the context's keys and values
@@ -87,8 +87,8 @@ def _score(
     return result
 
 
-def _copies(context: BlockCache, anchors: Tensor) -> BlockCache:
+def _copies(context: Cache, anchors: Tensor) -> Cache:
     """Return a cache with a copy of the context for each anchor. Only the positions before the anchor are read."""
     rows = (-1, len(anchors), -1, -1, -1)
     keys, values = context.keys.expand(rows).clone(), context.values.expand(rows).clone()
-    return BlockCache(keys, values, anchors.tolist())
+    return Cache(keys, values, anchors.tolist())

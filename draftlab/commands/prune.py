@@ -217,7 +217,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         device = checkpoint.resolve_device(config.device)
     with about("--source"):
         place, shipped = _locate(config.source, weights)
-        have = checkpoint.planned_shape(place) if isinstance(place, Path) else place
+        have = checkpoint.read_shape(place) if isinstance(place, Path) else place
     if config.untie and not have.tied:
         raise UserError(
             f"--untie: {config.source} has a separate lm_head already; leave --untie out"

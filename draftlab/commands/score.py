@@ -439,7 +439,6 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
     Raises:
         UserError: A draft is missing, or two drafts have the same name.
     """
-    hub.check_rounded(*names)
     drafts: dict[str, Path] = {}
     for name in names:
         base, _, kind = name.rpartition("@")

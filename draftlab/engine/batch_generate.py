@@ -91,7 +91,7 @@ def load_generator(
     dtype = dtype or checkpoint.compute_dtype(directory, device)
     note(f"loading {hub.checkpoint_name(directory)} in {checkpoint.dtype_name(dtype)}")
     model = load(directory, dtype, device, device_map)
-    return in_native_mode(model.without_rollback(), dtype, "generating")
+    return in_native_mode(model.without_rollback(), dtype)
 
 
 def generate_batch(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 
@@ -20,10 +21,11 @@ from draftlab.errors import OtherArchitecture, Quantised, UserError, one_line
 from draftlab.model import hub
 from draftlab.model.hf_files import (
     BUFFERS,
+    CONFIG,
+    GENERATION,
     MODEL_TYPES,
     Header,
     check_unquantised,
-    eos_ids,
     is_quantised,
     max_model_len,
     other_layout,
@@ -72,7 +74,7 @@ class Checkpoint:
 
     @functools.cached_property
     def shape(self) -> Shape:
-        return planned_shape(self.directory)
+        return read_shape(self.directory)
 
     @functools.cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -114,19 +116,31 @@ class Checkpoint:
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Return all eos ids of the tokenizer, config.json and generation_config.json; chat models have several."""
-    own = special_ids(load_tokenizer(directory))["eos"]
-    return tuple(sorted(eos_ids(directory) | (set() if own is None else {own})))
+    """Return all eos ids of the tokenizer, config.json and generation_config.json; chat models have several.
+
+    Raises:
+        UserError: an eos_token_id is no integer.
+    """
+    ids = [special_ids(load_tokenizer(directory))["eos"]]
+    for file in (directory / CONFIG, directory / GENERATION):
+        value = read_object(file).get("eos_token_id") if file.is_file() else None
+        with reading(f"{file}: eos_token_id"):
+            several = value if isinstance(value, list) else [value]
+            ids += TypeAdapter(list[int | None]).validate_python(several, strict=True)
+    return tuple(
+        sorted({i for i in ids if i is not None and i >= 0})
+    )  # old checkpoints: -1 for no id
 
 
 def check(directory: Path) -> None:
     """Check that a checkpoint can be loaded. Weights need not be downloaded.
 
-    Of downloaded weights only the headers are read, with the exception in read_shape.
+    Of downloaded weights only the headers are read, with the exception in read_shape. Tensors of other architectures
+    than LLaMA are compared with config.json on loading.
 
     Raises:
         UserError: files are broken, transformers or this machine cannot run the model, the model's cache cannot be
-            rolled back, or tensors disagree with config.json.
+            rolled back, or tensors of a LLaMA-like model disagree with config.json.
     """
     config = read_config(directory)
     _check_code(directory, config)
@@ -134,38 +148,28 @@ def check(directory: Path) -> None:
         check_quantised_runs(directory, config)
         return
     try:
-        planned_shape(directory)
+        read_shape(directory)
     except OtherArchitecture:
         if config.get("model_type") in MODEL_TYPES:
             raise
-        model = meta_model(config, torch.float32)
-        _check_cache(directory, model)
-        if not any(directory.glob("*.safetensors")) and not other_layout(directory):
-            return
-        weights = Weights(directory)
-        expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        for name in expected.keys() & set(weights):
-            _check_size(directory, name, weights.shape(name), expected[name])
-        missing = sorted(expected.keys() - set(weights) - {"lm_head.weight"})
-        # if the files use other names, transformers renames the tensors on loading
-        if missing and set(weights) <= expected.keys():
-            raise UserError(
-                f"{directory} has no tensor {missing[0]}, which its config.json requires; download or export the "
-                "checkpoint again"
-            ) from None
+        _check_cache(directory, meta_model(config, torch.float32))
 
 
 def read_shape(directory: Path) -> Shape:
     """Return the shape of a checkpoint from its config and the names and sizes of its tensors.
 
     Biases and q/k norms are detected by the names and sizes of tensors. Values are not read, with one exception:
-    if config.json ties the LM head to the embedding but both are stored, both are read and must be equal.
+    if config.json ties the LM head to the embedding but both are stored, both are read and must be equal. Before the
+    weights are downloaded, the shape comes from config.json alone.
 
     Raises:
         UserError: the checkpoint is quantised or not LLaMA-like, or its config and tensors disagree.
     """
     config = read_config(directory)
     check_unquantised(directory, config)
+    if not any(directory.glob("*.safetensors")) and not other_layout(directory):
+        parameters = meta_model(config, torch.float32).named_parameters()
+        return _fitting_shape(directory, config, {name: tuple(p.shape) for name, p in parameters})
     headers = read_headers(directory)
     shape = _fitting_shape(
         directory, config, {name: header.shape for name, header in headers.items()}
@@ -221,22 +225,6 @@ def _check_cache(directory: Path, model: "PreTrainedModel") -> None:
         )
 
 
-def planned_shape(directory: Path) -> Shape:
-    """Return the shape of a checkpoint. Before its weights are downloaded, the shape comes from config.json alone.
-
-    Raises:
-        UserError: the errors of read_shape.
-    """
-    config = read_config(directory)
-    if any(directory.glob("*.safetensors")) or other_layout(directory):
-        return read_shape(directory)
-    check_unquantised(directory, config)
-    sizes = {
-        name: tuple(p.shape) for name, p in meta_model(config, torch.float32).named_parameters()
-    }
-    return _fitting_shape(directory, config, sizes)
-
-
 def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) -> Shape:
     """Return the shape of a model from the content of its config.json and the size of each tensor by name.
 
@@ -286,7 +274,11 @@ def _fitting_shape(
             f"{directory} ({config.get('model_type')}) is not LLaMA-like, because it has {kind} tensor {odd[0]!r}"
         )
     for name, axes in expected.items():
-        _check_size(directory, name, sizes[name], shape.dims(axes))
+        if sizes[name] != shape.dims(axes):
+            raise UserError(
+                f"{directory}: the tensor {name} has the size {sizes[name]}, but config.json requires "
+                f"{shape.dims(axes)}; download or export the checkpoint again"
+            )
     for key, has in (("attention_bias", shape.qkv_bias), ("mlp_bias", shape.mlp_bias)):
         # a Qwen2 has biases whatever attention_bias is
         if config.get(key) is (not has) and (not has or config["model_type"] == "llama"):
@@ -295,17 +287,6 @@ def _fitting_shape(
                 f"{'' if has else 'no '}biases; set {key} to {str(has).lower()} in config.json"
             )
     return shape
-
-
-def _check_size(
-    directory: Path, name: str, size: tuple[int, ...], expected: tuple[int, ...]
-) -> None:
-    """Raise UserError if the size of a tensor differs from `expected`, the size that follows from config.json."""
-    if size != expected:
-        raise UserError(
-            f"{directory}: the tensor {name} has the size {size}, but config.json requires {expected}; download or "
-            "export the checkpoint again"
-        ) from None
 
 
 def config_for(
@@ -334,40 +315,6 @@ def config_for(
         "vocab_size": shape.vocab,
         "tie_word_embeddings": shape.tied,
     }
-
-
-def llama_config(
-    shape: Shape, *, context: int, bos: int | None, eos: int | None, pad: int | None
-) -> dict[str, object]:
-    """Return config.json of a new LLaMA of this shape. context: Length in tokens of the longest text.
-
-    Raises:
-        UserError: the shape has weights that LLaMA lacks: q/k norms, norms after attention and MLP, or biases of only
-            some of q, k, v and o.
-    """
-    if (
-        shape.options - {"untied", "qkv_bias", "o_bias", "mlp_bias"}
-        or shape.qkv_bias != shape.o_bias
-    ):
-        raise UserError(
-            "a new model must be a LLaMA, but this shape has norms or biases that LLaMA lacks; use a shape without q/k "
-            "norms, in which q, k, v and o all have biases or all have none"
-        )
-    base: dict[str, object] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "max_position_embeddings": context,
-        "attention_bias": shape.qkv_bias,
-        "mlp_bias": shape.mlp_bias,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "bos_token_id": bos,
-        "eos_token_id": eos,
-        "pad_token_id": pad,
-    }
-    return config_for(shape, base)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -413,7 +360,9 @@ def load_model(
         UserError: transformers cannot build the model, a weight is missing or unused, or a value is not finite.
     """
     config = read_config(directory)
-    weights, places = Weights(directory), _parse_device_map(device_map)  # Weights checks all files
+    weights, places = Weights(directory), device_map  # Weights checks all files
+    if device_map is not None and device_map.endswith(".json"):
+        places = read_object(Path(device_map))
     if is_quantised(config):
         check_quantised_runs(directory, config)
         places = places or {"": device if device.type == "cuda" else torch.cuda.current_device()}
@@ -467,17 +416,6 @@ def load_any_files(
     return model
 
 
-def _parse_device_map(device_map: str | None) -> Any:
-    """Return a device_map for accelerate. The name of a .json file is replaced by the file's content.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    if device_map is not None and device_map.endswith(".json"):
-        return read_object(Path(device_map))
-    return device_map
-
-
 def stored_dtype(directory: Path) -> torch.dtype:
     """Return the dtype in which most weights are stored.
 
@@ -496,19 +434,14 @@ def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
     If the result is not the stored dtype, a note says why.
     """
     stored = stored_dtype(directory)
-    computed = computed_dtype(stored, device)
-    if computed != stored:
-        where = "CPUs" if stored == torch.float16 else "CPUs without AVX-512"
-        name = hub.checkpoint_name(directory)
-        note(
-            f"{name} is stored in {dtype_name(stored)}, which is slow on {where}, so it runs in float32"
-        )
-    return computed
-
-
-def computed_dtype(stored: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype `stored` if the device multiplies matrices fast in this dtype (see is_fast), else float32."""
-    return stored if is_fast(stored, device) else torch.float32
+    if is_fast(stored, device):
+        return stored
+    where = "CPUs" if stored == torch.float16 else "CPUs without AVX-512"
+    name = hub.checkpoint_name(directory)
+    note(
+        f"{name} is stored in {dtype_name(stored)}, which is slow on {where}, so it runs in float32"
+    )
+    return torch.float32
 
 
 def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
@@ -599,7 +532,7 @@ class Weights(Mapping[str, Tensor]):
     To save memory, files are not memory-mapped, and large tensors are read and converted in pieces.
 
     Raises:
-        UserError: a file is missing, truncated or not safetensors; a tensor is missing or stored twice; on access, a
+        UserError: a file is missing, truncated or not safetensors; a tensor is missing; on access, a
             value is not finite.
     """
 
@@ -685,17 +618,12 @@ def check_finite(tensor: Tensor, name: str, directory: Path) -> None:
 
 
 def check_quantised_runs(directory: Path, config: dict[str, object]) -> None:
-    """Raise UserError if this machine has no GPU, or lacks a library that the quantised weights need."""
+    """Raise UserError if this machine has no GPU, or transformers lacks a library that the quantised weights need."""
     if not torch.cuda.is_available():
         raise Quantised(
             f"{directory} is quantised ({quantization_method(config)}) and needs a GPU, but this machine has no GPU; "
             "run the model on a server (docs/servers.md), or use the original checkpoint"
         )
-    check_quantizer(directory, config)
-
-
-def check_quantizer(directory: Path, config: dict[str, object]) -> None:
-    """Raise UserError if transformers lacks a library that it needs to run the quantised weights on a GPU."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     with reading(f"{directory} is quantised ({quantization_method(config)}) and cannot be loaded"):

@@ -9,7 +9,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,44 +31,47 @@ WIDE = 512  # most tokens of a captured pass; passes with more tokens are limite
 Result = TypeVar("Result")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Store:
     """The memory of a KV cache. It outlives the cache: a later cache that fits reuses the memory and its graphs.
 
-    user: Weak reference to the keys of the cache that uses the memory. If the reference is dead, the memory is free.
+    Args:
+        user: Weak reference to the keys of the cache that uses the memory. If it is dead, the memory is free.
+        layer_states: By the ids of the layers.
+        graphs: Graphs that were captured on this memory, by the shape of the pass or draft.
     """
 
     keys: Tensor
     values: Tensor
     user: weakref.ref[Tensor]
-    # key: the ids of the layers
     layer_states: dict[tuple[int, ...], LayerStates] = field(default_factory=dict)
+    graphs: "dict[tuple[object, ...], _Graph]" = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph(Generic[Result]):
+class _Graph:
     """A captured function. A call copies its arguments to `inputs`, and replays the graph.
 
     The next call overwrites the outputs.
     """
 
     inputs: tuple[Tensor | None, ...]
-    replay: Callable[[], Result]
+    replay: Callable[[], Any]
 
     @classmethod
     def of(
         cls,
-        run: Callable[..., Result],
+        run: Callable[..., Any],
         inputs: tuple[Tensor | None, ...],
         device: torch.device,
         pool: Any = None,
-    ) -> "_Graph[Result]":
+    ) -> "_Graph":
         """Capture `run` on copies of the inputs. On a CPU, store `run` without a capture. pool: Same as in capture."""
         copies = tuple(None if given is None else given.clone() for given in inputs)
         run = functools.partial(run, *copies)
         return cls(copies, capture(run, device, pool) if device.type == "cuda" else run)
 
-    def __call__(self, *inputs: Tensor | None) -> Result:
+    def __call__(self, *inputs: Tensor | None) -> Any:
         for copy, given in zip(self.inputs, inputs, strict=True):
             if copy is not None and given is not None:
                 copy.copy_(given)
@@ -84,8 +87,6 @@ class CudaGraphLlama(Llama):
     def __init__(self, model: Llama) -> None:
         vars(self).update(vars(model))
         self._stores: list[_Store] = []
-        self._graphs: dict[tuple[object, ...], _Graph[tuple[Tensor, Tensor | None]]] = {}
-        self._chains: dict[tuple[object, ...], _Graph[Drafted]] = {}
         # Graphs of passes can share one memory pool, because their logits are outside it. Each graph of draft() has
         # its own pool.
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
@@ -104,7 +105,7 @@ class CudaGraphLlama(Llama):
             default=None,
         )
         if store is None:
-            self._drop(free)
+            self._stores = [store for store in self._stores if store not in free]
             size = (self.shape.layers, rows, self.shape.kv_heads, length, self.shape.head_dim)
             keys, values = self.embed.new_zeros(size), self.embed.new_zeros(size)
             self._stores.append(store := _Store(keys, values, weakref.ref(keys)))
@@ -113,20 +114,19 @@ class CudaGraphLlama(Llama):
         store.user = weakref.ref(keys)
         return Cache(keys, store.values)
 
-    def _drop(self, stores: list[_Store]) -> None:
-        """Free the memory of these stores, and the graphs that were captured on it."""
-        places = {store.keys.data_ptr() for store in stores}
-        self._stores = [store for store in self._stores if store.keys.data_ptr() not in places]
-        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] not in places}
-        self._chains = {key: chain for key, chain in self._chains.items() if key[0] not in places}
+    def _store(self, cache: Cache) -> _Store:
+        memory = cache.keys.data_ptr()
+        return next(store for store in self._stores if store.keys.data_ptr() == memory)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
-        if (
-            tree is not None or ids.numel() > WIDE or not any(cache.used)
-        ):  # prompts have many lengths, so their graphs would cost more time than they save
-            return super().forward(ids, cache, last, tree)
-        return self._replayed(ids, cache, last)[0]
+        if self._has_graph(ids, cache, tree):
+            return self._replayed(ids, cache, last)[0]
+        return super().forward(ids, cache, last, tree)
+
+    def _has_graph(self, ids: Tensor, cache: Cache, tree: Tree | None) -> bool:
+        # prompts have many lengths, so their graphs would cost more time than they save
+        return tree is None and ids.numel() <= WIDE and any(cache.used)
 
     def _replayed(
         self, ids: Tensor, cache: Cache, last: int, states: Tensor | None = None
@@ -138,12 +138,12 @@ class CudaGraphLlama(Llama):
         width = ids.shape[1]
         end = _end(cache, width)
         layers = () if cache.layer_states is None else cache.layer_states.ids
-        key = (cache.keys.data_ptr(), len(ids), width, last, end, *layers)
+        key, graphs = (len(ids), width, last, end, layers), self._store(cache).graphs
         inputs = ids, staged(cache.used, self.device).unsqueeze(1), states
-        if key not in self._graphs:
+        if key not in graphs:
             run = self._static_pass(cache, len(ids), width, last, end)
-            self._graphs[key] = _Graph.of(run, inputs, self.device, self._pool)
-        outputs = self._graphs[key](*inputs)
+            graphs[key] = _Graph.of(run, inputs, self.device, self._pool)
+        outputs = graphs[key](*inputs)
         cache.used = [used + width for used in cache.used]
         return outputs
 
@@ -154,9 +154,7 @@ class CudaGraphLlama(Llama):
 
         ids: Ids of the layers, see LayerStates.
         """
-        store = next(
-            store for store in self._stores if store.keys.data_ptr() == cache.keys.data_ptr()
-        )
+        store = self._store(cache)
         if ids not in store.layer_states:
             store.layer_states[ids] = super().new_layer_states(cache, ids)
         return store.layer_states[ids]
@@ -177,17 +175,17 @@ class CudaGraphLlama(Llama):
         """
         rows, count = uniform.shape
         end = _end(cache, count - 1)
-        key = (cache.keys.data_ptr(), rows, count, end, choose)
+        key, graphs = (rows, count, end, choose), self._store(cache).graphs
         inputs = (
             logits,
             staged(cache.used, self.device).unsqueeze(1),
             uniform.to(self.device),
             state,
         )
-        if key not in self._chains:
+        if key not in graphs:
             run = self._static_chain(cache, choose, end)
-            self._chains[key] = _Graph.of(run, inputs, self.device)
-        drafted = self._chains[key](*inputs)
+            graphs[key] = _Graph.of(run, inputs, self.device)
+        drafted = graphs[key](*inputs)
         cache.used = [used + count - 1 for used in cache.used]
         return drafted
 
@@ -236,9 +234,7 @@ class CudaGraphLlama(Llama):
         states: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run a pass. Return the logits, and the new states of an EAGLE-3 head or None for a Llama."""
-        return self.decode(
-            ids, cache.keys, cache.values, metadata, last, layer_states=cache.layer_states
-        ), None
+        return self.decode(ids, cache, metadata, last), None
 
 
 def _end(cache: Cache, width: int) -> int:

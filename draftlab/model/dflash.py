@@ -30,6 +30,8 @@ from draftlab.model.eagle import (
     WEIGHTS,
     HeadSizes,
     TargetSizes,
+    check_mask_token,
+    check_settings,
     draft_ids,
     head_config,
     layer_config,
@@ -38,7 +40,7 @@ from draftlab.model.eagle import (
     read_tensors,
     sizes_of,
 )
-from draftlab.model.llama import rms_norm, rotary, rotary_tables, spread
+from draftlab.model.llama import Cache, rms_norm, rotary, rotary_tables, spread
 from draftlab.model.size import ApproximateSize
 from draftlab.reading import reading
 
@@ -47,17 +49,18 @@ if TYPE_CHECKING:
 
 # name of z-lab's class, which vLLM and SGLang know
 ARCHITECTURE = "DFlashDraftModel"
-NOT_COMPUTED = {
-    "attention_bias": (False, None),
-    "hidden_act": ("silu", None),
-    "is_neox_style": (True, None),
-    "add_swa_attention_sink_bias": (False, None),
-    "attention_sink_bias": (False, None),
-    "attention_value_scale": (None,),
-    "use_aux_hidden_state": (True, None),
-    "conv_kernel_size": (None,),
-    "selector_rank": (None,),
-}  # fields of config.json, with the values that draftlab supports; None: the field is missing
+# settings of config.json with the values that draftlab supports; (): none, so the setting must be missing
+SUPPORTED: dict[str, tuple[object, ...]] = {
+    "attention_bias": (False,),
+    "hidden_act": ("silu",),
+    "is_neox_style": (True,),
+    "add_swa_attention_sink_bias": (False,),
+    "attention_sink_bias": (False,),
+    "attention_value_scale": (),
+    "use_aux_hidden_state": (True,),
+    "conv_kernel_size": (),
+    "selector_rank": (),
+}
 
 
 class DFlashShape(HeadSizes):
@@ -113,15 +116,6 @@ class Places:
         return x * self.cos + x.roll(x.shape[-1] // 2, -1) * self.sin
 
 
-@dataclass(slots=True)
-class BlockCache:
-    """Keys and values of the text, [L, B, K, S, C] each. The first ``used[row]`` positions of a row are valid."""
-
-    keys: Tensor
-    values: Tensor
-    used: list[int]
-
-
 class DFlash:
     """A DFlash head with its weights. It uses the target's embedding and output layer unless it has its own."""
 
@@ -168,7 +162,7 @@ class DFlash:
                 "shorter prompts or a smaller --max-new-tokens"
             )
 
-    def new_cache(self, rows: int, capacity: int) -> BlockCache:
+    def new_cache(self, rows: int, capacity: int) -> Cache:
         """Return an empty cache for `rows` texts of at most `capacity` tokens each, with room for a block after each.
 
         Raises:
@@ -177,10 +171,10 @@ class DFlash:
         c = self.config
         self.check_fits(capacity)
         size = (c.layers, rows, c.kv_heads, capacity + c.block_size, c.head_dim)
-        return BlockCache(self.embed.new_zeros(size), self.embed.new_zeros(size), [0] * rows)
+        return Cache(self.embed.new_zeros(size), self.embed.new_zeros(size))
 
     @torch.inference_mode()
-    def read(self, states: Tensor, positions: Tensor, cache: BlockCache) -> None:
+    def read(self, states: Tensor, positions: Tensor, cache: Cache) -> None:
         """Compute keys and values from states of the target, and cache them. ``cache.used`` does not change.
 
         states: States of the A target layers that the head reads, [B, T, A D]. positions: Their positions, [B, T].
@@ -192,7 +186,7 @@ class DFlash:
             self._store(layer, context, places, cache)
 
     @torch.inference_mode()
-    def block_logits(self, last: Tensor, count: int, cache: BlockCache) -> Tensor:
+    def block_logits(self, last: Tensor, count: int, cache: Cache) -> Tensor:
         """Return the logits of the next `count` tokens of each text, [B, count, V].
 
         last: Last token of each text, [B]. Its position is ``cache.used``, which does not change.
@@ -204,7 +198,7 @@ class DFlash:
         # two dimensions, because torch copies the whole output layer for a slice of three
         return F.linear(states.flatten(0, 1), self.head).unflatten(0, states.shape[:2])
 
-    def text_logits(self, tokens: Tensor, cache: BlockCache) -> Tensor:
+    def text_logits(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Return the logits of the next N tokens of each text, [B, N, V].
 
         tokens: The last token of each text, and the N - 1 tokens after it, [B, N]. A DFlash head reads only the last
@@ -216,7 +210,7 @@ class DFlash:
         """Return logits [..., W] of the head's ids as logits of all ids, [..., V], with -inf for ids that it lacks."""
         return logits if self.ids is None else spread(logits, self.ids, self.config.vocab)
 
-    def block_states(self, last: Tensor, count: int, cache: BlockCache) -> Tensor:
+    def block_states(self, last: Tensor, count: int, cache: Cache) -> Tensor:
         """Run the head's pass over a block. Return the states of its T tokens after the final norm, [B, T, D].
 
         last: Last token of each text, [B]. count: Number of drafted tokens, which the last `count` states predict.
@@ -265,7 +259,7 @@ class DFlash:
             mask = mask & (read > positions.unsqueeze(-1) - window)
         return mask.unsqueeze(1)
 
-    def _store(self, layer: int, x: Tensor, places: Places, cache: BlockCache) -> None:
+    def _store(self, layer: int, x: Tensor, places: Places, cache: Cache) -> None:
         """Write a layer's keys and values of x [B, T, D] to the cache."""
         c = self.config
         k, v = self._heads(layer, "k", x), self._heads(layer, "v", x)
@@ -274,7 +268,7 @@ class DFlash:
         cache.values[layer][places.rows, :, places.positions] = v
 
     def _attention(
-        self, layer: int, x: Tensor, places: Places, mask: Tensor, cache: BlockCache
+        self, layer: int, x: Tensor, places: Places, mask: Tensor, cache: Cache
     ) -> Tensor:
         """Return the attention output [B, T, D] of a block x [B, T, D] that attends to the text and to itself."""
         c, end = self.config, mask.shape[-1]
@@ -321,7 +315,7 @@ def read_parts(
     """
     tensors = read_tensors(folder, lambda name: name.removeprefix("model."))
     sizes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    config.check_tensors(sizes, folder, "a DFlash head that draftlab supports")
+    config.check_tensors(sizes, folder)
     ids = None
     if config.draft_vocab < config.vocab:
         ids = draft_ids(tensors["d2t"], tensors.get("t2d"), config.vocab, folder).to(embed.device)
@@ -370,11 +364,7 @@ def parse_shape(
         layer = layer_config(Qwen3Config, content)  # DFlash heads have layers of Qwen 3
         config = _from_json(content, layer, folder)
     config.check_target(str(folder), TargetSizes.of(target), config.hidden)
-    if config.mask_token_id >= config.vocab:
-        raise UserError(
-            f"{folder}: mask_token_id is {config.mask_token_id}, but the vocabulary has only the ids 0 to "
-            f"{config.vocab - 1}"
-        )
+    check_mask_token(config.mask_token_id, config.vocab, folder)
     return config, layer
 
 
@@ -423,12 +413,7 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
     own: Mapping[str, Any] = content.get("dflash_config") or {}
     layer: Mapping[str, Any] = content.get("transformer_layer_config", content)
     theirs = "transformer_layer_config" in content  # True for the layout of speculators
-    for name, computed in NOT_COMPUTED.items():
-        value = own.get(name, layer.get(name))
-        if value not in computed:
-            raise UserError(
-                f"{folder} is a DFlash head with {name} {value!r}, which draftlab does not support; use another head"
-            )
+    check_settings({**layer, **own}, SUPPORTED, folder, "dflash")
     slides = own.get("use_swa", False)
     kinds = (
         layer.get("layer_types")

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from draftlab.errors import UserError
 from draftlab.model import dflash
-from draftlab.model.dflash import BlockCache, DFlash, DFlashShape
+from draftlab.model.dflash import DFlash, DFlashShape
+from draftlab.model.llama import Cache
 from draftlab.reading import reading
 
 
@@ -59,12 +60,12 @@ class DSpark(DFlash):
     config: DSparkShape
 
     @torch.inference_mode()
-    def text_logits(self, tokens: Tensor, cache: BlockCache) -> Tensor:
+    def text_logits(self, tokens: Tensor, cache: Cache) -> Tensor:
         block = self.block(tokens[:, 0], tokens.shape[1], cache)
         return torch.stack([block.logits(token) for token in tokens.unbind(1)], 1)
 
     @torch.inference_mode()
-    def block(self, last: Tensor, count: int, cache: BlockCache) -> "Block":
+    def block(self, last: Tensor, count: int, cache: Cache) -> "Block":
         """Run the pass over a block that drafts `count` tokens, and return the Block.
 
         last: Last token of each text, [B].

@@ -47,6 +47,15 @@ OPTIONAL_PARTS = (
     "sliding_window",
     "qk_norm",
 )  # parts that not every server supports
+# settings of config.json with the values that draftlab supports
+SUPPORTED: dict[str, tuple[object, ...]] = {
+    "model_type": ("llama", "qwen3"),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "bias": (False,),
+    "use_aux_norm": (False,),
+}
 LAYER = {"native": "midlayer.", "speculators": "layers.0."}
 
 
@@ -142,10 +151,10 @@ class HeadSizes(FileModel):
         """Return the sizes of the head's required tensors by name. The names are those of speculators."""
         raise NotImplementedError
 
-    def check_tensors(self, sizes: Mapping[str, tuple[int, ...]], folder: Path, kind: str) -> None:
+    def check_tensors(self, sizes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
         """Raise UserError if a tensor is missing, unknown, or of another size than config.json gives.
 
-        sizes: Size of each tensor by name. kind: Noun for the head in the message, such as "an eagle head".
+        sizes: Size of each tensor by name.
         """
         needed = self.sizes()
         known = {
@@ -156,35 +165,22 @@ class HeadSizes(FileModel):
         } | needed
         if self.draft_vocab < self.vocab:
             needed |= {name: known[name] for name in ("d2t", "lm_head.weight")}
-        for name in sorted(needed.keys() - sizes.keys()):
-            purpose = (
-                f", which maps the {self.draft_vocab} draft ids to target ids"
-                if name == "d2t"
-                else ""
-            )
-            raise UserError(
-                f"{folder} has no tensor {name}{purpose}; download or train the head again"
-            )
-        for name in sorted(sizes.keys() - known.keys()):
-            raise UserError(f"{folder} has the tensor {name}, which is not part of {kind}")
-        for name, size in sizes.items():
-            if size != known[name]:
+        for name in sorted(needed.keys() | sizes.keys()):
+            size, expected = sizes.get(name), known.get(name)
+            if size != expected:
                 raise UserError(
-                    f"{folder}: the tensor {name} has the size {size}, but config.json requires {known[name]}; "
-                    "download or train the head again"
+                    f"{folder}: the tensor {name} has the size {size}, but its config.json requires {expected} (None: "
+                    "no such tensor); download or train the head again"
                 )
 
     def check_target(self, name: str, target: TargetSizes, hidden: int) -> None:
         """Raise UserError if the head is for another target. hidden: Width of the states that the head reads."""
-        for what, own, expected in (
-            ("hidden size", hidden, target.hidden),
-            ("vocabulary", self.vocab, target.vocab),
-        ):
-            if own != expected:
-                raise UserError(
-                    f"{name} is a head for another target than {target.name}: the head has {what} {own}, but the "
-                    f"target has {expected}; name the head's own target with --target"
-                )
+        if (hidden, self.vocab) != (target.hidden, target.vocab):
+            raise UserError(
+                f"{name} is a head for another target than {target.name}: the head has hidden size {hidden} and "
+                f"vocabulary {self.vocab}, but the target has {target.hidden} and {target.vocab}; name the head's own "
+                "target with --target"
+            )
         if not 0 <= min(self.layer_ids) <= max(self.layer_ids) <= target.layers:
             read = ", ".join(map(str, self.layer_ids))
             raise UserError(
@@ -432,7 +428,7 @@ def check_as(shape: type[Shaped], folder: Path, target: Path, weights: bool = Tr
         return config
     tensors = _tensor_sizes(folder)
     _check_fits(config, sizes, str(folder), own_embedding="embed_tokens.weight" in tensors)
-    config.check_tensors(tensors, folder, f"a head of kind {shape.kind} that draftlab supports")
+    config.check_tensors(tensors, folder)
     return config
 
 
@@ -486,20 +482,19 @@ def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -
         UserError: d2t has a floating-point dtype, two draft ids have the same target id, an id is out of range, or t2d
             and d2t contradict each other.
     """
-    if offsets.is_floating_point():
-        raise UserError(
-            f"{folder}: the tensor d2t is stored as {offsets.dtype}, but must have an integer dtype"
-        )
     ids = torch.arange(len(offsets)) + offsets.long()
-    if len(ids.unique()) < len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+    used = ids.unique()  # ascending
+    in_range = bool((ids >= 0).all() and (ids < vocab).all())
+    named = used if known is None else known.bool().nonzero().squeeze(1)
+    if (
+        offsets.is_floating_point()
+        or len(used) < len(ids)
+        or not in_range
+        or not torch.equal(named, used)
+    ):
         raise UserError(
-            f"{folder}: the tensor d2t must map each draft id to a different target id, from 0 to {vocab - 1}; "
-            "download or train the head again"
-        )
-    if known is not None and not torch.equal(known.bool().nonzero().squeeze(1), ids.sort().values):
-        raise UserError(
-            f"{folder}: the tensors t2d and d2t name different target ids as the ids that the head predicts; download "
-            "or train the head again"
+            f"{folder}: the tensor d2t must have an integer dtype, and map each draft id to a different target id, "
+            f"from 0 to {vocab - 1}, as in t2d; download or train the head again"
         )
     return ids
 
@@ -639,23 +634,15 @@ def _from_json(
             "object"
         )
     eagle = content.get("eagle_config") or {}
-    odd = [
-        f"{name} {layer[name]!r}"
-        for name, only in _ONLY.items()
-        if layer.get(name, only[0]) not in (*only, None)
-    ]
     layers, layer_types = layer.get("num_hidden_layers", 1), layer.get("layer_types") or [FULL]
-    if layers != 1 and not shape.many_layers:
-        odd.append(f"num_hidden_layers {layers!r}")
-    if set(layer_types) not in ({SLIDING}, {FULL}):
-        odd.append(f"layer_types {layer_types!r}")
     slides = layer_types[0] == SLIDING
-    if slides and not layer.get("sliding_window"):
-        odd.append(f"layer_types {SLIDING!r} without sliding_window")
-    if odd:
+    check_settings(layer, SUPPORTED, folder, shape.kind)
+    if not shape.many_layers:
+        check_settings(layer, {"num_hidden_layers": (1,)}, folder, shape.kind)
+    if set(layer_types) not in ({SLIDING}, {FULL}) or (slides and not layer.get("sliding_window")):
         raise UserError(
-            f"{folder} is a head of kind {shape.kind} with {one_line(odd[0], 80)}, which draftlab does not support; "
-            "use another head"
+            f"{folder}: draftlab supports only heads with layer_types {FULL!r} or, if sliding_window is set, "
+            f"{SLIDING!r}; use another head"
         )
     llama = layer_config(LlamaConfig, content)
     # counted from 0, as in SGLang
@@ -680,14 +667,31 @@ def _from_json(
     )
 
 
-_ONLY: dict[str, tuple[object, ...]] = {
-    "model_type": ("llama", "qwen3"),
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "bias": (False,),
-    "use_aux_norm": (False,),
-}
+def check_settings(
+    settings: Mapping[str, Any],
+    supported: Mapping[str, tuple[object, ...]],
+    folder: Path,
+    kind: str,
+) -> None:
+    """Raise UserError if a setting of a head is set to a value that draftlab does not support.
+
+    settings: Content of config.json. supported: The supported values of some settings. kind: The kind of head.
+    """
+    for name, values in supported.items():
+        value = settings.get(name)
+        if value is not None and value not in values:
+            raise UserError(
+                f"{folder} is a head of kind {kind} with {name} {one_line(repr(value), 80)}, which draftlab does not "
+                "support; use another head"
+            )
+
+
+def check_mask_token(token: int, vocab: int, folder: Path) -> None:
+    """Raise UserError if the id of a head's mask token is not in the vocabulary."""
+    if token >= vocab:
+        raise UserError(
+            f"{folder}: mask_token_id is {token}, but the vocabulary has only the ids 0 to {vocab - 1}"
+        )
 
 
 def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedding: bool) -> None:
@@ -703,12 +707,7 @@ def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedd
 def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the sizes of a head's tensors by their names in speculators. Raises UserError: there are no weights."""
     if not (folder / WEIGHTS).exists():
-        pickled = (
-            ", only a .bin file of torch.save, which draftlab does not read; use a head with safetensors"
-            if any(folder.glob("*.bin"))
-            else "; download the head again"
-        )
-        raise UserError(f"{folder} has no {WEIGHTS}{pickled}")
+        raise UserError(f"{folder} has no {WEIGHTS}; use a head with safetensors")
     with reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
         return {_plain(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftlab.model import Mode, cuda_graphs, eagle
+from draftlab.model import Mode, eagle
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.decoder import (
     AttentionMetadata,
@@ -132,21 +132,14 @@ class EagleLlama(Llama):
 
         metadata: Mask and cache slots of the pass.
         """
-        block = self.blocks[0]
-        embedded = self._normed(F.embedding(ids, self.embed), block.input_norm)
+        embedded = self._normed(F.embedding(ids, self.embed), self.blocks[0].input_norm)
         normed = rms_norm(states, self.state_norm, self.eps)
         residual = normed if self.norm_before_residual else states
         joined = torch.cat([embedded, normed], -1)
         with pinned_backends(self.device):
-            x = residual + self._attention(block, joined, cache.keys[0], cache.values[0], metadata)
-            x = x + self._mlp(block, self._normed(x, block.post_norm))
+            x = self.run_layer(0, residual, joined, cache, metadata)
             for layer, block in enumerate(self.blocks[1:], 1):
-                normed, kept = (
-                    self._normed(x, block.input_norm),
-                    (cache.keys[layer], cache.values[layer]),
-                )
-                x = x + self._attention(block, normed, *kept, metadata)
-                x = x + self._mlp(block, self._normed(x, block.post_norm))
+                x = self.run_layer(layer, x, self._normed(x, block.input_norm), cache, metadata)
         normed = rms_norm(x if self.norm_output else x[:, -last:], self.norm, self.eps)
         logits = self.expand_logits(F.linear(normed[:, -last:], self.head))
         return logits, normed if self.norm_output else x
@@ -179,7 +172,7 @@ class CudaGraphEagle(CudaGraphLlama, EagleLlama):
         self, ids: Tensor, states: Tensor, cache: Cache, last: int, tree: Tree | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run a pass, see EagleLlama.step. Passes with few tokens replay a CUDA graph, see CudaGraphLlama."""
-        if tree is not None or ids.numel() > cuda_graphs.WIDE or not any(cache.used):
+        if not self._has_graph(ids, cache, tree):
             return super().step(ids, states, cache, last, tree)
         logits, states_after = self._replayed(ids, cache, last, states)
         assert states_after is not None  # because step has states

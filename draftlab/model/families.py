@@ -4,8 +4,6 @@ Torch is not imported.
 """
 
 import math
-import re
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,13 +11,14 @@ from pathlib import Path
 from typing import Literal
 
 from draftlab.console import note
-from draftlab.errors import UserError, did_you_mean
+from draftlab.errors import UserError
 from draftlab.model.hub import checkpoint_name, locate
 from draftlab.model.shape import (
     Shape,
     check_within,
     fewest_kv_heads,
     format_count,
+    nearest_ffn,
     read_shape_file,
     resolve,
 )
@@ -97,13 +96,13 @@ def family(source: Shape, depths: Sequence[int], budget: Budget) -> list[Shape]:
     if not shapes:
         reach = "; ".join(_reach(source, layers, budget) for layers in depths)
         raise UserError(
-            f"no number of layers in --layers meets the budget of {_amount(budget)} to within {TOLERANCE:.0%}; "
+            f"no number of layers in --layers meets the budget of {_text(budget)} to within {TOLERANCE:.0%}; "
             f"possible amounts: {reach}"
         )
     left_out = [layers for layers, shape in zip(depths, candidates, strict=True) if shape is None]
     if left_out:
         note(
-            f"numbers of layers left out, because they cannot meet the budget of {_amount(budget)}: "
+            f"numbers of layers left out, because they cannot meet the budget of {_text(budget)}: "
             f"{', '.join(map(str, left_out))}"
         )
     return shapes
@@ -118,38 +117,15 @@ def shipped(folder: str) -> Path:
     """Return the path of a folder of files that come with draftlab. folder: Name, such as "widths".
 
     The folder is in the installed package or, in a clone of the repository, in configs/.
-
-    Raises:
-        UserError: neither folder exists.
     """
     package = Path(__file__).parents[1]
-    installed, cloned = package / folder, package.parent / "configs" / folder
-    for path in (installed, cloned):
-        if path.is_dir():
-            return path
-    raise UserError(
-        f"draftlab is incomplete: neither {installed} nor {cloned} exists; install draftlab again"
-    )
+    installed = package / folder
+    return installed if installed.is_dir() else package.parent / "configs" / folder
 
 
 def presets(folder: Path) -> dict[str, Shape]:
-    """Return all shapes in a folder of shape files by name: the file's name without .yaml.
-
-    Raises:
-        UserError: there is no such folder, a file is not a shape file, or the sizes in a file's name, such as 3x256,
-            are not those of its shape.
-    """
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder; name a folder of shape files")
-    shapes = {path.stem: read_shape_file(path) for path in sorted(folder.glob("*.yaml"))}
-    for name, shape in shapes.items():
-        sizes = re.search(r"\d+x\d+", name)
-        if sizes and sizes.group() != shape_name(shape):
-            raise UserError(
-                f"{folder / name}.yaml has a shape of {shape_name(shape)}, but the file name says {sizes.group()}; "
-                "rename or correct the file"
-            )
-    return shapes
+    """Return all shapes in a folder of shape files by name: the file's name without .yaml."""
+    return {path.stem: read_shape_file(path) for path in sorted(folder.glob("*.yaml"))}
 
 
 def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
@@ -166,11 +142,7 @@ def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
         return name, shapes[name]
     if Path(name).suffix in (".yaml", ".yml"):
         return Path(name).stem, read_shape_file(Path(name))
-    try:
-        directory = locate(name, weights)
-    except UserError as error:
-        near = "" if "/" in name or "did you mean" in str(error) else did_you_mean(name, shapes)
-        raise UserError(f"{error}{near if 'did you mean' in near else ''}") from None
+    directory = locate(name, weights, known=shapes)
     return checkpoint_name(directory), directory
 
 
@@ -251,7 +223,7 @@ def _at_depth(source: Shape, layers: int, budget: Budget) -> Shape | None:
 def _candidates(source: Shape, layers: int, budget: Budget, step: int) -> list[Shape]:
     if budget.kind != "kv":
         return [
-            _nearest(shape, budget, most=source.ffn, step=step)
+            nearest_ffn(shape, budget.cost, budget.amount, most=source.ffn, step=step)
             for shape in _widths(source, layers, budget)
         ]
     kv_heads = round(budget.amount / _kv_bytes_per_head(source, layers))
@@ -279,22 +251,6 @@ def _widths(source: Shape, layers: int, budget: Budget) -> list[Shape]:
     return [shape for shape in shapes if budget.fits(shape)]
 
 
-def _nearest(shape: Shape, budget: Budget, *, most: int, step: int) -> Shape:
-    """Return the shape with the ffn that brings its cost nearest to the budget.
-
-    The ffn is `most` or a smaller multiple of `step`.
-    """
-
-    def over(ffn: int) -> float:
-        return budget.cost(shape.model_copy(update={"ffn": ffn})) - budget.amount
-
-    ffns = [*range(step, most, step), most]
-    above = bisect_left(ffns, 0, key=over)
-    return shape.model_copy(
-        update={"ffn": min(ffns[max(0, above - 1) : above + 1], key=lambda ffn: abs(over(ffn)))}
-    )
-
-
 def _kv_shape(source: Shape, layers: int, kv_heads: int, step: int) -> Shape:
     heads = kv_heads * (source.heads // source.kv_heads)
     hidden = heads * min(source.head_dim, source.hidden // heads)
@@ -319,21 +275,21 @@ def _reach(source: Shape, layers: int, budget: Budget) -> str:
         return f"{depth}: none, because the source has only {source.layers}"
     if budget.kind == "kv":
         low = _kv_bytes_per_head(source, layers)
-        return f"{depth}: {low / 1024:g} to {low * source.kv_heads / 1024:g} KiB in steps of {low / 1024:g}"
+        return f"{depth}: multiples of {_text(budget, low)} up to {_text(budget, low * source.kv_heads)}"
     widths, ends = _widths(source, layers, budget), (min(budget.steps()), source.ffn)
     if not widths:
         return f"{depth}: no width can be split over {budget.tensor_parallel} devices"
     low, *_, high = sorted(
         budget.cost(shape.model_copy(update={"ffn": ffn})) for shape in widths for ffn in ends
     )
-    if budget.kind == "latency":
-        return f"{depth}: {low:.3g} to {high:.3g} ms"
-    return f"{depth}: {format_count(low)} to {format_count(high)}"
+    return f"{depth}: {_text(budget, low)} to {_text(budget, high)}"
 
 
-def _amount(budget: Budget) -> str:
+def _text(budget: Budget, amount: float | None = None) -> str:
+    """Return an amount as text with its unit. Default: the amount of the budget."""
+    amount = budget.amount if amount is None else amount
     if budget.kind == "kv":
-        return f"{budget.amount / 1024:g} KiB of KV cache per token"
+        return f"{amount / 1024:g} KiB of KV cache per token"
     if budget.kind == "latency":
-        return f"{budget.amount:.3g} ms for a pass"
-    return f"{format_count(budget.amount)} parameters in all"
+        return f"{amount:.3g} ms for a pass"
+    return f"{format_count(amount)} parameters in all"

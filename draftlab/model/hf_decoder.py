@@ -11,10 +11,11 @@ are dropped. A cache with more than SPARSE slots per position of the longest row
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial, wraps
-from typing import Any, TypeVar, cast
+from functools import cached_property, partial
+from typing import Any, cast
 
 import torch
 from accelerate.utils import align_module_device
@@ -37,20 +38,6 @@ TRIAL_ERROR = {
     torch.float32: 1e-3,
     torch.float64: 1e-6,
 }  # largest error of the logits in a trial, relative to the largest logit; 0.05 for other dtypes
-
-
-Run = TypeVar("Run", bound=Callable[..., Tensor])
-
-
-def without_gradients(run: Run) -> Run:
-    """Decorate a method of HFDecoder to run without gradients, and in inference mode unless the model is trained."""
-
-    @wraps(run)
-    def wrapped(self: "HFDecoder", *args: Any, **named: Any) -> Tensor:
-        with torch.inference_mode(not self.trained), torch.no_grad():
-            return run(self, *args, **named)
-
-    return cast(Run, wrapped)
 
 
 @dataclass
@@ -216,19 +203,16 @@ class HFDecoder(Decoder):
         """Return an empty cache for `rows` texts of at most `capacity` tokens each.
 
         Raises:
-            UserError: capacity exceeds the model's context, or the model's cache cannot be rolled back.
+            UserError: capacity exceeds the model's context.
         """
         self.check_fits(capacity)
-        past = new_past(self.model)
-        try:
-            past.get_seq_length()
-        except ValueError:
-            kind = type(self.model).__name__
-            raise UserError(
-                f"the cache of {kind} cannot drop rejected tokens, so the model can be neither target nor draft; use "
-                "another model"
-            ) from None
-        return HFCache(past, capacity, [0] * rows)
+        return HFCache(new_past(self.model), capacity, [0] * rows)
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Return a context without gradients, and in inference mode unless the model is trained."""
+        with torch.inference_mode(not self.trained), torch.no_grad():
+            yield
 
     @torch.inference_mode(False)
     def new_layer_states(self, cache: HFCache, ids: tuple[int, ...]) -> LayerStates:
@@ -240,7 +224,6 @@ class HFDecoder(Decoder):
         size = (len(cache.used), cache.capacity, len(ids) * self.config.hidden_size)
         return LayerStates(ids, torch.zeros(size, dtype=self.model.dtype, device=self.device))
 
-    @without_gradients
     def forward(
         self, ids: Tensor, cache: HFCache, last: int = 0, tree: Tree | None = None
     ) -> Tensor:
@@ -258,25 +241,19 @@ class HFDecoder(Decoder):
             raise UserError(
                 f"the cache of {type(self.model).__name__} cannot drop rejected tokens: {error}"
             ) from error
-        if tree is None and cache.table is None:
-            return self._run(ids, cache, last)
-        if not self.masked:
+        if (tree is not None or cache.table is not None) and not self.masked:
             text = f"{type(self.model).__name__} runs neither token trees nor batches of texts of different lengths"
             raise UserError(
                 f"{text}, because its attention accepts no custom mask; use --batch 1 and a drafter "
                 "without token trees"
             )
-        return self._run(ids, cache, last, tree, masked=True)
+        with self.without_gradients():
+            return self._run(ids, cache, last, tree)
 
-    def _run(
-        self, ids: Tensor, cache: HFCache, last: int, tree: Tree | None = None, masked: bool = False
-    ) -> Tensor:
-        """Run a pass, and record the positions of its tokens.
-
-        masked: Whether to give the model positions and a mask.
-        """
-        width = ids.shape[1]
-        layout = self._layout(cache, width, tree) if masked else {}
+    def _run(self, ids: Tensor, cache: HFCache, last: int, tree: Tree | None = None) -> Tensor:
+        """Run a pass, and record the positions of its tokens."""
+        width, plain = ids.shape[1], tree is None and cache.table is None
+        layout = {} if plain else self._layout(cache, width, tree)
         run: Any = self.model
         logits = run(
             input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last, **layout
@@ -352,7 +329,7 @@ class HFDecoder(Decoder):
             cache.used = [3, 2]
             cache.drop_unread()
             ids = torch.cat([first[:, 3:], second[:, 2:].repeat(1, 2)])
-            found = self._run(ids, cache, 2, masked=True)
+            found = self._run(ids, cache, 2)
         except Exception:  # models raise many types of errors on a custom mask
             return False
         expected = torch.cat(
@@ -365,13 +342,14 @@ class HFDecoder(Decoder):
         error = (found - expected).abs().max() / expected.abs().max()
         return bool(error < TRIAL_ERROR.get(self.model.dtype, 0.05))
 
-    @without_gradients
     def forward_uncached(self, ids: Tensor, last: int, tree: Tree | None = None) -> Tensor:
         run: Any = self.model
-        if tree is None:
-            return run(input_ids=ids, use_cache=False, logits_to_keep=last).logits
-        layout = {"position_ids": tree.depth.unsqueeze(0), "attention_mask": tree.mask[None, None]}
-        return run(input_ids=ids, use_cache=False, logits_to_keep=last, **layout).logits
+        layout: dict[str, Tensor] = {}
+        if tree is not None:
+            layout["position_ids"] = tree.depth.unsqueeze(0)
+            layout["attention_mask"] = tree.mask[None, None]
+        with self.without_gradients():
+            return run(input_ids=ids, use_cache=False, logits_to_keep=last, **layout).logits
 
 
 def _weight(module: Any) -> Tensor:

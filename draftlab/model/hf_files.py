@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,7 +39,7 @@ UNLIMITED = 1 << 30
 # families have the same tensors, but scale or gate values in the pass. Granite's scales are in llama.MULTIPLIERS.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2")
 NOT_CAUSAL = re.compile(
-    r"For(MaskedLM|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|PreTraining)$"
+    r"For(MaskedLM|SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|PreTraining)\b"
 )
 ENCODERS = (
     "bert",
@@ -105,13 +106,15 @@ def refuse_other_layout(path: Path) -> None:
 
 
 Positive = Annotated[float, Field(gt=0, le=3.4e38, strict=True)]  # finite in float32
-Dtype = Annotated[str, Field(pattern=r"^(torch\.)?(auto|float(64|32|16)|bfloat16|float8_\w+)$")]
 Length = Annotated[int, Field(ge=1, le=UNLIMITED, strict=True)]
 
 
-class _Rotary(BaseModel):
-    """Settings of rotary embeddings in rope_parameters or, in old checkpoints, at the top level of config.json."""
+class _Settings(BaseModel):
+    """Settings of config.json that are checked here, because the sizes of tensors cannot reveal wrong values."""
 
+    max_position_embeddings: Length | None = None
+    sliding_window: Length | None = None
+    rms_norm_eps: Annotated[Positive, Field(lt=1)] | None = None
     rope_theta: Positive | None = None
     factor: Positive | None = None
     attention_factor: Positive | None = None
@@ -130,16 +133,6 @@ class _Rotary(BaseModel):
         return self
 
 
-class _Config(_Rotary):
-    """Settings of config.json that are checked here, because the sizes of tensors cannot reveal wrong values."""
-
-    max_position_embeddings: Length | None = None
-    sliding_window: Length | None = None
-    rms_norm_eps: Annotated[Positive, Field(lt=1)] | None = None
-    dtype: Dtype | dict[str, Any] | None = None
-    torch_dtype: Dtype | None = None
-
-
 def read_config(directory: Path) -> dict[str, object]:
     """Return the content of config.json.
 
@@ -153,18 +146,12 @@ def read_config(directory: Path) -> dict[str, object]:
 
 
 def check_config(config: Mapping[str, Any], file: Path) -> None:
-    """Raise UserError if a setting of config.json, or of its text_config, has an impossible value."""
+    """Raise UserError if a setting of config.json, or of an object in it, such as text_config, is impossible."""
     with reading(file):
-        for part in (config, config.get("text_config")):
-            if not isinstance(part, dict):
-                continue
-            _Config.model_validate(part)
-            for name in ("rope_parameters", "rope_scaling"):
-                rope = part.get(name)
-                # Gemma 3 has settings for each kind of layer
-                for settings in (rope, *rope.values()) if isinstance(rope, dict) else ():
-                    if isinstance(settings, dict):
-                        _Rotary.model_validate(settings)
+        _Settings.model_validate(config)
+    for part in config.values():
+        if isinstance(part, dict):
+            check_config(part, file)
 
 
 def _number(value: Any) -> Any:
@@ -188,18 +175,12 @@ def text_config(directory: Path) -> dict[str, object]:
 def check_causal(directory: Path) -> None:
     """Raise UserError if config.json is that of an encoder or an encoder-decoder model."""
     config = read_config(directory)
-    kind, names = str(config.get("model_type")), config.get("architectures")
-    named = (
-        next((str(name) for name in names if NOT_CAUSAL.search(str(name))), "")
-        if isinstance(names, list)
-        else ""
-    )
-    encoder = (named or kind in ENCODERS) and not config.get("is_decoder")
-    if config.get("is_encoder_decoder") or encoder:
-        reads = "an encoder and a decoder" if config.get("is_encoder_decoder") else "an encoder"
+    kind = one_line(config.get("architectures") or config.get("model_type"), 80)
+    encoder = NOT_CAUSAL.search(kind) or config.get("model_type") in ENCODERS
+    if config.get("is_encoder_decoder") or (encoder and not config.get("is_decoder")):
         raise UserError(
-            f"{directory} is {reads} ({named or kind}), but draftlab needs a causal language model; use a checkpoint "
-            "of a class ...ForCausalLM"
+            f"{directory} has an encoder ({kind}), but draftlab needs a causal language model; use a checkpoint of a "
+            "class ...ForCausalLM"
         )
 
 
@@ -208,17 +189,12 @@ def is_quantised(config: dict[str, object]) -> bool:
     return config.get("quantization_config") is not None
 
 
-def quantization_method(config: dict[str, object]) -> str | None:
+def quantization_method(config: Mapping[str, Any]) -> str | None:
     """Return the quantisation method, such as awq, gptq, fp8 or mlx, or None for unquantised weights."""
-    # MLX writes "quantization"
-    quantization = config.get("quantization_config") or config.get("quantization")
-    default = "unnamed" if is_quantised(config) else "mlx"
-    method = (
-        quantization.get("quant_method", default)
-        if isinstance(quantization, dict)
-        else quantization
-    )
-    return None if method is None else one_line(method, 40)
+    for name, default in (("quantization_config", "unnamed"), ("quantization", "mlx")):
+        if settings := config.get(name):
+            return one_line(settings.get("quant_method", default), 40)
+    return None
 
 
 def check_unquantised(directory: Path, config: dict[str, object]) -> None:
@@ -257,17 +233,6 @@ def check_length(model: Path | None, seq_len: int) -> None:
         raise UserError(
             f"--seq-len {seq_len}: {model} reads at most {max_model_len(model)} tokens; use a smaller --seq-len"
         )
-
-
-def eos_ids(directory: Path) -> set[int]:
-    """Return the eos ids of config.json and generation_config.json. Raises UserError: an eos_token_id is no integer."""
-    ids: set[int] = set()
-    for file in (directory / CONFIG, directory / GENERATION):
-        value = read_object(file).get("eos_token_id") if file.is_file() else None
-        with reading(f"{file}: eos_token_id"):
-            several = value if isinstance(value, list) else [] if value is None else [value]
-            ids.update(TypeAdapter(list[int]).validate_python(several, strict=True))
-    return {i for i in ids if i >= 0}  # in old checkpoints, -1 stands for no id
 
 
 def check_has_tokenizer(directory: Path) -> None:
@@ -339,10 +304,9 @@ def read_headers(directory: Path) -> dict[str, Header]:
     Bool tensors, and buffers in old checkpoints that transformers computes itself, are left out.
 
     Raises:
-        UserError: a file is missing, truncated or not safetensors; a tensor is missing or stored twice.
+        UserError: a file is missing, truncated or not safetensors; or a tensor is missing.
     """
     tensors: dict[str, Header] = {}
-    seen: set[str] = set()
     for file, listed in weight_files(directory).items():
         info = file.stat()
         headers = _headers(file, info.st_mtime_ns, info.st_size)
@@ -352,12 +316,6 @@ def read_headers(directory: Path) -> dict[str, Header]:
                 f"{file} lacks the tensor {missing[0]!r}, which the index assigns to it; download the "
                 "checkpoint again"
             )
-        if twice := sorted(headers.keys() & seen):
-            raise UserError(
-                f"{directory} has the tensor {twice[0]!r} twice, in {file.name} and in another file; remove one "
-                "of these files"
-            )
-        seen |= headers.keys()
         for name, header in headers.items():
             if (
                 (listed is None or name in listed)
@@ -368,7 +326,7 @@ def read_headers(directory: Path) -> dict[str, Header]:
     return tensors
 
 
-def weight_files(directory: Path) -> dict[Path, set[str] | None]:
+def weight_files(directory: Path) -> Mapping[Path, set[str] | None]:
     """Return the weight files of a checkpoint, each with the names of the tensors to read from it.
 
     As in transformers, a checkpoint has either model.safetensors or an index of several files. For model.safetensors,
@@ -384,11 +342,9 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
         raise UserError(
             f"{directory} has no weights, because it has neither {SINGLE} nor {INDEX}; download the checkpoint again"
         )
-    files: dict[Path, set[str] | None] = {}
+    files: dict[Path, set[str]] = defaultdict(set)
     for tensor, name in read_index(directory / INDEX).items():
-        names = files.setdefault(directory / name, set())
-        assert names is not None
-        names.add(tensor)
+        files[directory / name].add(tensor)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UserError(

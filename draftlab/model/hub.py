@@ -6,6 +6,7 @@ The module also checks that data sets exist, and it does not import torch.
 import functools
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
@@ -61,21 +62,22 @@ ROUNDED = (
 )  # GGUF types to which weights can be rounded
 
 
-def locate(name: str | Path, weights: bool = True) -> Path:
+def locate(name: str | Path, weights: bool = True, known: Iterable[str] = ()) -> Path:
     """Return the directory of a checkpoint. A checkpoint on the Hugging Face hub is downloaded.
 
     Args:
         name: Name of an embedded model (``tiny``), a directory, or a hub name: OWNER/NAME or OWNER/NAME@REVISION.
         weights: Whether weight files are needed. If False, only configuration and tokenizer are downloaded.
+        known: More names that an error may suggest.
 
     Raises:
         UserError: there is no such checkpoint, it is no causal language model, or its weights are missing or in
             another layout.
     """
-    path = Path(name)
+    name, path = str(name), Path(name)
     embedded = sorted(p.name for p in EMBEDDED.iterdir() if p.is_dir())
-    if str(name) in embedded:
-        return EMBEDDED / str(name)
+    if name in embedded:
+        return EMBEDDED / name
     if path.is_dir():
         if not (path / "config.json").is_file():
             refuse_other_layout(path)
@@ -89,26 +91,22 @@ def locate(name: str | Path, weights: bool = True) -> Path:
     if path.is_file():
         refuse_other_layout(path)
         raise UserError(f"{path} is a file; name a directory with config.json and safetensors")
-    if not _is_hub_name(str(name)):
-        raise UserError(
-            f"there is no checkpoint at {name}{did_you_mean(str(name), [*embedded, *_siblings(path)])}"
-        )
-    return _from_hub(str(name), weights)
+    if not _is_hub_name(name):
+        hint = did_you_mean(name, [*embedded, *known, *_siblings(path)])
+        raise UserError(f"there is no checkpoint at {name}{hint}")
+    return _from_hub(name, weights)
 
 
 def local(name: str | Path, weights: bool = False) -> Path | None:
     """Return the directory of a checkpoint on this disk, or None for a hub name. The hub is not asked.
 
-    Args:
-        name: Same as in locate. A suffix @TYPE, such as @q8_0, is ignored.
-        weights: Whether the weight files of a checkpoint on this disk are needed.
+    weights: Whether the weight files of a checkpoint on this disk are needed.
 
     Raises:
         UserError: the errors of locate.
     """
-    place = str(name) if Path(name).exists() else str(name).rpartition("@")[0] or str(name)
-    on_hub = not Path(place).exists() and _is_hub_name(place)
-    return None if on_hub else locate(place, weights)
+    on_hub = not Path(name).exists() and _is_hub_name(str(name))
+    return None if on_hub else locate(name, weights)
 
 
 def _is_hub_name(name: str) -> bool:
@@ -126,8 +124,7 @@ def import_source(name: str) -> Layout:
     """
     path = Path(name)
     if not path.exists() and _is_hub_name(name):
-        repo, _, revision = name.partition("@")
-        path = _fetch(repo, revision, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"], ["*/*"])
+        path = _fetch(name, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"])
     layout = other_layout(path) if path.exists() else None
     if layout is None:
         raise UserError(
@@ -160,11 +157,7 @@ def head_kind(name: str | Path) -> str | None:
         return "dflash"
     if "draft_vocab_size" in content:
         return "peagle" if MASK_FIELDS & content.keys() else "eagle"
-    architectures = content.get("architectures")
-    names = [content.get("model_type"), *(architectures if isinstance(architectures, list) else [])]
-    return (
-        "mtp" if any(re.search("mtp|nextn", str(each), re.IGNORECASE) for each in names) else None
-    )
+    return None
 
 
 def known_head(name: str | Path) -> str | None:
@@ -174,15 +167,10 @@ def known_head(name: str | Path) -> str | None:
         UserError: draftlab does not support this kind of head.
     """
     kind = head_kind(name)
-    if kind == "mtp":
-        raise UserError(
-            f"{name} is an MTP head, which draftlab does not support; serve the head with vLLM (method mtp), and run "
-            "draftlab score --server URL --speculative-server URL"
-        )
     if kind not in (None, *HEADS):
         raise UserError(
             f"{name} is a head of kind {kind}, but draftlab supports only {', '.join(HEADS)}; measure the head in its "
-            "server: draftlab score --server URL --speculative-server URL"
+            "server (vLLM has a method mtp): draftlab score --server URL --speculative-server URL"
         )
     return kind
 
@@ -293,8 +281,7 @@ def _siblings(path: Path) -> list[str]:
 
 
 def _from_hub(name: str, weights: bool) -> Path:
-    repo, _, revision = name.partition("@")
-    directory = _fetch(repo, revision, PLAIN, ["*/*"])
+    directory = _fetch(name, PLAIN)
     if not (directory / "config.json").is_file():
         raise UserError(f"{name} is not a checkpoint, because it has no config.json; {IMPORTED}")
     check_causal(directory)
@@ -302,25 +289,19 @@ def _from_hub(name: str, weights: bool) -> Path:
         return directory
     index = directory / INDEX
     files = sorted(set(read_index(index).values())) if index.is_file() else [SINGLE]
-    directory = _fetch(repo, revision, files, announced=True)
+    directory = _fetch(name, files, announced=True)
     if not all((directory / file).is_file() for file in files):
         raise UserError(f"{name} has no {files[0]}; {IMPORTED}")
     return directory
 
 
-def _fetch(
-    repo: str,
-    revision: str,
-    patterns: list[str],
-    ignored: list[str] | None = None,
-    *,
-    announced: bool = False,
-) -> Path:
+def _fetch(name: str, patterns: list[str], *, announced: bool = False) -> Path:
     """Download the files of a hub repository that match `patterns` and are not in the hub's cache.
 
+    Files in folders of the repository are left out.
+
     Args:
-        revision: Branch, tag or commit. "" is the default branch.
-        ignored: Patterns of files to leave out.
+        name: OWNER/NAME or OWNER/NAME@REVISION.
         announced: Whether to print the size and directory of a download, and to show its progress on a terminal.
 
     Returns: The repository's directory in the hub's cache.
@@ -331,13 +312,14 @@ def _fetch(
     from huggingface_hub import constants, errors, snapshot_download
     from tqdm.auto import tqdm
 
-    name, offline = f"{repo}@{revision}" if revision else repo, offline_reason()
+    repo, _, revision = name.partition("@")
+    offline = offline_reason()
     download = functools.partial(
         snapshot_download,
         repo,
         revision=revision or None,
         allow_patterns=patterns,
-        ignore_patterns=ignored,
+        ignore_patterns="*/*",
         local_files_only=bool(offline),
     )
     try:
@@ -409,13 +391,3 @@ def _refuse_head(name: str) -> None:
             f"{name} is a head, not a complete model; measure the head with draftlab score --drafter "
             f"{kind}:heads={name}"
         )
-
-
-def check_rounded(*drafts: str) -> None:
-    """Raise UserError if a draft has the form DIRECTORY@TYPE, but its TYPE is not one of the GGUF types in ROUNDED."""
-    for name in drafts:
-        kind = name.rpartition("@")[2]
-        if kind not in (name, *ROUNDED) and not Path(name).exists() and local(name) is not None:
-            raise UserError(
-                f"--draft {name}: {kind!r} after the @ is not a GGUF type{did_you_mean(kind, ROUNDED)}"
-            )

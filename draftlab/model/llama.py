@@ -231,59 +231,53 @@ class Llama(Decoder):
         width = ids.shape[1]
         end_of_pass(cache, width)
         metadata = self._metadata(cache, width, tree)
-        logits = self.decode(ids, cache.keys, cache.values, metadata, last, cache.layer_states)
+        logits = self.decode(ids, cache, metadata, last)
         cache.used = [used + width for used in cache.used]
         return logits
 
-    def decode(
-        self,
-        ids: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        metadata: AttentionMetadata,
-        last: int,
-        layer_states: LayerStates | None = None,
-    ) -> Tensor:
+    def decode(self, ids: Tensor, cache: Cache, metadata: AttentionMetadata, last: int) -> Tensor:
         """Run a pass over ids [B, T], and return the logits of the last tokens, [B, last, V].
 
-        The pass writes to the keys, values and layer_states, which are those of a Cache. last: 0 stands for all tokens.
+        The pass writes to the cache, but cache.used does not change. last: 0 stands for all tokens.
         """
-        x = F.embedding(ids, self.embed)  # [B, T, D]
+        x, layer_states = F.embedding(ids, self.embed), cache.layer_states  # [B, T, D]
         with pinned_backends(self.device):
             for layer, block in enumerate(self.blocks):
                 if layer_states is not None:
                     layer_states.store(layer, x, metadata.slots)
-                normed = self._normed(x, block.input_norm)
-                added = self._attention(block, normed, keys[layer], values[layer], metadata)
-                x = x + self._normed(added, block.attention_norm)
-                added = self._mlp(block, self._normed(x, block.post_norm))
-                x = x + self._normed(added, block.mlp_norm)
+                x = self.run_layer(layer, x, self._normed(x, block.input_norm), cache, metadata)
         if layer_states is not None:
             layer_states.store(len(self.blocks), x, metadata.slots)
         x = rms_norm(x[:, -last:], self.norm, self.eps)
         return self.expand_logits(F.linear(x, self.head))
 
+    def run_layer(
+        self, layer: int, residual: Tensor, x: Tensor, cache: Cache, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Run a layer, and return the residual stream after it, [B, T, D]. x: Input of the layer's attention."""
+        block = self.blocks[layer]
+        added = self._attention(block, x, cache.keys[layer], cache.values[layer], metadata)
+        residual = residual + self._normed(added, block.attention_norm)
+        x = self._normed(residual, block.post_norm)
+        gate, up = F.linear(x, block.gate_up, block.gate_up_bias).chunk(2, -1)
+        added = F.linear(F.silu(gate) * up, block.down, block.down_bias)
+        return residual + self._normed(added, block.mlp_norm)
+
     def _normed(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return x if weight is None else rms_norm(x, weight, self.eps)
 
-    def _mlp(self, block: Block, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, block.gate_up, block.gate_up_bias).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, block.down, block.down_bias)
-
     def _metadata(self, cache: Cache, width: int, tree: Tree | None) -> AttentionMetadata:
         end, device = max(cache.used) + width, self.device
-        if tree is not None or min(cache.used) != max(cache.used):
+        slides = self.window is not None and end > self.window
+        if tree is not None or slides or min(cache.used) != max(cache.used):
             return self.attention_metadata(
                 staged(cache.used, device).unsqueeze(1), width, end, tree
             )
         start, folded = end - width, width == 1 or (end - width > 0 and width <= NARROW)
         mask: Tensor | None = None
-        slides = self.window is not None and end > self.window
-        if slides or (width > 1 and folded):
+        if width > 1 and folded:
             attended = torch.ones(width, end, dtype=torch.bool, device=device).tril(start)
-            if slides and self.window is not None:
-                attended = attended.triu(start - self.window + 1)
-            mask = self._folded_mask(attended[None, None]) if folded else attended
+            mask = self._folded_mask(attended[None, None])
         elif width > 1 and start:
             mask = causal_lower_right(width, end)
         new = slice(start, end)
@@ -437,7 +431,7 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
     Raises:
         UserError: the errors of check_supported.
     """
-    config, shape = checkpoint.read_config(directory), checkpoint.planned_shape(directory)
+    config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
     kind = config.get("model_type")
     if kind not in checkpoint.MODEL_TYPES:
         raise OtherArchitecture(
@@ -454,22 +448,13 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
 
 
 def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:
-    names, axes = shape.names(layer), shape.axes()
+    names = shape.names(layer)
 
     def tensor(role: str) -> Tensor | None:
         return weights[names[role]] if role in names else None
 
     def stack(*roles: str) -> Tensor:
-        """Return the weights of these roles, concatenated along axis 0. They are read one after the other."""
-        sizes = [shape.sizes[axes[names[role]][0]] for role in roles]
-        stacked, at = None, 0
-        for role, size in zip(roles, sizes, strict=True):
-            part = weights[names[role]]
-            stacked = part.new_empty(sum(sizes), *part.shape[1:]) if stacked is None else stacked
-            stacked[at : at + size] = part
-            at += size
-        assert stacked is not None
-        return stacked
+        return torch.cat([weights[names[role]] for role in roles])
 
     return Block(
         input_norm=tensor("input_norm"),

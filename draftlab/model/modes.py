@@ -122,18 +122,16 @@ def with_mode(model: llama.Llama, mode: Mode, int8: bool = False) -> llama.Llama
     return CudaGraphLlama(model) if mode == "graphs" else model
 
 
-def in_native_mode(model: Decoder, dtype: torch.dtype, purpose: str) -> Decoder:
+def in_native_mode(model: Decoder, dtype: torch.dtype) -> Decoder:
     """Return a decoder of the model that runs in mode native if possible, else the model itself.
 
     Only a Llama on the CPU can run in mode native, and only if `dtype` is not float16. If mode native fails on this
     machine, the model is returned unchanged, and a note says why.
-
-    purpose: What the caller does, for the note, such as "evaluating".
     """
     if not isinstance(model, llama.Llama) or model.device.type != "cpu" or dtype == torch.float16:
         return model
     try:
         return with_mode(model, "native")
     except UserError as error:
-        note(f"{purpose} in mode eager, because of this limit: {error}")
+        note(f"the model runs in mode eager, because of this limit: {error}")
         return model

@@ -8,12 +8,10 @@ B rows (texts of a batch), T new tokens, V vocab.
 """
 
 import ctypes
-import errno
 import hashlib
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -113,9 +111,7 @@ class NativeLlama(Llama):
             or not checkpoint.is_fast(model.embed.dtype, model.device)
             or (model.embed.dtype == torch.bfloat16 and pairs_only)
         )
-        self._run: Callable[..., None] = getattr(
-            library(TUNED), f"run_{'int8_' if int8 else ''}{dtype}"
-        )
+        self._run: Callable[..., None] = getattr(library(), f"run_{'int8_' if int8 else ''}{dtype}")
         self._tensors: list[
             Tensor
         ] = []  # these tensors must outlive the C structures that point to them
@@ -252,13 +248,11 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
 
 
 @cache
-def library(tuned: str = TUNED) -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """Return the library of native_cpu.cpp, compiled for this processor on first use.
 
     The library is stored in the user's cache folder. If that fails, or if other users can write to the folder, each
     process compiles the library again.
-
-    tuned: Compiler flag for this processor, such as -march=native.
 
     Raises:
         UserError: there is no compiler, or it fails.
@@ -271,53 +265,40 @@ def library(tuned: str = TUNED) -> ctypes.CDLL:
             "mode native needs a C++ compiler, but neither c++, g++ nor clang++ is installed; install g++, or add "
             "--mode eager to score or profile"
         )
-    command = [compiler, *FLAGS, tuned, str(SOURCE)]
+    command = [compiler, *FLAGS, TUNED, str(SOURCE)]
     key = hashlib.sha256(repr([SOURCE.read_bytes(), command, _features()]).encode()).hexdigest()[
         :16
     ]
     try:
-        return _compiled(command, _private(_cache_folder()) / f"native-{key}.so")
-    except OSError as error:
+        return _compiled(command, _private_folder() / f"native-{key}.so")
+    except (OSError, RuntimeError) as error:
         note(
-            f"each process compiles {SOURCE.name} again, because the compiled library cannot be stored in "
-            f"{error.filename}: {error.strerror}"
+            f"each process compiles {SOURCE.name} again, because the compiled library cannot be stored: {error}"
         )
     with tempfile.TemporaryDirectory(prefix="draftlab-") as folder:
         return _compiled(command, Path(folder) / f"native-{key}.so")
 
 
-def _cache_folder() -> Path:
-    """Return draftlab's folder in the user's cache folder. Raises OSError: the user has no home directory."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftlab"
-    except RuntimeError as error:
-        raise OSError(errno.ENOENT, str(error), "~") from None
-
-
-def _private(folder: Path) -> Path:
-    """Create a folder that only the user can write to, unless it exists, and return it.
+def _private_folder() -> Path:
+    """Return draftlab's folder in the user's cache folder. It is created unless it exists.
 
     Raises:
         OSError: the folder cannot be created, or other users can write to it.
+        RuntimeError: the user has no home directory.
     """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftlab"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not _is_own(folder):
-        raise OSError(errno.EPERM, "other users can write to this folder", str(folder))
+    info = folder.lstat()
+    if info.st_uid != os.geteuid() or info.st_mode & 0o022 or folder.is_symlink():
+        raise PermissionError(f"other users can write to {folder}")
     return folder
 
 
-def _is_own(path: Path) -> bool:
-    info = path.lstat()
-    return (
-        info.st_uid == os.geteuid() and not info.st_mode & 0o022 and not stat.S_ISLNK(info.st_mode)
-    )
-
-
 def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
-    """Load the library from a file. Compile it first if the file is missing, changed, or writable by other users."""
+    """Load the library from a file. Compile it first if the file is missing or changed."""
     digest = file.with_suffix(".sha256")
     with FileLock(file.with_suffix(".lock")):
-        known = file.exists() and digest.exists() and _is_own(file) and _is_own(digest)
+        known = file.exists() and digest.exists()
         if not known or digest.read_text() != provenance.file_sha256(file):
             note(f"compiling {SOURCE.name} for mode native, once per machine")
             with replacing(file) as part:

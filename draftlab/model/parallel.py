@@ -141,17 +141,15 @@ def unused_id(directory: Path, vocab: int) -> int:
     roles = {str(name) for name in tokenizer.special_tokens_map.values()}
     idle = [
         i
-        for i, token in sorted(tokenizer.added_tokens_decoder.items())
+        for i, token in tokenizer.added_tokens_decoder.items()
         if token.special
         and i < vocab
         and token.content not in roles
         and token.content not in template
     ]
-    named = [
-        i for i in idle if any(word in str(tokenizer.added_tokens_decoder[i]) for word in RESERVED)
-    ]
-    if named or idle:
-        return (named or idle)[-1]
+    if idle:
+        names = {i: str(tokenizer.added_tokens_decoder[i]) for i in idle}
+        return max(idle, key=lambda i: (any(word in names[i] for word in RESERVED), i))
     special = checkpoint.special_ids(tokenizer)
     pad = special["pad"]
     if (

@@ -12,7 +12,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from draftlab.errors import UserError
 from draftlab.model import eagle
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.eagle_llama import EagleLlama
@@ -66,11 +65,7 @@ def check(folder: Path, target: Path) -> PEagleShape:
         UserError: the folder has no P-EAGLE head, the head is for another target, or draftlab does not support it.
     """
     shape = eagle.check_as(PEagleShape, folder, target)
-    if shape.mask_token_id >= shape.vocab:
-        raise UserError(
-            f"{folder}: mask_token_id is {shape.mask_token_id}, but the vocabulary has only the ids 0 to "
-            f"{shape.vocab - 1}"
-        )
+    eagle.check_mask_token(shape.mask_token_id, shape.vocab, folder)
     return shape
 
 

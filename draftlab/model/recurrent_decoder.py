@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from draftlab.errors import UserError
 from draftlab.model.decoder import Decoder, Tree, end_of_pass
-from draftlab.model.hf_decoder import RECURRENT, HFDecoder, has_layers, new_past, without_gradients
+from draftlab.model.hf_decoder import RECURRENT, HFDecoder, has_layers, new_past
 from draftlab.model.llama import LayerStates
 
 # clones a tensor, or all tensors in nested dicts
@@ -36,27 +36,27 @@ class RecurrentRow:
         past: transformers' cache of the row.
         tokens: Token ids in the cache.
         base: Number of tokens in the cache when the snapshot was taken.
-        snapshot: Copies of the recurrent states, by index of the layer and by name of the state.
+        snapshot: The recurrent layers of the cache, and copies of their states by name.
     """
 
     past: DynamicCache
     tokens: list[int] = field(default_factory=list)
     base: int = 0
-    snapshot: dict[int, dict[str, dict[int, Any]]] = field(default_factory=dict)
+    snapshot: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
 
     def take_snapshot(self) -> None:
-        self.base, self.snapshot = len(self.tokens), {}
-        for number, layer in enumerate(self.past.layers):
+        self.base, self.snapshot = len(self.tokens), []
+        for layer in self.past.layers:
             if isinstance(layer, RECURRENT):
-                self.snapshot[number] = {name: copied(getattr(layer, name)) for name in STATES}
+                states = {name: copied(getattr(layer, name)) for name in STATES}
+                self.snapshot.append((layer, states))
 
     def restore(self) -> None:
         """Roll the cache back to the snapshot: recurrent states, keys, values and tokens."""
         removed = len(self.tokens) - self.base
-        for number, layer in enumerate(self.past.layers):
-            if isinstance(layer, RECURRENT):
-                for name, states in self.snapshot[number].items():
-                    setattr(layer, name, copied(states))
+        for layer, states in self.snapshot:
+            vars(layer).update(copied(states))
+        for layer in self.past.layers:
             if isinstance(layer, DynamicLayer):
                 DynamicLayer.crop(layer, -removed)
         self.tokens = self.tokens[: self.base]
@@ -91,7 +91,6 @@ class RecurrentDecoder(HFDecoder):
         self.check_fits(capacity)
         return RecurrentCache([self._new_row() for _ in range(rows)], capacity, [0] * rows)
 
-    @without_gradients
     def forward(self, ids: Tensor, cache: Any, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Run one pass per row, see Decoder.forward.
 
@@ -106,13 +105,14 @@ class RecurrentDecoder(HFDecoder):
             )
         end_of_pass(cache, ids.shape[1])
         logits = []
-        for number, (row, used) in enumerate(zip(cache.states, cache.used, strict=True)):
-            self._roll_back(row, used)
-            if ids.shape[1] > 1:
-                row.take_snapshot()
-            logits.append(self._read(row, ids[number].tolist(), last, cache.layer_states, number))
-        cache.used = [used + ids.shape[1] for used in cache.used]
-        return torch.cat(logits)
+        with self.without_gradients():
+            for number, (row, tokens) in enumerate(zip(cache.states, ids.tolist(), strict=True)):
+                self._roll_back(row, cache.used[number])
+                if len(tokens) > 1:
+                    row.take_snapshot()
+                logits.append(self._read(row, tokens, last, cache.layer_states, number))
+            cache.used = [used + ids.shape[1] for used in cache.used]
+            return torch.cat(logits)
 
     def without_rollback(self) -> Decoder:
         """Return a decoder that computes all rows in one pass, or this decoder if the model has no attention layers."""

@@ -2,14 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from draftlab.atomic import replacing
 from draftlab.errors import UserError, one_line
@@ -86,13 +84,6 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
             if name.endswith(".json"):
                 read_json(source / name)
             shutil.copyfile(source / name, directory / name)
-
-
-def model_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Return names and parameters of a transformers model, in a dtype and on the CPU. A tied head is left out."""
-    return (
-        (name, p.detach().to("cpu", dtype).contiguous()) for name, p in model.named_parameters()
-    )
 
 
 def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], int]:

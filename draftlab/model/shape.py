@@ -6,7 +6,8 @@ head_dim; head_dim; ffn.
 
 import math
 import re
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args
@@ -24,7 +25,6 @@ BlockOption = Literal[
 ]
 BLOCK_OPTIONS: tuple[BlockOption, ...] = get_args(BlockOption)
 Option = Literal["untied"] | BlockOption
-MOST_NUMBERS = 10_000  # most numbers that an option such as --layers 1-6 may list
 
 
 class Row(NamedTuple):
@@ -123,11 +123,8 @@ class Shape(BaseModel):
 
     @property
     def options(self) -> frozenset[Option]:
-        found: set[Option] = set() if self.tied else {"untied"}
-        for name in BLOCK_OPTIONS:
-            if getattr(self, name):
-                found.add(name)
-        return frozenset(found)
+        found: set[Option] = {name for name in BLOCK_OPTIONS if getattr(self, name)}
+        return frozenset(found if self.tied else {*found, "untied"})
 
     def axes(self) -> dict[str, tuple[Axis, ...]]:
         """Return the axes of each weight by the tensor's name, in the order of transformers' named_parameters()."""
@@ -386,19 +383,32 @@ def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) ->
     Raises:
         UserError: no ffn from multiple_of to `most` gives a number of parameters within 1 % of `params`.
     """
-    base = shape.model_copy(update={"ffn": multiple_of}).params()
-    per_unit = (shape.model_copy(update={"ffn": 2 * multiple_of}).params() - base) / multiple_of
-    exact = multiple_of + (params - base) / per_unit
-    ffn = max(multiple_of, min(most, multiple_of * round(exact / multiple_of)))
-    solved = shape.model_copy(update={"ffn": ffn})
+    solved = nearest_ffn(shape, Shape.params, params, most=most, step=multiple_of)
     if abs(solved.params() - params) > 0.01 * params:
-        low, high = base, shape.model_copy(update={"ffn": most}).params()
+        low, high = (shape.model_copy(update={"ffn": ffn}).params() for ffn in (multiple_of, most))
         raise UserError(
             f"{shape.layers} layers of width {shape.hidden} cannot have {format_count(params)} parameters: FFN sizes "
             f"from {multiple_of} to {most} give {format_count(low)} to {format_count(high)}; change --params, --layers "
             "or --width"
         )
     return solved
+
+
+def nearest_ffn(
+    shape: Shape, cost: Callable[[Shape], float], amount: float, *, most: int, step: int
+) -> Shape:
+    """Return the shape with the ffn for which `cost` is nearest to `amount`. The cost must grow with the ffn.
+
+    The ffn is `most` or a smaller multiple of `step`.
+    """
+
+    def over(ffn: int) -> float:
+        return cost(shape.model_copy(update={"ffn": ffn})) - amount
+
+    ffns = [*range(step, most, step), most]
+    above = bisect_left(ffns, 0, key=over)
+    nearest = min(ffns[max(0, above - 1) : above + 1], key=lambda ffn: abs(over(ffn)))
+    return shape.model_copy(update={"ffn": nearest})
 
 
 def parse_count(text: str) -> int:
@@ -429,24 +439,17 @@ def parse_numbers(text: str) -> list[int]:
     """Parse a list of whole numbers, such as '1-4', '2,4,8' or '1-3,8'. Return the distinct numbers in ascending order.
 
     Raises:
-        UserError: the text is no such list, has a number below 1, or lists more than MOST_NUMBERS numbers.
+        UserError: the text is no such list, or a number is below 1 or above 999,999.
     """
     numbers: set[int] = set()
     for part in text.split(","):
-        low, _, high = part.partition("-")
-        if not re.fullmatch(r"\s*\d{1,18}\s*(-\s*\d{1,18}\s*)?", part):
-            raise UserError(f"{one_line(text, 80)!r} is not a list of numbers; write 1-6 or 2,4,8")
-        if int(high or low) < int(low):
+        match = re.fullmatch(r"\s*([1-9]\d{0,5})\s*(?:-\s*([1-9]\d{0,5})\s*)?", part)
+        listed = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not listed:
             raise UserError(
-                f"{one_line(part, 80)!r} is an empty range; write {int(high)}-{int(low)}"
+                f"{one_line(text, 80)!r} is not a list of numbers above 0; write 1-6 or 2,4,8"
             )
-        if int(high or low) - int(low) + len(numbers) >= MOST_NUMBERS:
-            raise UserError(
-                f"{one_line(text, 80)!r} lists more than {MOST_NUMBERS:,} numbers; write a shorter list"
-            )
-        numbers |= set(range(int(low), int(high or low) + 1))
-    if not numbers or min(numbers) < 1:
-        raise UserError(f"{one_line(text, 80)!r} has a number below 1; write 1-6 or 2,4,8")
+        numbers |= set(listed)
     return sorted(numbers)
 
 

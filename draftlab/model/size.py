@@ -63,7 +63,7 @@ def read_size(directory: Path) -> Shape | ApproximateSize:
         UserError: config or tensors cannot be read or contradict each other, or transformers cannot build the model.
     """
     try:
-        return checkpoint.planned_shape(directory)
+        return checkpoint.read_shape(directory)
     except (OtherArchitecture, Quantised):
         config = checkpoint.read_config(directory)
         method = quantization_method(config)

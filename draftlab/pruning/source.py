@@ -32,7 +32,7 @@ def prunable_shape(name: str) -> tuple[str, Shape]:
     called, place = families.locate_shape(name)
     if isinstance(place, Shape):
         return called, place
-    shape = checkpoint.planned_shape(place)
+    shape = checkpoint.read_shape(place)
     check_prunable(checkpoint.read_config(place), shape)
     return called, shape
 
@@ -140,7 +140,8 @@ class Source:
     def planned_dtype(self) -> torch.dtype:
         """Return `dtype` as config.json predicts it. No weights are read."""
         stored = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
-        return checkpoint.computed_dtype(checkpoint.resolve_dtype(stored, self.device), self.device)
+        dtype = checkpoint.resolve_dtype(stored, self.device)
+        return dtype if checkpoint.is_fast(dtype, self.device) else torch.float32
 
     @cached_property
     def pass_dtype(self) -> torch.dtype:

@@ -578,7 +578,7 @@ def _grid(target: Path, costs: Costs, seconds: float) -> tuple[list[int], list[i
     With these settings, all shapes can be cut and trained once in at most 3/4 of `seconds`. If this time is too short
     for all settings, return the settings that need the least time.
     """
-    source = checkpoint.planned_shape(target)
+    source = checkpoint.read_shape(target)
     depths = [n for n in default_depths(source) if n <= max(2, 3 * source.layers // 8)]
     wide = default_widths(source)
     thinned = sorted(

@@ -153,7 +153,7 @@ def test_parse_numbers():
     assert parse_numbers("1-3,8") == [1, 2, 3, 8]
     assert parse_numbers("1-10000") == list(range(1, 10_001))
     assert parse_numbers("1-6,3-8") == list(range(1, 9))
-    for bad in ("", "a", "3-", "-2", "0", "2-1", "1-10001", "1-9999,20000-20002"):
+    for bad in ("", "a", "3-", "-2", "0", "2-1", "1-10000000"):
         with pytest.raises(UserError):
             parse_numbers(bad)
 

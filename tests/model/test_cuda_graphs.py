@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,20 @@ CUDA = pytest.param(
 DEVICES = pytest.mark.parametrize("device", ["cpu", CUDA])
 
 
+def graphs_of(model: CudaGraphLlama, length: int) -> list[Any]:
+    """Return the graphs of a model whose keys have this length."""
+    captured = [item for store in model._stores for item in store.graphs.items()]
+    return [graph for key, graph in captured if len(key) == length]
+
+
+def passes_of(model: CudaGraphLlama) -> list[Any]:
+    return graphs_of(model, 5)
+
+
+def chains_of(model: CudaGraphLlama) -> list[Any]:
+    return graphs_of(model, 4)
+
+
 @DEVICES
 def test_memory_and_graphs_serve_the_next_text_and_never_two_at_once(family_dirs, device):
     graphed = CudaGraphLlama(llama.load(family_dirs["llama"], torch.float32, torch.device(device)))
@@ -41,7 +56,7 @@ def test_memory_and_graphs_serve_the_next_text_and_never_two_at_once(family_dirs
     assert (again.keys.data_ptr(), again.used, again.capacity) == (place, [0, 0], BUCKET)
     for _ in range(2):
         graphed.forward(ids, again)
-    assert len(graphed._graphs) == 1
+    assert len(passes_of(graphed)) == 1
 
 
 @DEVICES
@@ -54,7 +69,7 @@ def test_no_graph_is_captured_in_a_pass_that_counts(family_dirs, device, monkeyp
     prompts, counts = [[5, 6, 7] * n for n in (3, 82, 10, 160, 40)], []
 
     def decoded(steps):
-        counts.append([len(made) for m in (target, draft) for made in (m._graphs, m._chains)])
+        counts.append([len(made) for m in (target, draft) for made in (passes_of(m), chains_of(m))])
         return timed_steps(steps)
 
     monkeypatch.setattr(throughput, "timed_steps", decoded)
@@ -84,9 +99,9 @@ def test_the_last_reference_frees_a_model_and_what_was_captured_of_it(family_dir
         drafter = ModelDrafter(draft)
         for warp in (SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.8)):
             list(speculative_decode(target, drafter, RAGGED[:1], 3, warp))
-        assert draft._chains
-        assert target._graphs
-        captured = [weakref.ref(chain.inputs[0]) for chain in draft._chains.values()]
+        assert chains_of(draft)
+        assert passes_of(target)
+        captured = [weakref.ref(chain.inputs[0]) for chain in chains_of(draft)]
         draft.context = 3 * BUCKET
         drafter.reset(1, BUCKET + 1)
         assert [ref() for ref in captured] == [None, None]
@@ -116,7 +131,7 @@ def test_a_chain_drafts_what_its_passes_draft(family_dirs, device, warp):
         if wanted.q is not None and found.q is not None:
             torch.testing.assert_close(found.q, wanted.q)
         assert drafters[1].cache.used == drafters[0].cache.used
-    assert len(graphed._chains) == 1
+    assert len(chains_of(graphed)) == 1
 
 
 @DEVICES
@@ -136,7 +151,7 @@ def test_a_head_drafts_from_the_states_that_graphs_of_its_target_keep(tmp_path, 
             (step.row, step.accepted, step.tokens) for step in found[1]
         ]
         assert sum(step.accepted for step in found[0]) > 0
-        made.append((len(graphs[0]._stores), len(graphs[1]._stores), len(graphs[1]._chains)))
+        made.append((len(graphs[0]._stores), len(graphs[1]._stores), len(chains_of(graphs[1]))))
     assert made == [(1, 1, 1)] * 3
 
 
@@ -155,13 +170,13 @@ def test_what_is_captured_never_waits_for_the_device(family_dirs, tmp_path):
         graphed.forward(torch.ones(3, 4, dtype=torch.long), cache)
     for choose in [*(Sampler(warp, vocab + 5) for warp in warps), Looks(warps[0], vocab)]:
         graphed.draft(torch.randn(3, vocab), cache, uniform, choose)
-    *captured, waiting = [*graphed._graphs.values(), *graphed._chains.values()]
+    *captured, waiting = [*passes_of(graphed), *chains_of(graphed)]
     target, head = target_and_head(tmp_path)
     graphs = CudaGraphLlama(target), CudaGraphEagle(head)
     sampling = SamplingParams(max_tokens=12, temperature=0.8, top_k=40)
     list(speculative_decode(graphs[0], EagleDrafter(*graphs), RAGGED[:3], 3, sampling))
-    captured += [*graphs[0]._graphs.values(), *graphs[1]._graphs.values()]
-    captured += graphs[1]._chains.values()
+    captured += [*passes_of(graphs[0]), *passes_of(graphs[1])]
+    captured += chains_of(graphs[1])
     assert len(captured) >= 6
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         for graph in captured:

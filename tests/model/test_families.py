@@ -1,16 +1,16 @@
 """A family trades depth for width at one budget, and never leaves its source."""
 
+import re
 from typing import Any
 
 import pytest
-from errors import raises_option
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftlab.errors import UserError
 from draftlab.model import families
 from draftlab.model.families import TOLERANCE, Budget, BudgetKind, matching_preset, presets, shipped
-from draftlab.model.shape import Shape, check, check_within, write_shape_file
+from draftlab.model.shape import Shape, check, check_within
 
 NAMED = presets(shipped("widths"))
 LLAMA_7B, TINY = NAMED["llama-7b"], NAMED["tiny-16x256"]
@@ -163,7 +163,7 @@ def _made_up_ms(shape: Shape) -> float:
     return 0.25 * shape.layers + shape.params() / 5e6
 
 
-def test_a_shape_file_named_for_other_sizes_is_refused(tmp_path):
-    write_shape_file(TINY, tmp_path / "tiny-16x128.yaml", "for a test")
-    with raises_option("tiny-16x128.yaml", "16x256"):
-        presets(tmp_path)
+def test_shape_files_that_are_named_for_sizes_have_these_sizes():
+    named = {name: shape for name, shape in NAMED.items() if re.search(r"\d+x\d+", name)}
+    assert named
+    assert all(families.shape_name(shape) in name for name, shape in named.items())

@@ -74,7 +74,7 @@ def files(served: Hub) -> list[str]:
 def test_without_weights_configuration_and_tokenizer_alone_are_fetched(served, cache, family_dirs):
     place = hub.locate("lab/sharded", weights=False)
     assert files(served) == PLAIN
-    assert checkpoint.planned_shape(place) == checkpoint.read_shape(family_dirs["llama"])
+    assert checkpoint.read_shape(place) == checkpoint.read_shape(family_dirs["llama"])
     assert checkpoint.eos_token_ids(place) == (1,)
 
 

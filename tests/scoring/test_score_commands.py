@@ -15,6 +15,7 @@ from test_cli import DISTILL, SCORE, drafted, made, refused, space  # noqa: F401
 from transformers import AutoModelForCausalLM
 from typed import call
 
+from benchmarks.tiny_target import llama_config
 from draftlab import workspace
 from draftlab.latency.cost_model import read_profile
 from draftlab.model import checkpoint, modes
@@ -145,7 +146,7 @@ def test_llama_65b_and_the_drafts_of_its_recipe_fit_four_devices_of_80_gb(space)
         weights[name] = 2 * shape.params() / 1e9
         shutil.copytree(EMBEDDED / "tiny", space / name)
         (space / name / "model.safetensors").unlink()
-        config = checkpoint.llama_config(shape, context=2048, bos=0, eos=1, pad=2)
+        config = llama_config(shape, context=2048, bos=0, eos=1, pad=2)
         (space / name / "config.json").write_text(json.dumps(config))
     (space / "score.yaml").write_text(yaml.safe_dump(step))
     said = call("score", "--config", "score.yaml", "--dry-run").stdout

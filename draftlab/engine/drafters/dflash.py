@@ -15,7 +15,8 @@ from draftlab.engine.drafters.states import HeadPasses, StatesDrafter
 from draftlab.engine.generate import Draft, Sampler
 from draftlab.model.decoder import Tree
 from draftlab.model.devices import staged
-from draftlab.model.dflash import BlockCache, DFlash
+from draftlab.model.dflash import DFlash
+from draftlab.model.llama import Cache
 from draftlab.sampling import SamplingParams
 
 
@@ -73,12 +74,10 @@ class BlockPasses(HeadPasses):
     def weight_bytes(self) -> int:
         return sum(weight.nbytes for weight in (*self.head.weights.values(), self.head.head))
 
-    def new_cache(self, rows: int, capacity: int) -> BlockCache:
+    def new_cache(self, rows: int, capacity: int) -> Cache:
         return self.head.new_cache(rows, capacity)
 
-    def forward(
-        self, ids: Tensor, cache: BlockCache, last: int = 0, tree: Tree | None = None
-    ) -> Tensor:
+    def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Run a pass with the arguments and the result of Decoder.forward.
 
         If the head drafts fewer than T tokens, the last token's logits are repeated.

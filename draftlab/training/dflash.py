@@ -31,15 +31,15 @@ from draftlab.model import checkpoint, dflash, parallel
 from draftlab.model.dflash import DFlashShape
 from draftlab.model.eagle import TargetSizes, read_tensors
 from draftlab.model.trimmed_head import output_head
-from draftlab.training.checkpointer import best_weights, load_or_make, select_device
+from draftlab.training.checkpointer import load_or_make, select_device
 from draftlab.training.eagle import costs, texts_of
 from draftlab.training.eagle_head import EagleTeacher, StatesStudent, TargetPass
 from draftlab.training.eagle_start import sample
-from draftlab.training.fused_loss import chosen, fused_loss
+from draftlab.training.fused_loss import chosen
 from draftlab.training.losses import Loss, parse_loss
 from draftlab.training.objectives import Objective, random_ranks, run_lengths
 from draftlab.training.optimizers import training_dtype
-from draftlab.training.run import Distillation
+from draftlab.training.run import Distillation, OpenStudent
 from draftlab.training.students.dflash import DFlashStudent
 from draftlab.training.trainer import TrainingSetup
 
@@ -195,9 +195,11 @@ class BlockObjective(Objective):
 
     takes_packed = True
 
-    def __init__(self, student: BlockHead, loss: Loss, temperature: float, gamma: float) -> None:
-        super().__init__()
-        self.student, self.loss, self.temperature = student, loss, temperature
+    def __init__(
+        self, student: BlockHead, loss: Loss, temperature: float, gamma: float, anchors: Anchors
+    ) -> None:
+        super().__init__(student, loss, temperature)
+        self.depths = anchors
         decay = torch.exp(-torch.arange(student.config.most) / gamma)
         self.decay = nn.Buffer(decay / decay.mean(), persistent=False)
 
@@ -260,27 +262,7 @@ class BlockObjective(Objective):
         weights = mask.flatten()[predicted] * decay
         target = chosen(teacher.distributions, mask.flatten().nonzero().squeeze(1), predicted)
         head = self.student.get_output_embeddings().get_parameter("weight")
-        loss, labels = self.loss.at(self.progress), ids[:, 1:].flatten()[predicted]
-        sums = fused_loss(hidden, head, labels, weights, target, loss, self.temperature)
-        return torch.stack([*(value.detach() for value in sums), sums.objective])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenBlockHead:
-    """A DFlash head in training. content: Content of the head's config.json."""
-
-    module: BlockHead
-    setup: TrainingSetup
-    target: Path
-    content: Mapping[str, object]
-
-    def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the head of the best evaluation to the directory `work`, in z-lab's layout. Return no notes."""
-        self.module.load_state_dict(best_weights(state, "student"))
-        dtype = checkpoint.stored_dtype(self.target)
-        weights = {name: weight.to(dtype) for name, weight in self.module.weights().items()}
-        dflash.write(work, self.content, weights)
-        return {}
+        return self.sums(hidden, head, ids[:, 1:].flatten()[predicted], weights, target)
 
 
 def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], DFlashShape, Any]:
@@ -319,7 +301,7 @@ def facts(spec: DFlashStudent, job: Distillation) -> Mapping[str, object]:
     return costs(job, described, config.layer_ids, weights, passes)
 
 
-def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenBlockHead:
+def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenStudent:
     """Load the target and freeze it. Return the DFlash head with its teacher, loss and text.
 
     Raises:
@@ -359,13 +341,19 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenBlockH
     if job.draft is not None:
         student.fc.weight.data.mul_(student.scale)
     loss, gamma = parse_loss(job.loss), spec.gamma or config.block_size / 2
+    anchors = Anchors(spec.anchors, config.most, job.loop.seed)
     setup = TrainingSetup(
         teacher=teacher,
         batches=batches,
         heldout=heldout,
         loss=loss,
         temperature=job.temperature,
-        depths=Anchors(spec.anchors, config.most, job.loop.seed),
-        objective=BlockObjective(student, loss, job.temperature, gamma),
+        objective=BlockObjective(student, loss, job.temperature, gamma, anchors),
     )
-    return OpenBlockHead(module=student, setup=setup, target=target, content=content)
+
+    def write(work: Path, state: Path) -> dict[str, object]:
+        """Write the head of the best evaluation, in z-lab's layout. There are no notes."""
+        dflash.write(work, content, student.best_weights(state, target))
+        return {}
+
+    return OpenStudent(module=student, setup=setup, write=write)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from draftlab.console import note
 from draftlab.data import Batch, HeldOut
@@ -28,13 +27,13 @@ from draftlab.target_outputs.store import (
     finished_manifest,
     read_texts,
 )
-from draftlab.training.checkpointer import best_weights, load_or_make, select_device
+from draftlab.training.checkpointer import load_or_make, select_device
 from draftlab.training.eagle_head import EagleHead, EagleObjective, EagleTeacher
 from draftlab.training.eagle_start import sample, start_again, start_linear
 from draftlab.training.loop import Batches, Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.optimizers import training_dtype
-from draftlab.training.run import Distillation
+from draftlab.training.run import Distillation, OpenStudent
 from draftlab.training.students.eagle import LARGEST_DEFAULT, EagleStudent
 from draftlab.training.texts import HELDOUT_ROWS, Author, continued, in_turns, target_text
 from draftlab.training.trainer import TrainingSetup
@@ -118,36 +117,6 @@ def _sequences(directory: Path, seq_len: int) -> list[TargetOutput]:
 BYTES = 16  # bytes per trained weight: the fp32 weight, its gradient and two optimizer moments
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenHead:
-    """An EAGLE-3 head in training.
-
-    Attributes:
-        begun: Head of --draft, which is trained further. None for a new head.
-        ids: The target's token id for each of the W draft ids, [W].
-        coverage: Share of the training tokens that are draft ids.
-        k: Number of tokens that the head learns to draft.
-    """
-
-    module: EagleHead
-    setup: TrainingSetup
-    target: Path
-    begun: Head | None
-    ids: Tensor
-    coverage: float
-    k: int
-
-    def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the head of the best evaluation to the directory `work`, in SpecForge's layout. Return notes."""
-        student, dtype = self.module, checkpoint.stored_dtype(self.target)
-        student.load_state_dict(best_weights(state, "student"))
-        weights = {name: weight.to(dtype) for name, weight in student.weights().items()}
-        embedding = None if self.begun is None else self.begun.embedding
-        head = Head(config=student.config, weights=weights, ids=self.ids, embedding=embedding)
-        eagle.write(work, head, "native", target=self.target, k=self.k)
-        return {"coverage": self.coverage}
-
-
 def head_of(spec: EagleStudent, job: Distillation) -> HeadShape:
     """Return the shape of the head to train. Raises UserError: the head does not fit the target."""
     assert job.target is not None  # a head reads the target's states
@@ -198,7 +167,7 @@ def costs(
     }
 
 
-def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
+def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenStudent:
     """Load the target and freeze it. Return the EAGLE-3 head with its teacher, loss and text.
 
     Raises:
@@ -225,15 +194,16 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
         temperature=job.temperature,
         objective=EagleObjective(student, teacher.ids, loss, job.temperature, chain),
     )
-    return OpenHead(
-        module=student,
-        setup=setup,
-        target=target,
-        begun=begun,
-        ids=teacher.ids,
-        coverage=coverage,
-        k=chain,
-    )
+
+    def write(work: Path, state: Path) -> dict[str, object]:
+        """Write the head of the best evaluation, in SpecForge's layout."""
+        weights = student.best_weights(state, target)
+        embedding = None if begun is None else begun.embedding
+        trained = Head(config=head, weights=weights, ids=teacher.ids, embedding=embedding)
+        eagle.write(work, trained, "native", target=target, k=chain)
+        return {"coverage": coverage}
+
+    return OpenStudent(module=student, setup=setup, write=write)
 
 
 def texts_of(job: Distillation, target: Path, state: Path) -> tuple[Batches, HeldOut]:

@@ -12,6 +12,7 @@ target that the head reads, H query heads, C head_dim, V vocab, W draft vocab.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -27,10 +28,12 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from draftlab.data import Batch
+from draftlab.model import checkpoint
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.hf_decoder import keep_states
 from draftlab.model.trimmed_head import TrimmedHead, output_head
-from draftlab.training.fused_loss import Dense, fused_loss
+from draftlab.training.checkpointer import best_weights
+from draftlab.training.fused_loss import Dense
 from draftlab.training.losses import Loss, wide
 from draftlab.training.objectives import Objective
 from draftlab.training.teachers import LocalTeacher, logits_of
@@ -185,6 +188,15 @@ class StatesStudent(nn.Module):
         tensors = self.state_dict()
         return tensors | {"fc.weight": tensors["fc.weight"] / self.scale}
 
+    def best_weights(self, state: Path, target: Path) -> dict[str, Tensor]:
+        """Load the weights of the best evaluation, and return the weights to store, in the dtype of the target.
+
+        state: Directory with the checkpoints of the training run.
+        """
+        self.load_state_dict(best_weights(state, "student"))
+        dtype = checkpoint.stored_dtype(target)
+        return {name: weight.to(dtype) for name, weight in self.weights().items()}
+
 
 class EagleHead(StatesStudent):
     """An EAGLE-3 head to train. Its embedding is frozen.
@@ -285,9 +297,8 @@ class EagleObjective(Objective):
         self, student: EagleHead, ids: Tensor, loss: Loss, temperature: float, steps: int
     ) -> None:
         """Create the objective. ids: The target's token id for each draft id, [W]."""
-        super().__init__()
-        self.student, self.loss, self.temperature, self.steps = student, loss, temperature, steps
-        self.trimmed = TrimmedHead.of(ids, student.config.vocab)
+        super().__init__(student, loss, temperature)
+        self.steps, self.trimmed = steps, TrimmedHead.of(ids, student.config.vocab)
 
     def forward(
         self,
@@ -313,21 +324,16 @@ class EagleObjective(Objective):
         outputs = self.student(ids[:, :-1], teacher.states, self.steps, positions)
         # the input of lm_head at the counted positions in each step, L tensors [N, D]
         read = [out.flatten(0, 1)[counted - 1 - step] for step, out in enumerate(outputs)]
-        target = teacher.distributions
+        target, head = teacher.distributions, self.student.lm_head.weight
         if not torch.is_grad_enabled():
-            return torch.stack([self._sums(hidden, labels, weights, target) for hidden in read])
+            return torch.stack(
+                [self.sums(out, head, labels, weights, target, self.trimmed) for out in read]
+            )
         # one call for all steps, so that the target's lm_head is applied once per token
         rows = torch.arange(len(counted), device=ids.device).repeat_interleave(self.steps)
         target = replace(target, rows=rows)
-        hidden = torch.stack(read, 1).flatten(0, 1)
-        return self._sums(hidden, labels[rows], weights[rows] / self.steps, target).unsqueeze(0)
-
-    def _sums(self, hidden: Tensor, labels: Tensor, weights: Tensor, target: Dense) -> Tensor:
-        head, loss = self.student.lm_head.weight, self.loss.at(self.progress)
-        sums = fused_loss(
-            hidden, head, labels, weights, target, loss, self.temperature, trimmed=self.trimmed
-        )
-        return torch.stack([*(value.detach() for value in sums), sums.objective])
+        hidden, weights = torch.stack(read, 1).flatten(0, 1), weights[rows] / self.steps
+        return self.sums(hidden, head, labels[rows], weights, target, self.trimmed).unsqueeze(0)
 
 
 ROWS = 256  # number of positions whose logits over the whole vocabulary are in memory at a time

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from accelerate import tracking
 from pydantic import TypeAdapter
@@ -16,7 +16,6 @@ from draftlab.atomic import append_line, check_space, remove_state, write_atomic
 from draftlab.config.kinds import StudentSpec
 from draftlab.console import note, progress
 from draftlab.errors import UserError, did_you_mean
-from draftlab.model import checkpoint
 from draftlab.output import Output
 from draftlab.provenance import LOG_FILE
 from draftlab.reading import parse_json
@@ -214,23 +213,19 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
     return sorted(latest.values(), key=lambda r: (r.step, isinstance(r, EvalRecord)))
 
 
-class OpenStudent(Protocol):
-    """A student in memory, with its teacher and text."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenStudent:
+    """A student in memory, with its teacher and text.
 
-    @property
-    def module(self) -> Any:
-        """Return the module to train: a PreTrainedModel, or a module with the same methods."""
-        ...
+    Attributes:
+        module: The module to train: a PreTrainedModel, or a module with the same methods.
+        write: Function write(work, state) that writes a checkpoint with the best weights to the directory `work`, and
+            returns notes for draftlab.json. The directory `state` has the best weights.
+    """
 
-    @property
-    def setup(self) -> TrainingSetup: ...
-
-    def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write a checkpoint with the best weights. Return notes for draftlab.json.
-
-        work: Directory to write to. state: Directory that has the best weights.
-        """
-        ...
+    module: Any
+    setup: TrainingSetup
+    write: Callable[[Path, Path], dict[str, object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,19 +260,6 @@ class Distillation:
     hardware: Hardware = field(default_factory=Hardware)
     gradient_checkpointing: bool = False
     report_to: Sequence[str] = ()
-
-    @property
-    def target_vocab(self) -> int | None:
-        """Return the target's number of logits, or None if it is unknown.
-
-        Raises:
-            UserError: The stored outputs are unfinished.
-        """
-        if self.outputs is not None:
-            from draftlab.target_outputs.store import finished_manifest
-
-            return finished_manifest(self.outputs).vocab
-        return None if self.target is None else checkpoint.vocab_size(self.target)
 
 
 def distill(job: Distillation, output: Output) -> TrainingResult:

@@ -28,7 +28,6 @@ from draftlab.training.loop import Batches, Loop
 from draftlab.training.losses import Loss
 from draftlab.training.objectives import (
     Constraint,
-    Depths,
     DistillStep,
     Objective,
     Offsets,
@@ -59,7 +58,6 @@ class TrainingSetup:
         temperature: Temperature of both distributions in the divergence.
         length: Function that measures acceptance length in evaluations. None does not measure it.
         offsets: Offsets that a parallel draft learns. None for other students.
-        depths: Rule for how many tokens are predicted from each position. None uses `offsets` as the rule.
         objective: Module with the student and its loss. None makes a DistillStep, for students that are language
             models.
     """
@@ -71,7 +69,6 @@ class TrainingSetup:
     temperature: float = 1.0
     length: "TargetTextEvaluator | None" = None
     offsets: Offsets | None = None
-    depths: Depths | None = None
     objective: Objective | None = None
 
 
@@ -310,7 +307,7 @@ class Trainer:
         draw: Number of the draw. Together with the seed it decides the depths.
         """
         batch = batch.packed() if self.packs else batch
-        depths = self.setup.depths or self.setup.offsets
+        depths = self.objective.depths
         return batch if depths is None else depths.drawn(batch, draw)
 
     def _accumulate_gradients(self, parts: list[Batch], tokens: int) -> Tensor:

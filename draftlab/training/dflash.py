@@ -331,13 +331,13 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenStuden
         student.load_state_dict(tensors)
     note(f"the mask token has the id {config.mask_token_id}")
 
-    def measure() -> dict[str, np.ndarray]:
+    def measure() -> dict[str, Tensor]:
         sampled = sample(
             teacher, batches, job.loop, job.text.seq_len, "measuring the target's states"
         )
-        return {"scale": sampled.states.pow(2).mean(0).sqrt().clamp_min(config.eps).cpu().numpy()}
+        return {"scale": sampled.states.pow(2).mean(0).sqrt().clamp_min(config.eps).cpu()}
 
-    student.scale.copy_(torch.from_numpy(load_or_make(state, "start.pt", measure)["scale"]))
+    student.scale.copy_(load_or_make(state, "start.pt", measure)["scale"])
     if job.draft is not None:
         student.fc.weight.data.mul_(student.scale)
     loss, gamma = parse_loss(job.loss), spec.gamma or config.block_size / 2

@@ -7,9 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from draftlab.console import note
 from draftlab.data import Batch, HeldOut
@@ -182,7 +184,7 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenStudent
     note(f"the {len(ids):,} draft ids cover {coverage:.2%} of the training tokens")
     dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
     model = checkpoint.load_model(target, dtype, device, job.hardware.device_map)
-    teacher = EagleTeacher(model, head.layer_ids, torch.from_numpy(ids), job.temperature, device)
+    teacher = EagleTeacher(model, head.layer_ids, ids, job.temperature, device)
     student = start_head(head, begun, teacher, batches, job.loop, job.text.seq_len, state)
     loss, chain = parse_loss(job.loss), spec.ttt_steps
     judged = [within_chains(batch, chain) for batch in heldout.batches]
@@ -231,7 +233,7 @@ def texts_of(job: Distillation, target: Path, state: Path) -> tuple[Batches, Hel
 
 def _draft_ids(
     head: HeadShape, begun: Head | None, batches: Batches, steps: int, target: Path, state: Path
-) -> tuple[np.ndarray, float]:
+) -> tuple[Tensor, float]:
     """Return the token ids that the head predicts, and the share of the training tokens that are among them.
 
     A new head predicts the most frequent ids of the training text. If `begun` is set, the head keeps the ids of
@@ -241,18 +243,18 @@ def _draft_ids(
         UserError: There are more special tokens than ids that the head predicts.
     """
 
-    def find() -> dict[str, np.ndarray]:
+    def find() -> dict[str, Any]:
         if head.draft_vocab == head.vocab:
-            return {"ids": np.arange(head.vocab), "coverage": np.ones(1)}
+            return {"ids": torch.arange(head.vocab), "coverage": 1.0}
         texts = [batch.ids[:, 1:][batch.mask > 0] for batch in map(batches.batch, range(steps))]
         if begun is not None:
-            ids = begun.ids.numpy()
-            return {"ids": ids, "coverage": np.isin(np.concatenate(texts), ids).mean(keepdims=True)}
+            coverage = float(np.isin(np.concatenate(texts), begun.ids.numpy()).mean())
+            return {"ids": begun.ids, "coverage": coverage}
         ids, coverage = frequent_ids(texts, head.draft_vocab, head.vocab, special_ids(target))
-        return {"ids": np.array(ids), "coverage": np.array([coverage])}
+        return {"ids": torch.tensor(ids), "coverage": coverage}
 
-    tensors = load_or_make(state, "draft_ids.pt", find)
-    return tensors["ids"], float(tensors["coverage"][0])
+    found = load_or_make(state, "draft_ids.pt", find)
+    return found["ids"], found["coverage"]
 
 
 def start_head(
@@ -278,7 +280,7 @@ def start_head(
         student, what = EagleHead.of(begun, teacher.embedding), "measuring the target's states"
     student.to(teacher.device)
 
-    def find() -> dict[str, np.ndarray]:
+    def find() -> dict[str, Tensor]:
         sampled = sample(teacher, batches, loop, seq_len, what)
         if begun is not None:
             start_again(student, sampled)
@@ -287,10 +289,9 @@ def start_head(
             with torch.no_grad():
                 student.lm_head.weight.copy_(teacher.head_rows())
         tensors = student.state_dict() | {"scale": student.scale}
-        return {name: weight.cpu().numpy() for name, weight in tensors.items()}
+        return {name: weight.cpu() for name, weight in tensors.items()}
 
-    arrays = load_or_make(state, "start.pt", find)
-    start = {name: torch.from_numpy(weight) for name, weight in arrays.items()}
+    start = load_or_make(state, "start.pt", find)
     student.scale.copy_(start.pop("scale"))
     student.load_state_dict(start)
     return student

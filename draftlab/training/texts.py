@@ -169,11 +169,12 @@ def continued(
     """
     rows, length = author.loop.batch_size, text.seq_len + 1 - prompts.shape[1]
 
-    def make() -> dict[str, np.ndarray]:
+    def make() -> dict[str, torch.Tensor]:
         sampling = author.sampling(length, text.temperature)
         texts = author.write(prompts.tolist(), sampling, purpose)
         written = GeneratedRows.of(prompts, texts, length, rows)
-        return {"ids": written.ids, "lengths": written.lengths}
+        arrays = {"ids": written.ids, "lengths": written.lengths}
+        return {n: torch.from_numpy(array) for n, array in arrays.items()}
 
-    arrays = load_or_make(state, name, make)
-    return GeneratedRows(arrays["ids"], arrays["lengths"], prompts.shape[1], rows)
+    found = load_or_make(state, name, make)
+    return GeneratedRows(found["ids"].numpy(), found["lengths"].numpy(), prompts.shape[1], rows)

@@ -314,12 +314,10 @@ def deferred_signals() -> Iterator[list[int]]:
                 "checkpoint"
             )
 
-    signals = [
-        n
-        for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-        if signal.getsignal(n) != signal.SIG_IGN
-    ]
-    before = {number: signal.signal(number, handler) for number in signals}
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, handler)
     try:
         yield received
     finally:
@@ -347,7 +345,7 @@ def check(*, optimizer: str = "adamw", masks: bool = False) -> None:
         )
 
 
-def new_accelerator(dtype: str, clip: float) -> Accelerator:
+def new_accelerator(dtype: torch.dtype, clip: float) -> Accelerator:
     """Return an Accelerator that computes in `dtype` with fp32 weights.
 
     The command's settings take precedence over the settings of the launcher and of DeepSpeed's configuration.
@@ -358,7 +356,7 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
         # the training loop accumulates gradients, so the launcher's setting is overwritten
         alone = GradientAccumulationPlugin(num_steps=1)
         return Accelerator(
-            mixed_precision="bf16" if dtype == "bfloat16" else "no",
+            mixed_precision="bf16" if dtype == torch.bfloat16 else "no",
             gradient_accumulation_plugin=alone,
         )
     accelerator = Accelerator(mixed_precision="no")  # DeepSpeed's bf16 rounds the weights, too
@@ -376,7 +374,7 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
         "gradient_clipping": clip,
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},
-        "torch_autocast": {"enabled": dtype == "bfloat16", "dtype": "bfloat16"},
+        "torch_autocast": {"enabled": dtype == torch.bfloat16, "dtype": "bfloat16"},
     }
     # despite its name, this setting also gathers fp32 weights
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True

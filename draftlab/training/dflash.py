@@ -26,19 +26,18 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from draftlab.console import note
 from draftlab.data import Batch
-from draftlab.errors import UserError
-from draftlab.model import checkpoint, dflash, parallel
+from draftlab.model import dflash, parallel
 from draftlab.model.dflash import DFlashShape
 from draftlab.model.eagle import TargetSizes, read_tensors
 from draftlab.model.trimmed_head import output_head
-from draftlab.training.checkpointer import load_or_make, select_device
-from draftlab.training.eagle import costs, texts_of
-from draftlab.training.eagle_head import EagleTeacher, StatesStudent, TargetPass
+from draftlab.reading import reading
+from draftlab.training.checkpointer import load_or_make
+from draftlab.training.eagle import costs, open_teacher, texts_of
+from draftlab.training.eagle_head import StatesStudent, TargetPass
 from draftlab.training.eagle_start import sample
 from draftlab.training.fused_loss import chosen
 from draftlab.training.losses import Loss, parse_loss
 from draftlab.training.objectives import Objective, random_ranks, run_lengths
-from draftlab.training.optimizers import training_dtype
 from draftlab.training.run import Distillation, OpenStudent
 from draftlab.training.students.dflash import DFlashStudent
 from draftlab.training.trainer import TrainingSetup
@@ -269,17 +268,12 @@ def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], 
     """Return the config.json of the head to train, the sizes of the head, and the Qwen3Config of its layers.
 
     Raises:
-        UserError: The head does not fit the target, or predicts only some of the target's token ids.
+        UserError: The head does not fit the target.
     """
     target = job.target
     assert target is not None  # a head reads the target's states
     if job.draft is not None:
         config, layer, content = dflash.read_shape(job.draft, target, "dflash")
-        if config.draft_vocab < config.vocab:
-            raise UserError(
-                f"--draft {job.draft} predicts only {config.draft_vocab} of the target's {config.vocab} token ids, but "
-                "distill trains only DFlash heads that predict all ids; leave --draft out to train a new head"
-            )
         return dict(content), config, layer
     sizes = TargetSizes.of(target)
     layers = spec.num_layers or min(5, max(1, sizes.layers // 6))
@@ -311,24 +305,16 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenStuden
     assert target is not None  # a head reads the target's states
     content, config, layer = head_of(spec, job)
     batches, heldout = texts_of(job, target, state)
-    device, dtype = (
-        select_device(job.hardware.device),
-        checkpoint.DTYPES[training_dtype(job.loop.dtype)],
-    )
-    model = checkpoint.load_model(target, dtype, device, job.hardware.device_map)
-    teacher = EagleTeacher(model, config.layer_ids, None, job.temperature, device)
+    teacher = open_teacher(job, config.layer_ids, None)
     torch.manual_seed(job.loop.seed)
-    student = BlockHead(config, layer, teacher.embedding, output_head(model)).to(device)
+    student = BlockHead(config, layer, teacher.embedding, output_head(teacher.model))
+    student.to(teacher.device)
     if job.draft is not None:
         tensors = read_tensors(job.draft, lambda name: name.removeprefix("model."))
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        config.check_tensors(found, job.draft, "a DFlash head")
-        if own := sorted(tensors.keys() - config.sizes().keys()):
-            raise UserError(
-                f"--draft {job.draft} has the tensor {own[0]}, but distill trains only DFlash heads that use the "
-                "target's embedding and LM head; leave --draft out to train a new head"
-            )
-        student.load_state_dict(tensors)
+        with reading(
+            f"--draft {job.draft} is not a DFlash head with the target's embedding and LM head"
+        ):
+            student.load_state_dict(tensors)
     note(f"the mask token has the id {config.mask_token_id}")
 
     def measure() -> dict[str, Tensor]:
@@ -347,7 +333,6 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenStuden
         batches=batches,
         heldout=heldout,
         loss=loss,
-        temperature=job.temperature,
         objective=BlockObjective(student, loss, job.temperature, gamma, anchors),
     )
 

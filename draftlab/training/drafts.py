@@ -49,10 +49,13 @@ def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
     student, teacher = read_size(job.draft), read_size(job.target) if job.target else None
     seq_len = job.text.seq_len
     tokens = job.loop.steps * job.loop.batch_size * seq_len
-    models = {"draft": student.describe(), "target": teacher.describe() if teacher else "none"}
-    text = {} if job.answers is None else {"text": job.answers.describe()}
-    cost = training_cost(student, teacher, tokens=tokens, seq_len=seq_len)
-    described = models | text | cost
+    described: dict[str, object] = {
+        "draft": student.describe(),
+        "target": teacher.describe() if teacher else "none",
+    }
+    if job.answers is not None:
+        described["text"] = job.answers.describe()
+    described |= training_cost(student, teacher, tokens=tokens, seq_len=seq_len)
     if offsets is not None:
         described["in parallel"] = (
             f"the draft reads {offsets.cost:.2f} tokens for each training token, because it also reads mask tokens"
@@ -178,7 +181,7 @@ def _text_setup(
     data, heldout = job.text.open(tokenizer, job.loop)
     author = None if job.target is None else Author.of(job.target, job.hardware, job.loop, draft)
     if job.text.reweighing is not None:
-        dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
+        dtype = training_dtype(job.loop.dtype)
         data = job.text.reweighing.start(data, tokenizer, dtype, job.hardware, job.text.loss_on)
     setup = TrainingSetup(
         teacher=served,
@@ -230,10 +233,8 @@ def _with_target(
     """
     dtype, seq_len = training_dtype(job.loop.dtype), job.text.seq_len
     operations = 2 * (Weights(target).parameters + student.num_parameters()) * seq_len
-    note(f"loading {hub.checkpoint_name(target)} as teacher in {dtype}")
-    teacher = checkpoint.load_model(
-        target, checkpoint.DTYPES[dtype], device_map=job.hardware.device_map
-    )
+    note(f"loading {hub.checkpoint_name(target)} as teacher in {checkpoint.dtype_name(dtype)}")
+    teacher = checkpoint.load_model(target, dtype, device_map=job.hardware.device_map)
     rows = affordable(HELDOUT_ROWS, operations, job.hardware.resolved)
     fitting = max_positions(checkpoint.vocab_size(target), job.hardware.memory) // seq_len
     heldout = setup.heldout.subset(rows).batched(max(1, min(job.loop.batch_size, fitting)))

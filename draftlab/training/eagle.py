@@ -133,7 +133,6 @@ def head_of(spec: EagleStudent, job: Distillation) -> HeadShape:
 
 def facts(spec: EagleStudent, job: Distillation) -> Mapping[str, object]:
     """Return facts on the head and the cost of its training, for a dry run, without reading weights."""
-    assert job.target is not None  # a head reads the target's states
     head = head_of(spec, job)
     described = f"{head.draft_vocab:,} draft ids"
     return costs(job, described, head.layer_ids, head.params(), spec.ttt_steps)
@@ -151,7 +150,7 @@ def costs(
         passes: Number of tokens that the head reads for each token of the text.
     """
     assert job.target is not None  # a head reads the target's states
-    dtype, size = checkpoint.DTYPES[training_dtype(job.loop.dtype)], read_size(job.target)
+    dtype, size = training_dtype(job.loop.dtype), read_size(job.target)
     rows, seq_len = job.loop.batch_size, job.text.seq_len
     tokens = job.loop.steps * rows * seq_len
     per_token = size.flops_per_token(seq_len // 2) + 6 * weights * passes
@@ -177,14 +176,12 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenStudent
     """
     target = job.target
     assert target is not None  # a head reads the target's states
-    head, device = head_of(spec, job), select_device(job.hardware.device)
+    head = head_of(spec, job)
     begun = None if job.draft is None else eagle.read(job.draft, target, torch.float32)
     batches, heldout = texts_of(job, target, state)
     ids, coverage = _draft_ids(head, begun, batches, job.loop.steps, target, state)
     note(f"the {len(ids):,} draft ids cover {coverage:.2%} of the training tokens")
-    dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
-    model = checkpoint.load_model(target, dtype, device, job.hardware.device_map)
-    teacher = EagleTeacher(model, head.layer_ids, ids, job.temperature, device)
+    teacher = open_teacher(job, head.layer_ids, ids)
     student = start_head(head, begun, teacher, batches, job.loop, job.text.seq_len, state)
     loss, chain = parse_loss(job.loss), spec.ttt_steps
     judged = [within_chains(batch, chain) for batch in heldout.batches]
@@ -193,7 +190,6 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenStudent
         batches=ChainBatches(batches, chain),
         heldout=replace(heldout, batches=judged),
         loss=loss,
-        temperature=job.temperature,
         objective=EagleObjective(student, teacher.ids, loss, job.temperature, chain),
     )
 
@@ -206,6 +202,15 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenStudent
         return {"coverage": coverage}
 
     return OpenStudent(module=student, setup=setup, write=write)
+
+
+def open_teacher(job: Distillation, layer_ids: tuple[int, ...], ids: Tensor | None) -> EagleTeacher:
+    """Load the target, frozen, in the dtype to train in. For layer_ids and ids, see EagleTeacher."""
+    assert job.target is not None  # a head reads the target's states
+    device = select_device(job.hardware.device)
+    dtype = training_dtype(job.loop.dtype)
+    model = checkpoint.load_model(job.target, dtype, device, job.hardware.device_map)
+    return EagleTeacher(model, layer_ids, ids, job.temperature, device)
 
 
 def texts_of(job: Distillation, target: Path, state: Path) -> tuple[Batches, HeldOut]:

@@ -108,7 +108,7 @@ class Author:
 
     @property
     def dtype(self) -> torch.dtype:
-        return checkpoint.DTYPES[training_dtype(self.loop.dtype)]
+        return training_dtype(self.loop.dtype)
 
     @cached_property
     def model(self) -> Decoder:
@@ -138,12 +138,9 @@ class Author:
 
 def in_turns(text: TrainingText, sources: Mapping[str, Batches], loop: Loop) -> Batches:
     """Return batches from several sources. Each source provides its share of the steps."""
-    shares = dict(text.shares)
-    return (
-        sources[next(iter(shares))]
-        if len(shares) == 1
-        else MixedBatches.of(sources, shares, loop.steps)
-    )
+    if len(text.shares) == 1:
+        return sources[next(iter(text.shares))]
+    return MixedBatches.of(sources, text.shares, loop.steps)
 
 
 def target_text(text: TrainingText, data: Batches, author: Author, state: Path) -> GeneratedRows:

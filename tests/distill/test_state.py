@@ -27,7 +27,7 @@ def training(seed: int = 0) -> Training:
     """Two optimizers after a step, random generators in the middle of their streams, and a frozen layer."""
     torch.manual_seed(seed)
     AcceleratorState._reset_state()  # tests before this one may have chosen another dtype
-    accelerator = checkpointer.new_accelerator("float32", 1.0)
+    accelerator = checkpointer.new_accelerator(torch.float32, 1.0)
     first, last = nn.Linear(3, 4), nn.Linear(4, 2).requires_grad_(False)
     module = nn.Sequential(first, nn.BatchNorm1d(4), last)
     optimizers = [torch.optim.AdamW([first.weight]), torch.optim.SGD([first.bias], momentum=0.9)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftlab.model.shape import Shape
 from draftlab.pruning.cut import Keep
-from draftlab.pruning.importance import Importance, Scores
+from draftlab.pruning.importance import Scores
 
 
 def choose(scores: Scores, source: Shape, shape: Shape, layers: list[int]) -> Keep:
@@ -39,16 +39,16 @@ def top(scores: Tensor, count: int) -> list[int]:
     return sorted(scores.argsort(descending=True, stable=True)[:count].tolist())
 
 
-def influential(importance: Importance, count: int) -> list[int]:
+def influential(scores: Scores, count: int) -> list[int]:
     """Return the `count` layers that change the direction of the residual stream most.
 
     The first and the last layer are always among them. With count=1, the first layer is returned.
     """
-    scores = importance.layers.clone()
-    scores[0] = torch.inf
+    turns = scores.layers.clone()
+    turns[0] = torch.inf
     if count > 1:
-        scores[-1] = torch.inf
-    return top(scores, count)
+        turns[-1] = torch.inf
+    return top(turns, count)
 
 
 def even(total: int, count: int) -> list[int]:

@@ -134,21 +134,6 @@ Depth = Literal["influence", "even"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """The parts of the source that a draft keeps, and the weights to cut them from.
-
-    Args:
-        keep: Indices of the source to keep.
-        basis: Map from the source's residual stream to the draft's, [source's hidden size, draft's hidden size].
-        weights: The source's weights before the cut. They may be rotated or multiplied by masks.
-    """
-
-    keep: Keep
-    basis: Tensor
-    weights: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HeadIds:
     """The token ids of a trimmed head, which can propose only these ids.
 
@@ -212,16 +197,23 @@ class Prune:
         """
         if self.is_copy():
             return self.copy()
-        if method == "importance":
-            return self.write(
-                self._most_active(depth, rotate and not self.source.shape.tied, scores_cache)
-            )
-        have, seed = self.source.shape, self.text.seed
-        scores = (
-            choose.random_scores(have, seed) if method == "random" else choose.first_scores(have)
-        )
-        layers = choose.top(scores.layers, self.shape.layers)
-        return self.write(self._unrotated(choose.choose(scores, have, self.shape, layers)))
+        source, have, shape = self.source, self.source.shape, self.shape
+        importance = self._importance(scores_cache) if method == "importance" else None
+        if importance is not None:
+            scores, layers = importance, choose.influential(importance, shape.layers)
+            if depth == "even":
+                layers = choose.even(have.layers, shape.layers)
+        else:
+            scores = choose.first_scores(have)
+            if method == "random":
+                scores = choose.random_scores(have, self.text.seed)
+            layers = choose.top(scores.layers, shape.layers)
+        keep = choose.choose(scores, have, shape, layers)
+        if importance is None or not rotate or have.tied or shape.hidden == have.hidden:
+            return self.write(keep, torch.eye(have.hidden)[:, keep.hidden], source.weights)
+        rotation = importance.principal(shape.hidden, source.device)
+        keep = keep.model_copy(update={"hidden": list(range(shape.hidden))})
+        return self.write(keep, rotation, Rotated(source.weights, have, rotation.to(source.device)))
 
     def is_copy(self) -> bool:
         """Return whether draft and source have the same shape, apart from a trimmed head.
@@ -249,18 +241,22 @@ class Prune:
             )
             return self._record(work, keep, size, None)
 
-    def write(self, selection: Selection) -> PrunedDraft:
-        """Cut the selected parts from the source, refit the draft, and write it."""
-        source, keep, head = self.source, selection.keep, self._head
+    def write(self, keep: Keep, basis: Tensor, weights: Mapping[str, Tensor]) -> PrunedDraft:
+        """Cut the selected parts from the source, refit the draft, and write it.
+
+        Args:
+            keep: Indices of the source to keep.
+            basis: Map from the source's residual stream to the draft's, [source's hidden size, draft's hidden size].
+            weights: The source's weights before the cut. They may be rotated or multiplied by masks.
+        """
+        source, head = self.source, self._head
         draft_config = source.config_for(self.shape, keep.layers)
-        draft = Walk(
-            Cut(selection.weights, self.shape, keep), draft_config, source.dtype, source.device
-        )
+        draft = Walk(Cut(weights, self.shape, keep), draft_config, source.dtype, source.device)
         lockstep = Lockstep(
             source.walk(),
             draft,
             layers=keep.layers,
-            basis=selection.basis,
+            basis=basis,
             refit=self.refit,
             head_ids=head.ids if head else None,
         )
@@ -330,46 +326,32 @@ class Prune:
             head=self._head,
         )
 
-    def _unrotated(self, keep: Keep) -> Selection:
-        basis = torch.eye(self.source.shape.hidden)[:, keep.hidden]
-        return Selection(keep=keep, basis=basis, weights=self.source.weights)
-
-    def _most_active(self, depth: Depth, rotate: bool, scores_cache: Path | None) -> Selection:
-        source, shape = self.source, self.shape
-        importance = self._importance(scores_cache)
-        layers = choose.influential(importance, shape.layers)
-        if depth == "even":
-            layers = choose.even(source.shape.layers, shape.layers)
-        keep = choose.choose(importance, source.shape, shape, layers)
-        if not rotate or shape.hidden == source.shape.hidden:
-            return self._unrotated(keep)
-        rotation = importance.principal(shape.hidden, source.device)
-        keep = keep.model_copy(update={"hidden": list(range(shape.hidden))})
-        rotated = Rotated(source.weights, source.shape, rotation.to(source.device))
-        return Selection(keep=keep, basis=rotation, weights=rotated)
-
     def _importance(self, file: Path | None) -> Importance:
         """Return how important each layer, hidden dimension, head and FFN neuron of the source is.
 
         file: If this file exists, the importance is read from it. Otherwise the importance is computed, and written to
         this file. With None, the importance is computed and not stored.
         """
-        source, text = self.source, self.text
+        if file is None:
+            return self._calibrated()
+        text = self.text
         facts = {
-            "source": provenance.fingerprint(source.directory) if file else "",
+            "source": provenance.fingerprint(self.source.directory),
             "data": provenance.fingerprint(text.outputs) if text.outputs else text.data,
             "tokens": str(text.tokens),
             "seq_len": str(text.seq_len),
             "seed": str(text.seed),
         }
-        if file is not None and file.exists():
+        if file.exists():
             return load_scores(file, facts)
-        if file is not None:
-            check_writable(file)
+        check_writable(file)
+        importance = self._calibrated()
+        save_scores(importance, file, facts)
+        return importance
+
+    def _calibrated(self) -> Importance:
+        source = self.source
         with progress("calibrate", source.shape.layers) as advance:
-            importance = calibrate(
+            return calibrate(
                 source.walk(), source.shape, self._chunks, lambda done: advance(done, "layers")
             )
-        if file is not None:
-            save_scores(importance, file, facts)
-        return importance

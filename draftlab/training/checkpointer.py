@@ -236,14 +236,9 @@ class Training:
     def _own_weights(self) -> dict[str, Tensor]:
         """Return the trained parameters and the buffers. Frozen parameters are not saved: they come from the inputs."""
         module = self.accelerator.unwrap_model(self.module)
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        # tied parameters appear under one name here
-        trained = {name for name, p in module.named_parameters() if p.requires_grad}
-        return {
-            n: value
-            for n, value in module.state_dict().items()
-            if n in trained or n not in parameters
-        }
+        named = module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, p in named if not p.requires_grad}
+        return {name: value for name, value in module.state_dict().items() if name not in frozen}
 
 
 def save(state: Path, name: str, content: Mapping[str, Any]) -> None:

@@ -49,54 +49,6 @@ class LengthComparison:
     gain_low: float
 
 
-@dataclass(frozen=True, slots=True)
-class TargetText:
-    """Text that the target wrote.
-
-    Attributes:
-        prompts: Token ids of the prompt of each text.
-        ids: Token ids of the target's continuation of each prompt.
-        log_p: The target's log-probabilities of the continuation's tokens, for each text.
-        temperature: Temperature of the sampling and of log_p. 0 is greedy.
-    """
-
-    prompts: list[list[int]]
-    ids: list[list[int]]
-    log_p: list[list[float]]
-    temperature: float = 0.0
-
-
-def acceptance_probabilities(
-    student: PreTrainedModel, text: TargetText, memory: float = 2.0, offsets: Offsets | None = None
-) -> list[np.ndarray]:
-    """Return for each text the acceptance probabilities of its n generated tokens except the first, [n - 1].
-
-    The first generated token comes from the prefill, so it is never drafted. For a parallel draft with K offsets, the
-    result of a text is [n - 1, K], with a column for each offset.
-
-    Args:
-        memory: Gigabytes for the logits of a pass.
-        offsets: Offsets of a parallel draft. None for an ordinary draft.
-    """
-    was_training, vocab = student.training, int(student.config.get_text_config().vocab_size)
-    sampling = SamplingParams(temperature=text.temperature)
-    decoder = HFDecoder(student.eval(), trained=True)
-    prompts, ids = map(np.array, text.prompts), map(np.array, text.ids)
-    texts = list(zip(prompts, ids, strict=True))
-    targets = [np.array(log_p, np.float32) for log_p in text.log_p]
-    if offsets is None:
-        scored = score_tokens(decoder, texts, vocab, sampling, memory=memory)
-    else:
-        count, token = offsets.count, offsets.token
-        scored = score_offsets(decoder, texts, vocab, sampling, count, token, memory=memory)
-        targets = [log_p[:, None] for log_p in targets]
-    student.train(was_training)
-    return [
-        expected.chances(draft.logprobs, target)[1:]
-        for draft, target in zip(scored, targets, strict=True)
-    ]
-
-
 def affordable(most: int, operations: float, device: torch.device) -> int:
     """Return how many texts to evaluate on, `most` or fewer.
 
@@ -114,13 +66,20 @@ class TargetTextEvaluator:
     """A callable that measures the acceptance length of a student on text that the target wrote.
 
     Attributes:
+        prompts: Token ids of the prompt of each text.
+        ids: Token ids of the target's continuation of each prompt.
+        log_p: The target's log-probabilities of the continuation's tokens, for each text.
+        temperature: Temperature of the sampling and of log_p. 0 is greedy.
         state: Directory in which the acceptance probabilities of every evaluation are stored.
         memory: Gigabytes for the logits of a pass.
         offsets: Offsets of a parallel draft. None for an ordinary draft.
     """
 
-    text: TargetText
+    prompts: list[list[int]]
+    ids: list[list[int]]
+    log_p: list[list[float]]
     state: Path
+    temperature: float = 0.0
     memory: float = 2.0
     offsets: Offsets | None = None
 
@@ -162,13 +121,18 @@ class TargetTextEvaluator:
             }
 
         stored = checkpointer.load_or_make(state, "evaluation.pt", make)
-        text = TargetText(**stored, temperature=temperature)
-        if max(map(len, text.ids)) < 2:
+        if max(map(len, stored["ids"])) < 2:
             note(
                 "the acceptance length is not measured, because the target ends every text with the first new token"
             )
             return None
-        return cls(text, state, author.hardware.memory, offsets)
+        return cls(
+            **stored,
+            state=state,
+            temperature=temperature,
+            memory=author.hardware.memory,
+            offsets=offsets,
+        )
 
     @property
     def most(self) -> int:
@@ -177,11 +141,36 @@ class TargetTextEvaluator:
 
     def __call__(self, student: PreTrainedModel, step: int) -> float:
         """Return the tokens per target pass at K = 4, or at a lower K if a parallel draft has fewer offsets."""
-        chances = acceptance_probabilities(student, self.text, self.memory, self.offsets)
+        chances = self.acceptance_probabilities(student)
         stored = [torch.from_numpy(row) for row in chances]
         checkpointer.load_or_make(self.state, _file(step), lambda: {"chances": stored})
         tokens, passes = tokens_per_pass(chances, min(4, self.most)).sum(0)
         return float(tokens / passes)
+
+    def acceptance_probabilities(self, student: PreTrainedModel) -> list[np.ndarray]:
+        """Return for each text the acceptance probabilities of its n generated tokens except the first, [n - 1].
+
+        The first generated token comes from the prefill, so it is never drafted. For a parallel draft with K offsets,
+        the result of a text is [n - 1, K], with a column for each offset.
+        """
+        was_training, vocab = student.training, int(student.config.get_text_config().vocab_size)
+        decoder = HFDecoder(student.eval(), trained=True)
+        texts = list(zip(map(np.array, self.prompts), map(np.array, self.ids), strict=True))
+        sampling = SamplingParams(temperature=self.temperature)
+        targets = [np.array(log_p, np.float32) for log_p in self.log_p]
+        if self.offsets is None:
+            scored = score_tokens(decoder, texts, vocab, sampling, memory=self.memory)
+        else:
+            count, token = self.offsets.count, self.offsets.token
+            scored = score_offsets(
+                decoder, texts, vocab, sampling, count, token, memory=self.memory
+            )
+            targets = [log_p[:, None] for log_p in targets]
+        student.train(was_training)
+        return [
+            expected.chances(draft.logprobs, target)[1:]
+            for draft, target in zip(scored, targets, strict=True)
+        ]
 
     def compare(self, before: int, after: int) -> list[LengthComparison]:
         """Compare the evaluations after the training steps `before` and `after`, for every number of drafted tokens."""

@@ -23,7 +23,7 @@ from draftlab.model import hf_decoder
 from draftlab.model.llama import Llama, load
 from draftlab.results.decoding import count_acceptance
 from draftlab.sampling import SamplingParams
-from draftlab.training import evaluate
+from draftlab.training.evaluate import TargetTextEvaluator
 
 KS = (1, 2, 4, 8)
 chance_lists = st.lists(
@@ -280,8 +280,8 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
     texts = generate_batch(hf_decoder.HFDecoder(target), prompts.tolist(), sampling, Batching())
     written = [text.ids.tolist() for text in texts]
     log_p = [text.logprobs.tolist() for text in texts]
-    text = evaluate.TargetText(prompts.tolist(), written, log_p)
-    chances = evaluate.acceptance_probabilities(draft, text)
+    evaluator = TargetTextEvaluator(prompts.tolist(), written, log_p, tmp_path)
+    chances = evaluator.acceptance_probabilities(draft)
     engine = ModelDrafter(load(tmp_path / "draft", torch.float32))
     for k in (1, 2, 4):
         for row, prompt, chance in zip(written, prompts, chances, strict=True):

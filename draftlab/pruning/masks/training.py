@@ -15,9 +15,10 @@ from draftlab.data import open_batches, open_heldout
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import output_head
+from draftlab.pruning.cut import Keep
 from draftlab.pruning.masks.hard_concrete import Masks
 from draftlab.pruning.masks.masked_model import Folded, masked
-from draftlab.pruning.run import Prune, PrunedDraft, Selection, Text
+from draftlab.pruning.run import Prune, PrunedDraft, Text
 from draftlab.pruning.source import Source
 from draftlab.training.checkpointer import best_weights
 from draftlab.training.loop import Hardware, Loop
@@ -69,20 +70,23 @@ def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
         return cut.copy()
     source = cut.source
     state = claimed_state(cut.output, [source.directory])
-    selection = _select(source, cut.shape, cut.text, training, state)
+    keep, basis, weights = _select(source, cut.shape, cut.text, training, state)
     if not is_main_process():
         return PrunedDraft(
-            source=source.shape, shape=cut.shape, keep=selection.keep, agreement=None, disk_bytes=0
+            source=source.shape, shape=cut.shape, keep=keep, agreement=None, disk_bytes=0
         )
-    pruned = cut.write(selection)
+    pruned = cut.write(keep, basis, weights)
     remove_state(state)
     return pruned
 
 
 def _select(
     source: Source, shape: Shape, text: Text, training: MaskTraining, state: Path
-) -> Selection:
-    """Train masks that cut the source to a shape, and return what to keep. state: Directory of checkpoints."""
+) -> tuple[Keep, Tensor, Mapping[str, Tensor]]:
+    """Train masks that cut the source to a shape. Return keep, basis and weights for Prune.write.
+
+    state: Directory of checkpoints.
+    """
     masks = Masks(source.shape, shape, text.seed)
     student = _student(source, training)
     setup = _setup(source, text, training)
@@ -96,7 +100,7 @@ def _select(
     weights = Folded(_trained_weights(source, training, state), source.shape, masks.deterministic())
     keep, hidden = masks.keep(), masks.deterministic().hidden.detach().cpu()
     # the basis maps the source's residual stream to the draft's, so it includes masks between 0 and 1
-    return Selection(keep=keep, basis=torch.diag(hidden)[:, keep.hidden], weights=weights)
+    return keep, torch.diag(hidden)[:, keep.hidden], weights
 
 
 def _setup(source: Source, text: Text, training: MaskTraining) -> TrainingSetup:

@@ -119,8 +119,7 @@ def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrained
     if job.gradient_checkpointing:
         student.gradient_checkpointing_enable()
     if offsets is not None:
-        name = checkpoint.load_tokenizer(draft).convert_ids_to_tokens(offsets.token)
-        note(f"the mask token has the id {offsets.token} (token in the tokenizer: {name})")
+        note(f"the mask token has the id {offsets.token}")
         offsets.prepare(student)
     return student
 

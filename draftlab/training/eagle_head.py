@@ -364,11 +364,10 @@ class EagleTeacher:
         self.whole = LocalTeacher(model, logits_of(model), device)
         self.takes_packed = self.whole.takes_packed
         self.all_ids = ids is None
-        self.ids = torch.arange(self.whole.vocab) if ids is None else ids
-        self.ids, self.vocab = self.ids.to(device), len(self.ids)
-        self.draft_head = None
-        if self.whole.head.plain and not self.all_ids:
-            self.draft_head = self.head_rows()
+        self.ids = (torch.arange(self.whole.vocab) if ids is None else ids).to(device)
+        self.vocab = len(self.ids)
+        draft_rows = self.whole.head.plain and not self.all_ids
+        self.draft_head = self.head_rows() if draft_rows else None
         embedding = cast(nn.Module, model.get_input_embeddings()).get_parameter("weight")
         self.embedding = embedding.detach().to(device)
         self.states: dict[int, Tensor] = {}

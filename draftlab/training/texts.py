@@ -106,15 +106,10 @@ class Author:
     def of(cls, target: Path, hardware: Hardware, loop: Loop, *drafts: Path) -> "Author":
         return cls(target, known_ids(*drafts, target), hardware, loop)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return training_dtype(self.loop.dtype)
-
     @cached_property
     def model(self) -> Decoder:
-        return load_generator(
-            self.target, self.dtype, self.hardware.resolved, self.hardware.device_map
-        )
+        dtype, hardware = training_dtype(self.loop.dtype), self.hardware
+        return load_generator(self.target, dtype, hardware.resolved, hardware.device_map)
 
     def sampling(self, length: int, temperature: float) -> SamplingParams:
         ends = checkpoint.eos_token_ids(self.target)

@@ -70,12 +70,8 @@ class Masks(nn.Module):
         start = {
             n: 5 + 0.01 * torch.randn(s.rows, s.size, generator=rng) for n, s in self.sizes.items()
         }
-        self.log_odds = nn.ParameterDict(
-            {name: nn.Parameter(value) for name, value in start.items()}
-        )
-        self.multipliers = nn.ParameterDict(
-            {name: nn.Parameter(torch.zeros(2)) for name in self.sizes}
-        )
+        self.log_odds = nn.ParameterDict(start)
+        self.multipliers = nn.ParameterDict({name: torch.zeros(2) for name in self.sizes})
         self.progress = 1.0  # share of the run that is done
         self.values = self._values({})
 

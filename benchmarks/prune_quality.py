@@ -93,11 +93,7 @@ def _arms(source: Path, shape: Path, data: str, mask_steps: int, mask_lr: float)
                 "refit": refit,
                 "out": out,
             }
-            seeded = (
-                {}
-                if settings.get("method") in ("first", "magnitude") and refit == "none"
-                else {"seed": seed}
-            )
+            seeded = {} if settings.get("method") == "first" and refit == "none" else {"seed": seed}
             config = PruneConfig.build(common | seeded | settings)
             output = Output(command="prune", config=config, out=out, force=True)
             values = cast(Any, prepare(config, True).run).keywords
@@ -114,7 +110,6 @@ def _arms(source: Path, shape: Path, data: str, mask_steps: int, mask_lr: float)
         "random init": lambda seed, out: _random(source, read_shape_file(shape), seed, out),
         "random parts": cut(method="random"),
         "first": cut(method="first"),
-        "magnitude": cut(method="magnitude"),
         "activation": cut(),
         "activation + norms": cut(refit="norms"),
         "activation + refit": cut(refit="layers"),

@@ -214,7 +214,12 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
             "works only with --text target, and without --outputs",
         ),
         Only(
-            ("data", "reweigh_steps", "prompt_tokens", "loss_on"),
+            ("reweigh_steps",),
+            lambda c: shared.names(c.text) == {"data"},
+            "works only with --text data, because generated text has no sources",
+        ),
+        Only(
+            ("data", "prompt_tokens", "loss_on"),
             lambda c: c.prompt_file is None,
             "leave it out, because the text is the target's answers to --prompt-file",
         ),
@@ -371,7 +376,7 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
         from draftlab.training import checkpointer, run
         from draftlab.training.loop import Hardware, Loop
         from draftlab.training.losses import parse_loss
-        from draftlab.training.reweighing import Reweighing
+        from draftlab.training.reweighing import Reweighing, parse_reference
         from draftlab.training.texts import TrainingText
 
     with about("--loss"):
@@ -399,9 +404,10 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
     reweighing = None
     if config.reweigh_steps:
         with about("--reference-losses"):
-            reweighing = Reweighing.of(
-                config.reweigh_steps, config.reference_losses or target, config.data, weights
-            )
+            asked = config.reference_losses
+            reference = parse_reference(asked, weights) if asked else target
+            assert reference is not None  # this run loads the target
+        reweighing = Reweighing(every=config.reweigh_steps, reference=reference)
     text = fill(
         TrainingText,
         config,

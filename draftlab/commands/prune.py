@@ -89,10 +89,10 @@ class PruneConfig(OutputConfig):
         panel=CALIBRATION,
         advanced=True,
     )
-    method: Literal["importance", "masks", "random", "first", "magnitude"] = option(
+    method: Literal["importance", "masks", "random", "first"] = option(
         "importance",
         "How to choose the weights to keep. importance: by activations; masks: by trained masks (Sheared LLaMA); "
-        "random, first, magnitude: baselines.",
+        "random, first: baselines.",
     )
     depth: Literal["influence", "even"] = option(
         "influence",
@@ -204,7 +204,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     from draftlab.pruning.source import Source, check_cut
     from draftlab.target_outputs.store import check_tokenizer, finished_manifest
     from draftlab.training import checkpointer
-    from draftlab.training.reweighing import Reweighing
+    from draftlab.training.reweighing import Reweighing, parse_reference
 
     if config.method == "masks":
         checkpointer.check(masks=True)
@@ -255,8 +255,9 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         reweighing = None
         if config.reweigh_steps:
             with about("--reference-losses"):
-                expected = config.reference_losses or cast(Path, place)
-                reweighing = Reweighing.of(config.reweigh_steps, expected, config.data, weights)
+                asked = config.reference_losses
+                reference = parse_reference(asked, weights) if asked else cast(Path, place)
+            reweighing = Reweighing(every=config.reweigh_steps, reference=reference)
         training = fill(MaskTraining, config, reweighing=reweighing)
     cut = partial(
         Prune, source=cast(Source, source), shape=shape, text=text, refit=REFITS[config.refitted]

@@ -3,15 +3,14 @@
 Shapes: H query heads, K kv heads, G query heads per kv head.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from draftlab.model.checkpoint import layer_of
 from draftlab.model.shape import Shape
 from draftlab.pruning.cut import Keep
-from draftlab.pruning.importance import Importance, Scores
+from draftlab.pruning.importance import Scores
 
 
 def choose(scores: Scores, source: Shape, shape: Shape, layers: list[int]) -> Keep:
@@ -40,16 +39,16 @@ def top(scores: Tensor, count: int) -> list[int]:
     return sorted(scores.argsort(descending=True, stable=True)[:count].tolist())
 
 
-def influential(importance: Importance, count: int) -> list[int]:
+def influential(scores: Scores, count: int) -> list[int]:
     """Return the `count` layers that change the direction of the residual stream most.
 
     The first and the last layer are always among them. With count=1, the first layer is returned.
     """
-    scores = importance.layers.clone()
-    scores[0] = torch.inf
+    turns = scores.layers.clone()
+    turns[0] = torch.inf
     if count > 1:
-        scores[-1] = torch.inf
-    return top(scores, count)
+        turns[-1] = torch.inf
+    return top(turns, count)
 
 
 def even(total: int, count: int) -> list[int]:
@@ -65,26 +64,6 @@ def random_scores(shape: Shape, seed: int) -> Scores:
 def first_scores(shape: Shape) -> Scores:
     """Return scores with which choose() keeps the lowest indices."""
     return _scores(shape, lambda *size: -torch.arange(size[-1], dtype=torch.float32).expand(size))
-
-
-def magnitude_scores(weights: Mapping[str, Tensor], shape: Shape) -> Scores:
-    """Score each layer, head, neuron and hidden dimension by the squared norm of its weights."""
-    squares = _scores(shape, torch.zeros)
-    for name, axes in shape.axes().items():
-        square = weights[name].float().square()
-        layer = layer_of(name)
-        for dim, axis in enumerate(axes):
-            others = [d for d in range(len(axes)) if d != dim]
-            along = square.sum(others) if others else square
-            if axis == "hidden":
-                squares.hidden.add_(along)
-            elif axis == "q" and layer is not None:
-                squares.heads[layer].add_(along.unflatten(0, (shape.heads, shape.head_dim)).sum(-1))
-            elif axis == "ffn" and layer is not None:
-                squares.ffn[layer].add_(along)
-        if layer is not None:
-            squares.layers[layer] += square.sum()
-    return squares
 
 
 def _scores(shape: Shape, fill: Callable[..., Tensor]) -> Scores:

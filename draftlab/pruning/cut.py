@@ -129,18 +129,11 @@ class Rotated(TensorView):
         if self.roles[name] in READS.values():
             return torch.ones_like(tensor)
         rotated = tensor.to(self.rotation)
-        scale = self._scale(name)
-        rotated = rotated if scale is None else rotated * scale.to(rotated)
+        if (norm := READS.get(self.roles[name])) is not None:
+            scale = self.weights[self.shape.names(layer_of(name) or 0)[norm]]
+            rotated = rotated * scale.to(rotated)
         for dim, axis in enumerate(self.axes[name]):
             if axis == "hidden":
                 with exact_products():
                     rotated = (rotated.movedim(dim, -1) @ self.rotation).movedim(-1, dim)
         return rotated.to(tensor)
-
-    def _scale(self, name: str) -> Tensor | None:
-        norm = READS.get(self.roles[name])
-        return (
-            None
-            if norm is None
-            else self.weights[self.shape.names(layer_of(name) or 0)[norm]].float()
-        )

@@ -7,6 +7,7 @@ Shapes: T tokens, L layers, D hidden, H heads, F ffn, N features, n sampled toke
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,13 +49,12 @@ class Importance(Scores):
     # [D, D], sum over tokens of the outer products of the inputs of all norms, each scaled to mean square 1
     covariance: Tensor
 
-    def principal(self, count: int, device: torch.device = CPU) -> tuple[Tensor, float]:
-        """Return the `count` principal directions, [D, count], and their share of the variance of all directions."""
+    def principal(self, count: int, device: torch.device = CPU) -> Tensor:
+        """Return the `count` principal directions, [D, count]."""
         covariance = self.covariance.to(device if device.type == "cuda" else "cpu").double()
-        energy, directions = (part.cpu() for part in torch.linalg.eigh(covariance))
-        directions = directions.flip(1)[:, :count]
+        directions = torch.linalg.eigh(covariance).eigenvectors.cpu().flip(1)[:, :count]
         signs = directions.gather(0, directions.abs().argmax(0, keepdim=True)).sign()
-        return (directions * signs).float(), float(energy.flip(0)[:count].sum() / energy.sum())
+        return (directions * signs).float()
 
 
 def calibrate(
@@ -108,22 +108,14 @@ def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> No
     write_tensors(file, tensors, facts)
 
 
-def load_scores(file: Path, facts: dict[str, str], shape: Shape) -> Importance:
+def load_scores(file: Path, facts: dict[str, str]) -> Importance:
     """Return the importance that save_scores wrote to a file.
 
     facts: Settings that must equal the settings in the file.
 
     Raises:
-        UserError: The settings in the file differ, it has scores of another shape, or it is damaged.
+        UserError: The settings in the file differ, or it is damaged.
     """
-    layers, hidden = shape.layers, shape.hidden
-    sizes = {
-        "layers": (layers,),
-        "hidden": (hidden,),
-        "heads": (layers, shape.heads),
-        "ffn": (layers, shape.ffn),
-        "covariance": (hidden, hidden),
-    }
     with reading(file), safe_open(file, framework="pt") as handle:
         stored = handle.metadata() or {}
         for key, value in facts.items():
@@ -135,11 +127,6 @@ def load_scores(file: Path, facts: dict[str, str], shape: Shape) -> Importance:
         tensors = {field.name: handle.get_tensor(field.name) for field in fields(Importance)}
     for name, tensor in tensors.items():
         check_weight(tensor, name, file)
-        if tensor.shape != sizes[name]:
-            raise UserError(
-                f"--scores-cache {file}: {name} has the size {tuple(tensor.shape)}, but the source needs "
-                f"{sizes[name]}; remove the file"
-            )
     return Importance(**tensors)
 
 
@@ -189,20 +176,14 @@ class _Sums:
 
 @contextlib.contextmanager
 def _hooked(listeners: list[tuple[nn.Module, Listener]]) -> Iterator[None]:
-    def hook(listener: Listener) -> Callable[..., None]:
-        def call(_: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
-            listener(
-                args[0], output
-            )  # the hook returns nothing, because a value would replace the output
+    # the hook returns nothing, because a value would replace the output
+    def hook(listener: Listener, _: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        listener(args[0], output)
 
-        return call
-
-    handles = [module.register_forward_hook(hook(listener)) for module, listener in listeners]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module, listener in listeners:
+            hooks.enter_context(module.register_forward_hook(partial(hook, listener)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _magnitude(x: Tensor) -> Tensor:

@@ -7,8 +7,10 @@ Shapes: T tokens, D hidden dimensions of the source, D' of the draft, N inputs a
 Residual streams are [1, T, D] in the source and [1, T, D'] in the draft.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -221,15 +223,14 @@ def _recorded(module: nn.Module, run: Run, stream: Stream, *names: str) -> list[
     """Run a module on a residual stream. Return the inputs of the named submodules, then the output of the module."""
     inputs: dict[str, Tensor] = {}
 
-    def hook(name: str) -> Callable[..., None]:
-        return lambda _, args: inputs.update({name: args[0]})
+    def record(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs[name] = args[0]
 
-    handles = [module.get_submodule(name).register_forward_pre_hook(hook(name)) for name in names]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name in names:
+            part = module.get_submodule(name)
+            hooks.enter_context(part.register_forward_pre_hook(partial(record, name)))
         output = run(stream)
-    finally:
-        for handle in handles:
-            handle.remove()
     return [*(inputs[name] for name in names), output]
 
 

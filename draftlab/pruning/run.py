@@ -1,6 +1,6 @@
 """Prune from start to end: calibrate, select what to keep, cut, refit, compare with the source, and write the draft."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from draftlab.data import open_batches, open_heldout
 from draftlab.model import checkpoint, saving
 from draftlab.model.hf_files import read_head_ids, write_head_ids
 from draftlab.model.shape import Shape
-from draftlab.model.trimmed_head import frequent_ids, template_ids
+from draftlab.model.trimmed_head import frequent_ids
 from draftlab.output import Output
 from draftlab.pruning import choose
 from draftlab.pruning.cut import Cut, Keep, Rotated, keep_all
@@ -26,8 +26,8 @@ from draftlab.pruning.importance import Importance, calibrate, load_scores, save
 from draftlab.pruning.refit import Agreement, Lockstep, Refit
 from draftlab.pruning.source import Source
 from draftlab.pruning.walk import Walk
-from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.store import HELDOUT, read_texts
+from draftlab.training.vocabulary import special_ids
 
 HELDOUT_TOKENS = 4096  # most held-out tokens on which draft and source are compared
 LEAST_TOKENS = 32  # fewest held-out tokens on which draft and source are compared
@@ -57,12 +57,7 @@ class Text:
         """Return chunks of token ids to calibrate on, [1, seq_len] each."""
         rows = -(-self.tokens // seq_len)
         if self.outputs is not None:
-            own = (self.outputs / HELDOUT).exists()
-            texts = [
-                text
-                for i, text in enumerate(_whole(read_texts(self.outputs)))
-                if own or i % HELDOUT_SHARE
-            ]
+            texts = _stored_texts(self.outputs, heldout=False)
             return joined(texts, rows, seq_len, self.seed)
         text = open_batches(
             self.data, tokenizer, rows=rows, seq_len=seq_len, steps=1, seed=self.seed
@@ -86,12 +81,7 @@ class Text:
         """
         rows = max(1, HELDOUT_TOKENS // self.seq_len)
         if self.outputs is not None:
-            own = self.outputs / HELDOUT
-            texts = (
-                _whole(read_texts(own))
-                if own.exists()
-                else _whole(read_texts(self.outputs))[::HELDOUT_SHARE]
-            )
+            texts = _stored_texts(self.outputs, heldout=True)
             return joined(texts, rows, self.seq_len + 1, seed=0)
         text = open_heldout(
             self.data, tokenizer, rows=1, seq_len=self.seq_len, most_rows=rows, least=LEAST_TOKENS
@@ -123,33 +113,24 @@ def joined(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[T
     ]
 
 
-def _whole(outputs: list[TargetOutput]) -> list[np.ndarray]:
-    """Return the token ids of each prompt and its answer, joined, in the order of the prompt numbers."""
-    ordered = sorted(outputs, key=lambda output: output.number)
-    return [np.concatenate([output.prompt, output.ids]).astype(np.int64) for output in ordered]
+def _stored_texts(directory: Path, *, heldout: bool) -> list[np.ndarray]:
+    """Return the token ids of each prompt and its answer, joined, in the order of the prompt numbers.
+
+    heldout: Whether to return the held-out texts, or all texts except these.
+    """
+    own = directory / HELDOUT
+    part = own if heldout and own.exists() else directory
+    ordered = sorted(read_texts(part), key=lambda output: output.number)
+    texts = [np.concatenate([output.prompt, output.ids]).astype(np.int64) for output in ordered]
+    if own.exists():
+        return texts
+    return [text for i, text in enumerate(texts) if (i % HELDOUT_SHARE == 0) == heldout]
 
 
 KEEP_FILE = "keep.json"
 
-Method = Literal["importance", "random", "first", "magnitude"]
+Method = Literal["importance", "random", "first"]
 Depth = Literal["influence", "even"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """The parts of the source that a draft keeps, and the weights to cut them from.
-
-    Args:
-        keep: Indices of the source to keep.
-        basis: Map from the source's residual stream to the draft's, [source's hidden size, draft's hidden size].
-        weights: The source's weights before the cut. They may be rotated or multiplied by masks.
-        save: Function that writes further files to the draft's directory.
-    """
-
-    keep: Keep
-    basis: Tensor
-    weights: Mapping[str, Tensor]
-    save: Callable[[Path], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,21 +197,23 @@ class Prune:
         """
         if self.is_copy():
             return self.copy()
-        if method == "importance":
-            return self.write(
-                self._most_active(depth, rotate and not self.source.shape.tied, scores_cache)
-            )
-        have, seed = self.source.shape, self.text.seed
-        if method == "magnitude":
-            scores = choose.magnitude_scores(self.source.weights, have)
+        source, have, shape = self.source, self.source.shape, self.shape
+        importance = self._importance(scores_cache) if method == "importance" else None
+        if importance is not None:
+            scores, layers = importance, choose.influential(importance, shape.layers)
+            if depth == "even":
+                layers = choose.even(have.layers, shape.layers)
         else:
-            scores = (
-                choose.random_scores(have, seed)
-                if method == "random"
-                else choose.first_scores(have)
-            )
-        layers = choose.top(scores.layers, self.shape.layers)
-        return self.write(self._unrotated(choose.choose(scores, have, self.shape, layers)))
+            scores = choose.first_scores(have)
+            if method == "random":
+                scores = choose.random_scores(have, self.text.seed)
+            layers = choose.top(scores.layers, shape.layers)
+        keep = choose.choose(scores, have, shape, layers)
+        if importance is None or not rotate or have.tied or shape.hidden == have.hidden:
+            return self.write(keep, torch.eye(have.hidden)[:, keep.hidden], source.weights)
+        rotation = importance.principal(shape.hidden, source.device)
+        keep = keep.model_copy(update={"hidden": list(range(shape.hidden))})
+        return self.write(keep, rotation, Rotated(source.weights, have, rotation.to(source.device)))
 
     def is_copy(self) -> bool:
         """Return whether draft and source have the same shape, apart from a trimmed head.
@@ -258,18 +241,22 @@ class Prune:
             )
             return self._record(work, keep, size, None)
 
-    def write(self, selection: Selection) -> PrunedDraft:
-        """Cut the selected parts from the source, refit the draft, and write it."""
-        source, keep, head = self.source, selection.keep, self._head
+    def write(self, keep: Keep, basis: Tensor, weights: Mapping[str, Tensor]) -> PrunedDraft:
+        """Cut the selected parts from the source, refit the draft, and write it.
+
+        Args:
+            keep: Indices of the source to keep.
+            basis: Map from the source's residual stream to the draft's, [source's hidden size, draft's hidden size].
+            weights: The source's weights before the cut. They may be rotated or multiplied by masks.
+        """
+        source, head = self.source, self._head
         draft_config = source.config_for(self.shape, keep.layers)
-        draft = Walk(
-            Cut(selection.weights, self.shape, keep), draft_config, source.dtype, source.device
-        )
+        draft = Walk(Cut(weights, self.shape, keep), draft_config, source.dtype, source.device)
         lockstep = Lockstep(
             source.walk(),
             draft,
             layers=keep.layers,
-            basis=selection.basis,
+            basis=basis,
             refit=self.refit,
             head_ids=head.ids if head else None,
         )
@@ -278,8 +265,6 @@ class Prune:
             tensors = lockstep.tensors(chunks, self._heldout, lambda done: advance(done, "layers"))
             stored = ((name, tensor.to("cpu", source.stored_dtype)) for name, tensor in tensors)
             size = saving.write_checkpoint(work, draft_config, stored, source.directory)
-            if selection.save is not None:
-                selection.save(work)
             return self._record(work, keep, size, lockstep.agreement)
 
     @cached_property
@@ -311,9 +296,11 @@ class Prune:
                 f"lm_head keeps the most frequent token ids of {self.text.data}; the most frequent ids of the target's "
                 "answers fit better: add --outputs DIRECTORY"
             )
-        special = template_ids(self._tokenizer) | set(checkpoint.eos_token_ids(directory))
         ids, coverage = frequent_ids(
-            self.text.counted(self._tokenizer), self.shape.draft_vocab, vocab, special
+            self.text.counted(self._tokenizer),
+            self.shape.draft_vocab,
+            vocab,
+            special_ids(directory),
         )
         return HeadIds(ids=ids, coverage=coverage)
 
@@ -339,46 +326,32 @@ class Prune:
             head=self._head,
         )
 
-    def _unrotated(self, keep: Keep) -> Selection:
-        basis = torch.eye(self.source.shape.hidden)[:, keep.hidden]
-        return Selection(keep=keep, basis=basis, weights=self.source.weights)
-
-    def _most_active(self, depth: Depth, rotate: bool, scores_cache: Path | None) -> Selection:
-        source, shape = self.source, self.shape
-        importance = self._importance(scores_cache)
-        layers = choose.influential(importance, shape.layers)
-        if depth == "even":
-            layers = choose.even(source.shape.layers, shape.layers)
-        keep = choose.choose(importance, source.shape, shape, layers)
-        if not rotate or shape.hidden == source.shape.hidden:
-            return self._unrotated(keep)
-        rotation, _ = importance.principal(shape.hidden, source.device)
-        keep = keep.model_copy(update={"hidden": list(range(shape.hidden))})
-        rotated = Rotated(source.weights, source.shape, rotation.to(source.device))
-        return Selection(keep=keep, basis=rotation, weights=rotated)
-
     def _importance(self, file: Path | None) -> Importance:
         """Return how important each layer, hidden dimension, head and FFN neuron of the source is.
 
         file: If this file exists, the importance is read from it. Otherwise the importance is computed, and written to
         this file. With None, the importance is computed and not stored.
         """
-        source, text = self.source, self.text
+        if file is None:
+            return self._calibrated()
+        text = self.text
         facts = {
-            "source": provenance.fingerprint(source.directory) if file else "",
+            "source": provenance.fingerprint(self.source.directory),
             "data": provenance.fingerprint(text.outputs) if text.outputs else text.data,
             "tokens": str(text.tokens),
             "seq_len": str(text.seq_len),
             "seed": str(text.seed),
         }
-        if file is not None and file.exists():
-            return load_scores(file, facts, source.shape)
-        if file is not None:
-            check_writable(file)
+        if file.exists():
+            return load_scores(file, facts)
+        check_writable(file)
+        importance = self._calibrated()
+        save_scores(importance, file, facts)
+        return importance
+
+    def _calibrated(self) -> Importance:
+        source = self.source
         with progress("calibrate", source.shape.layers) as advance:
-            importance = calibrate(
+            return calibrate(
                 source.walk(), source.shape, self._chunks, lambda done: advance(done, "layers")
             )
-        if file is not None:
-            save_scores(importance, file, facts)
-        return importance

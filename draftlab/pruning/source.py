@@ -81,15 +81,12 @@ def check_prunable(config: dict[str, object], source: Shape) -> None:
     model = checkpoint.new_model(checkpoint.config_for(wide, plain, layers), seed=0).eval()
     with torch.no_grad():
         weights = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    for name in weights:
-        if name == "model.embed_tokens.weight":
-            weights[name][:, width // 2 :] = 0
-        elif "o_proj" in name or "down_proj" in name:
-            weights[name][width // 2 :] = 0
-            if name.endswith("o_proj.weight"):
-                weights[name][:, width // 2 :] = 0
-    half = keep_all(narrow)
-    cut = dict(Cut(weights, narrow, half).items())
+    for name, tensor in weights.items():
+        if "o_proj" in name or "down_proj" in name:
+            tensor[narrow.hidden :] = 0
+        if name.endswith(("embed_tokens.weight", "o_proj.weight")):
+            tensor[:, narrow.hidden :] = 0
+    cut = dict(Cut(weights, narrow, keep_all(narrow)).items())
     for name, axes in narrow.axes().items():
         cut[name] = cut[name] * 2**0.5 if axes == ("hidden",) and "norm" in name else cut[name]
     small = checkpoint.new_model(checkpoint.config_for(narrow, plain, layers), seed=0).eval()

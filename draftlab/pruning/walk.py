@@ -96,11 +96,6 @@ class Walk:
 
     @contextlib.contextmanager
     def _loaded(self, name: str) -> Iterator[None]:
-        self._load(name)
-        yield
-        self.model.get_submodule(name).to("meta")
-
-    def _load(self, name: str) -> None:
         module = self.model.get_submodule(name)
         tied = name == "lm_head" and "lm_head.weight" not in self.weights
         prefix = "model.embed_tokens" if tied else name
@@ -109,6 +104,8 @@ class Walk:
             for key in module.state_dict()
         }
         module.load_state_dict(tensors, assign=True)
+        yield
+        module.to("meta")
 
     @contextlib.contextmanager
     def _recording(self) -> Iterator[list[tuple[Tensor, dict[str, Any]]]]:
@@ -122,10 +119,8 @@ class Walk:
             calls.append((stream, arguments))
             return stream
 
-        for layer in self.layers:
-            layer.forward = record
-        try:
-            yield calls
-        finally:
+        with contextlib.ExitStack() as undo:
             for layer in self.layers:
-                del layer.forward
+                layer.forward = record
+                undo.callback(delattr, layer, "forward")
+            yield calls

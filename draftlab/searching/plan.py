@@ -172,7 +172,7 @@ def measure_machine(
         size: Size of the target. The bandwidth is measured by reading as many weights, up to a limit.
         folder: Folder for the drafts, whose free disk space is measured.
     """
-    trained = checkpoint.DTYPES[training_dtype("auto")]
+    trained = training_dtype("auto")
     disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     started, used = time.perf_counter(), time.process_time()
     with note_if_slow("measuring matrix products and memory bandwidth of this machine"):

@@ -127,12 +127,8 @@ class PromptFile:
             if self.of_data
             else {"prompt_file": self.file}
         )
-        sampled = {
-            "chat": self.chat,
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            "seed": self.seed,
-        }
+        names = ("chat", "max_new_tokens", "temperature", "seed")
+        sampled = {name: getattr(self, name) for name in names}
         decides = sampled | {"of_data": self.of_data, "system_prompt": self.system_prompt}
         inputs = [provenance.fingerprint(self.target), provenance.file_sha256(self.file)]
         key = hashlib.sha256(json.dumps([decides, inputs]).encode()).hexdigest()[:8]

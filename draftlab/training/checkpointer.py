@@ -14,7 +14,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
@@ -30,7 +29,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftlab.atomic import replacing, run_identity, sync
 from draftlab.console import note, processes
-from draftlab.errors import UserError, one_line
+from draftlab.errors import UserError
 from draftlab.model.checkpoint import resolve_device
 from draftlab.reading import reading
 from draftlab.trust import trusts_remote_code
@@ -150,7 +149,7 @@ class Training:
             UserError: `state` cannot be written.
         """
         work, main = state / WRITING, self.accelerator.is_main_process
-        try:
+        with reading(f"cannot write a checkpoint to {state}"):
             if main:
                 shutil.rmtree(work, ignore_errors=True)
                 work.mkdir(parents=True)
@@ -161,19 +160,11 @@ class Training:
             self.accelerator.wait_for_everyone()
             if main:
                 save(state, f"{WRITING}/{CONTENT}", content)
-                sync(work)
-                for file in filter(Path.is_file, state.iterdir()):
-                    sync(file)  # so that the log has every step of the checkpoint
+                sync(state)  # with the log, so that it has every step of the checkpoint
                 work.rename(state / f"step-{step:08d}")
                 sync(state)
                 for earlier in _checkpoints(state)[:-1]:
                     shutil.rmtree(earlier)
-        # torch raises RuntimeError if the disk is full
-        except (OSError, RuntimeError, UserError) as error:
-            shutil.rmtree(work, ignore_errors=True)
-            raise UserError(
-                f"cannot write a checkpoint to {state}: {one_line(error, 200)}"
-            ) from error
         self.accelerator.wait_for_everyone()
 
     def restore(self, state: Path) -> int | None:
@@ -217,7 +208,11 @@ class Training:
 
     def _restore(self, folder: Path, content: dict[str, Any]) -> None:
         if self.sharded:
-            _check_trusted(folder)
+            if not trusts_remote_code():
+                raise UserError(
+                    f"{folder} is a checkpoint of FSDP or DeepSpeed with pickle files, which can run code; if you made "
+                    "it, add --trust-remote-code to distill; otherwise start again with --force"
+                )
             self.accelerator.load_state(str(folder))
         else:
             if content["weights"].keys() != self._own_weights().keys():
@@ -241,32 +236,23 @@ class Training:
     def _own_weights(self) -> dict[str, Tensor]:
         """Return the trained parameters and the buffers. Frozen parameters are not saved: they come from the inputs."""
         module = self.accelerator.unwrap_model(self.module)
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        # tied parameters appear under one name here
-        trained = {name for name, p in module.named_parameters() if p.requires_grad}
-        return {
-            n: value
-            for n, value in module.state_dict().items()
-            if n in trained or n not in parameters
-        }
+        named = module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, p in named if not p.requires_grad}
+        return {name: value for name, value in module.state_dict().items() if name not in frozen}
 
 
 def save(state: Path, name: str, content: Mapping[str, Any]) -> None:
     """Write tensors and numbers to the file `name` in `state`, the state directory of the run, atomically.
 
     Raises:
-        UserError: torch cannot write the file, because the disk is full or for another reason.
+        UserError: The file cannot be written.
     """
     file = state / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with reading(f"cannot write {file}; the disk may be full"):
+        file.parent.mkdir(parents=True, exist_ok=True)
         # an open file, because torch hides the error of a full disk if it gets a path
         with replacing(file) as part, part.open("wb") as stream:
             torch.save({"run": run_identity(state), "content": dict(content)}, stream)
-    except RuntimeError as error:  # of torch, in place of the system's error
-        raise UserError(
-            f"cannot write {file}; the disk may be full: {one_line(error, 200)}"
-        ) from error
 
 
 def load(state: Path, name: str) -> dict[str, Any]:
@@ -276,53 +262,26 @@ def load(state: Path, name: str) -> dict[str, Any]:
         UserError: The file is missing or damaged, or belongs to another run.
     """
     file = state / name
-    advice = f"add --force to start again, or remove {file.parent}"
-    try:
+    with reading(f"{file} cannot be read (add --force to start again)"):
         with zipfile.ZipFile(file) as parts:
-            damaged = parts.testzip()  # checked here, because torch does not compare checksums
-        stored = {} if damaged else torch.load(file, map_location="cpu", weights_only=True)
-        run, content = stored["run"], {**stored["content"]}
-    except Exception as error:  # zipfile, pickle and torch raise errors of many types
-        raise UserError(
-            f"{file} is missing, damaged, or from another version of draftlab; {advice}"
-        ) from error
-    if run != run_identity(state):
-        raise UserError(f"{file} belongs to another run; {advice}")
-    return content
+            if parts.testzip():  # checked here, because torch does not compare checksums
+                raise ValueError("the file is damaged")
+        stored = torch.load(file, map_location="cpu", weights_only=True)
+        if stored["run"] != run_identity(state):
+            raise ValueError("the file belongs to another run")
+        return {**stored["content"]}
 
 
-def load_or_make(
-    state: Path, name: str, make: Callable[[], dict[str, np.ndarray]]
-) -> dict[str, np.ndarray]:
-    """Return the arrays that `make` computes, by name. They are stored in the file `name` of the directory `state`.
+def load_or_make(state: Path, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the tensors, numbers and lists that `make` computes, by name.
 
-    If the file exists, its arrays are returned, and `make` is not called. A resumed run thus gets the same arrays. Of
-    several processes, only the main process calls `make`.
+    They are stored in the file `name` of the directory `state`. If the file exists, it is read, and `make` is not
+    called. A resumed run thus gets the same values. Of several processes, only the main process calls `make`.
     """
     with process_state().main_process_first():
         if not (state / name).exists():
-            save(state, name, {n: torch.from_numpy(array) for n, array in make().items()})
-    with reading(state / name):
-        return {n: tensor.numpy() for n, tensor in load(state, name).items()}
-
-
-def check_resumable(state: Path) -> None:
-    """Check that the newest checkpoint may be loaded. Call this before models are loaded, because loading takes time.
-
-    Raises:
-        UserError: The checkpoint has pickles, and --trust-remote-code is not set.
-    """
-    for checkpoint in _checkpoints(state)[-1:]:
-        if any(file.is_file() and file.name != CONTENT for file in checkpoint.rglob("*")):
-            _check_trusted(checkpoint)
-
-
-def _check_trusted(folder: Path) -> None:
-    if not trusts_remote_code():
-        raise UserError(
-            f"{folder} is a checkpoint of FSDP or DeepSpeed with pickle files, which can run code; if you made it, add "
-            "--trust-remote-code to distill; otherwise start again with --force"
-        )
+            save(state, name, make())
+    return load(state, name)
 
 
 def _checkpoints(state: Path) -> list[Path]:
@@ -350,12 +309,10 @@ def deferred_signals() -> Iterator[list[int]]:
                 "checkpoint"
             )
 
-    signals = [
-        n
-        for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-        if signal.getsignal(n) != signal.SIG_IGN
-    ]
-    before = {number: signal.signal(number, handler) for number in signals}
+    before = {}
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, handler)
     try:
         yield received
     finally:
@@ -383,7 +340,7 @@ def check(*, optimizer: str = "adamw", masks: bool = False) -> None:
         )
 
 
-def new_accelerator(dtype: str, clip: float) -> Accelerator:
+def new_accelerator(dtype: torch.dtype, clip: float) -> Accelerator:
     """Return an Accelerator that computes in `dtype` with fp32 weights.
 
     The command's settings take precedence over the settings of the launcher and of DeepSpeed's configuration.
@@ -394,7 +351,7 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
         # the training loop accumulates gradients, so the launcher's setting is overwritten
         alone = GradientAccumulationPlugin(num_steps=1)
         return Accelerator(
-            mixed_precision="bf16" if dtype == "bfloat16" else "no",
+            mixed_precision="bf16" if dtype == torch.bfloat16 else "no",
             gradient_accumulation_plugin=alone,
         )
     accelerator = Accelerator(mixed_precision="no")  # DeepSpeed's bf16 rounds the weights, too
@@ -412,7 +369,7 @@ def new_accelerator(dtype: str, clip: float) -> Accelerator:
         "gradient_clipping": clip,
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},
-        "torch_autocast": {"enabled": dtype == "bfloat16", "dtype": "bfloat16"},
+        "torch_autocast": {"enabled": dtype == torch.bfloat16, "dtype": "bfloat16"},
     }
     # despite its name, this setting also gathers fp32 weights
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True

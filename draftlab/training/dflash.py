@@ -26,20 +26,19 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from draftlab.console import note
 from draftlab.data import Batch
-from draftlab.errors import UserError
-from draftlab.model import checkpoint, dflash, parallel
+from draftlab.model import dflash, parallel
 from draftlab.model.dflash import DFlashShape
 from draftlab.model.eagle import TargetSizes, read_tensors
 from draftlab.model.trimmed_head import output_head
-from draftlab.training.checkpointer import best_weights, load_or_make, select_device
-from draftlab.training.eagle import costs, texts_of
-from draftlab.training.eagle_head import EagleTeacher, StatesStudent, TargetPass
+from draftlab.reading import reading
+from draftlab.training.checkpointer import load_or_make
+from draftlab.training.eagle import costs, open_teacher, texts_of
+from draftlab.training.eagle_head import StatesStudent, TargetPass
 from draftlab.training.eagle_start import sample
-from draftlab.training.fused_loss import chosen, fused_loss
+from draftlab.training.fused_loss import chosen
 from draftlab.training.losses import Loss, parse_loss
 from draftlab.training.objectives import Objective, random_ranks, run_lengths
-from draftlab.training.optimizers import training_dtype
-from draftlab.training.run import Distillation
+from draftlab.training.run import Distillation, OpenStudent
 from draftlab.training.students.dflash import DFlashStudent
 from draftlab.training.trainer import TrainingSetup
 
@@ -195,9 +194,11 @@ class BlockObjective(Objective):
 
     takes_packed = True
 
-    def __init__(self, student: BlockHead, loss: Loss, temperature: float, gamma: float) -> None:
-        super().__init__()
-        self.student, self.loss, self.temperature = student, loss, temperature
+    def __init__(
+        self, student: BlockHead, loss: Loss, temperature: float, gamma: float, anchors: Anchors
+    ) -> None:
+        super().__init__(student, loss, temperature)
+        self.depths = anchors
         decay = torch.exp(-torch.arange(student.config.most) / gamma)
         self.decay = nn.Buffer(decay / decay.mean(), persistent=False)
 
@@ -260,44 +261,19 @@ class BlockObjective(Objective):
         weights = mask.flatten()[predicted] * decay
         target = chosen(teacher.distributions, mask.flatten().nonzero().squeeze(1), predicted)
         head = self.student.get_output_embeddings().get_parameter("weight")
-        loss, labels = self.loss.at(self.progress), ids[:, 1:].flatten()[predicted]
-        sums = fused_loss(hidden, head, labels, weights, target, loss, self.temperature)
-        return torch.stack([*(value.detach() for value in sums), sums.objective])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenBlockHead:
-    """A DFlash head in training. content: Content of the head's config.json."""
-
-    module: BlockHead
-    setup: TrainingSetup
-    target: Path
-    content: Mapping[str, object]
-
-    def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the head of the best evaluation to the directory `work`, in z-lab's layout. Return no notes."""
-        self.module.load_state_dict(best_weights(state, "student"))
-        dtype = checkpoint.stored_dtype(self.target)
-        weights = {name: weight.to(dtype) for name, weight in self.module.weights().items()}
-        dflash.write(work, self.content, weights)
-        return {}
+        return self.sums(hidden, head, ids[:, 1:].flatten()[predicted], weights, target)
 
 
 def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], DFlashShape, Any]:
     """Return the config.json of the head to train, the sizes of the head, and the Qwen3Config of its layers.
 
     Raises:
-        UserError: The head does not fit the target, or predicts only some of the target's token ids.
+        UserError: The head does not fit the target.
     """
     target = job.target
     assert target is not None  # a head reads the target's states
     if job.draft is not None:
         config, layer, content = dflash.read_shape(job.draft, target, "dflash")
-        if config.draft_vocab < config.vocab:
-            raise UserError(
-                f"--draft {job.draft} predicts only {config.draft_vocab} of the target's {config.vocab} token ids, but "
-                "distill trains only DFlash heads that predict all ids; leave --draft out to train a new head"
-            )
         return dict(content), config, layer
     sizes = TargetSizes.of(target)
     layers = spec.num_layers or min(5, max(1, sizes.layers // 6))
@@ -319,7 +295,7 @@ def facts(spec: DFlashStudent, job: Distillation) -> Mapping[str, object]:
     return costs(job, described, config.layer_ids, weights, passes)
 
 
-def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenBlockHead:
+def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenStudent:
     """Load the target and freeze it. Return the DFlash head with its teacher, loss and text.
 
     Raises:
@@ -329,43 +305,40 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenBlockH
     assert target is not None  # a head reads the target's states
     content, config, layer = head_of(spec, job)
     batches, heldout = texts_of(job, target, state)
-    device, dtype = (
-        select_device(job.hardware.device),
-        checkpoint.DTYPES[training_dtype(job.loop.dtype)],
-    )
-    model = checkpoint.load_model(target, dtype, device, job.hardware.device_map)
-    teacher = EagleTeacher(model, config.layer_ids, None, job.temperature, device)
+    teacher = open_teacher(job, config.layer_ids, None)
     torch.manual_seed(job.loop.seed)
-    student = BlockHead(config, layer, teacher.embedding, output_head(model)).to(device)
+    student = BlockHead(config, layer, teacher.embedding, output_head(teacher.model))
+    student.to(teacher.device)
     if job.draft is not None:
         tensors = read_tensors(job.draft, lambda name: name.removeprefix("model."))
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        config.check_tensors(found, job.draft, "a DFlash head")
-        if own := sorted(tensors.keys() - config.sizes().keys()):
-            raise UserError(
-                f"--draft {job.draft} has the tensor {own[0]}, but distill trains only DFlash heads that use the "
-                "target's embedding and LM head; leave --draft out to train a new head"
-            )
-        student.load_state_dict(tensors)
+        with reading(
+            f"--draft {job.draft} is not a DFlash head with the target's embedding and LM head"
+        ):
+            student.load_state_dict(tensors)
     note(f"the mask token has the id {config.mask_token_id}")
 
-    def measure() -> dict[str, np.ndarray]:
+    def measure() -> dict[str, Tensor]:
         sampled = sample(
             teacher, batches, job.loop, job.text.seq_len, "measuring the target's states"
         )
-        return {"scale": sampled.states.pow(2).mean(0).sqrt().clamp_min(config.eps).cpu().numpy()}
+        return {"scale": sampled.states.pow(2).mean(0).sqrt().clamp_min(config.eps).cpu()}
 
-    student.scale.copy_(torch.from_numpy(load_or_make(state, "start.pt", measure)["scale"]))
+    student.scale.copy_(load_or_make(state, "start.pt", measure)["scale"])
     if job.draft is not None:
         student.fc.weight.data.mul_(student.scale)
     loss, gamma = parse_loss(job.loss), spec.gamma or config.block_size / 2
+    anchors = Anchors(spec.anchors, config.most, job.loop.seed)
     setup = TrainingSetup(
         teacher=teacher,
         batches=batches,
         heldout=heldout,
         loss=loss,
-        temperature=job.temperature,
-        depths=Anchors(spec.anchors, config.most, job.loop.seed),
-        objective=BlockObjective(student, loss, job.temperature, gamma),
+        objective=BlockObjective(student, loss, job.temperature, gamma, anchors),
     )
-    return OpenBlockHead(module=student, setup=setup, target=target, content=content)
+
+    def write(work: Path, state: Path) -> dict[str, object]:
+        """Write the head of the best evaluation, in z-lab's layout. There are no notes."""
+        dflash.write(work, content, student.best_weights(state, target))
+        return {}
+
+    return OpenStudent(module=student, setup=setup, write=write)

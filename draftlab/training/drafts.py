@@ -1,7 +1,7 @@
 """Train ordinary and parallel draft models. The teacher is the target, in memory or on a server, or stored outputs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,43 +28,10 @@ from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import Offsets
 from draftlab.training.on_policy import StudentBatches
 from draftlab.training.optimizers import training_dtype
-from draftlab.training.run import Distillation
+from draftlab.training.run import Distillation, OpenStudent
 from draftlab.training.teachers import ServedTeacher, StoredTeacher
 from draftlab.training.texts import HELDOUT_ROWS, Author, in_turns, target_text
 from draftlab.training.trainer import TrainingSetup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenDraft:
-    """A draft model in training.
-
-    Attributes:
-        like: Checkpoint that training starts from.
-        offsets: The distances in tokens at which a parallel draft learns to predict. None for an ordinary draft.
-        vocab: Number of logits of the written draft. None keeps the number of logits of `like`.
-    """
-
-    module: PreTrainedModel
-    setup: TrainingSetup
-    like: Path
-    offsets: Offsets | None
-    vocab: int | None
-
-    def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the draft of the best evaluation, in the dtype of `like`. Return notes for draftlab.json."""
-        trained = checkpointer.best_weights(state, "student")
-        dtype, config = checkpoint.stored_dtype(self.like), checkpoint.read_config(self.like)
-        if self.offsets is not None:
-            config |= self.offsets.config
-        stored = ((name, weight.to(dtype)) for name, weight in trained.items())
-        saving.write_checkpoint(work, config, stored, self.like)
-        notes: dict[str, object] = {}
-        if self.vocab is not None:
-            notes["vocab"] = vocabulary.resize(work, self.vocab)
-        if (head := trimmed_head_of(self.module)) is not None:
-            write_head_ids(work, head.ids.tolist())
-            notes["draft_vocab"] = len(head.ids)
-        return notes
 
 
 def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
@@ -82,10 +49,13 @@ def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
     student, teacher = read_size(job.draft), read_size(job.target) if job.target else None
     seq_len = job.text.seq_len
     tokens = job.loop.steps * job.loop.batch_size * seq_len
-    models = {"draft": student.describe(), "target": teacher.describe() if teacher else "none"}
-    text = {} if job.answers is None else {"text": job.answers.describe()}
-    cost = training_cost(student, teacher, tokens=tokens, seq_len=seq_len)
-    described = models | text | cost
+    described: dict[str, object] = {
+        "draft": student.describe(),
+        "target": teacher.describe() if teacher else "none",
+    }
+    if job.answers is not None:
+        described["text"] = job.answers.describe()
+    described |= training_cost(student, teacher, tokens=tokens, seq_len=seq_len)
     if offsets is not None:
         described["in parallel"] = (
             f"the draft reads {offsets.cost:.2f} tokens for each training token, because it also reads mask tokens"
@@ -93,31 +63,50 @@ def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
     return described
 
 
-def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenDraft:
+def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenStudent:
     """Load the draft in fp32, and return it with its teacher and text.
+
+    offsets: The distances in tokens at which a parallel draft learns to predict. None for an ordinary draft.
 
     Raises:
         UserError: The stored outputs, the server or the text cannot be used.
     """
-    assert job.draft is not None  # because of starts_from_draft
-    student = _load(job, job.draft, offsets)
+    draft = job.draft
+    assert draft is not None  # because of starts_from_draft
+    student = _load(job, draft, offsets)
     if job.outputs is not None:
         loop = job.loop
         setup = stored_setup(
-            job.outputs, job.draft, job.loss, job.temperature, rows=loop.batch_size, seed=loop.seed
+            job.outputs, draft, job.loss, job.temperature, rows=loop.batch_size, seed=loop.seed
         )
     else:
-        setup = _text_setup(job, student, job.draft, state, offsets)
+        setup = _text_setup(job, student, draft, state, offsets)
     setup = replace(setup, offsets=offsets)
     if job.vocab is not None:
         if job.outputs is not None:
             texts = [output.ids for output in read_texts(job.outputs)]
         else:
             texts = vocabulary.trained_texts(setup.batches, job.loop.steps)
-        models = [path for path in (job.draft, job.target) if path is not None]
+        models = [path for path in (draft, job.target) if path is not None]
         vocabulary.trim(student, job.vocab, texts, models)
-    vocab = checkpoint.vocab_size(job.target) if job.target else None
-    return OpenDraft(module=student, setup=setup, like=job.draft, offsets=offsets, vocab=vocab)
+
+    def write(work: Path, state: Path) -> dict[str, object]:
+        """Write the draft of the best evaluation, in the dtype in which --draft is stored."""
+        dtype, config = checkpoint.stored_dtype(draft), checkpoint.read_config(draft)
+        if offsets is not None:
+            config |= offsets.config
+        trained = checkpointer.best_weights(state, "student")
+        stored = ((name, weight.to(dtype)) for name, weight in trained.items())
+        saving.write_checkpoint(work, config, stored, draft)
+        notes: dict[str, object] = {}
+        if job.target is not None:
+            notes["vocab"] = vocabulary.resize(work, checkpoint.vocab_size(job.target))
+        if (head := trimmed_head_of(student)) is not None:
+            write_head_ids(work, head.ids.tolist())
+            notes["draft_vocab"] = len(head.ids)
+        return notes
+
+    return OpenStudent(module=student, setup=setup, write=write)
 
 
 def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrainedModel:
@@ -130,8 +119,7 @@ def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrained
     if job.gradient_checkpointing:
         student.gradient_checkpointing_enable()
     if offsets is not None:
-        name = checkpoint.load_tokenizer(draft).convert_ids_to_tokens(offsets.token)
-        note(f"the mask token has the id {offsets.token} (token in the tokenizer: {name})")
+        note(f"the mask token has the id {offsets.token}")
         offsets.prepare(student)
     return student
 
@@ -192,7 +180,7 @@ def _text_setup(
     data, heldout = job.text.open(tokenizer, job.loop)
     author = None if job.target is None else Author.of(job.target, job.hardware, job.loop, draft)
     if job.text.reweighing is not None:
-        dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
+        dtype = training_dtype(job.loop.dtype)
         data = job.text.reweighing.start(data, tokenizer, dtype, job.hardware, job.text.loss_on)
     setup = TrainingSetup(
         teacher=served,
@@ -244,10 +232,8 @@ def _with_target(
     """
     dtype, seq_len = training_dtype(job.loop.dtype), job.text.seq_len
     operations = 2 * (Weights(target).parameters + student.num_parameters()) * seq_len
-    note(f"loading {hub.checkpoint_name(target)} as teacher in {dtype}")
-    teacher = checkpoint.load_model(
-        target, checkpoint.DTYPES[dtype], device_map=job.hardware.device_map
-    )
+    note(f"loading {hub.checkpoint_name(target)} as teacher in {checkpoint.dtype_name(dtype)}")
+    teacher = checkpoint.load_model(target, dtype, device_map=job.hardware.device_map)
     rows = affordable(HELDOUT_ROWS, operations, job.hardware.resolved)
     fitting = max_positions(checkpoint.vocab_size(target), job.hardware.memory) // seq_len
     heldout = setup.heldout.subset(rows).batched(max(1, min(job.loop.batch_size, fitting)))

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,13 +29,13 @@ from draftlab.target_outputs.store import (
     finished_manifest,
     read_texts,
 )
-from draftlab.training.checkpointer import best_weights, load_or_make, select_device
+from draftlab.training.checkpointer import load_or_make, select_device
 from draftlab.training.eagle_head import EagleHead, EagleObjective, EagleTeacher
 from draftlab.training.eagle_start import sample, start_again, start_linear
 from draftlab.training.loop import Batches, Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.optimizers import training_dtype
-from draftlab.training.run import Distillation
+from draftlab.training.run import Distillation, OpenStudent
 from draftlab.training.students.eagle import LARGEST_DEFAULT, EagleStudent
 from draftlab.training.texts import HELDOUT_ROWS, Author, continued, in_turns, target_text
 from draftlab.training.trainer import TrainingSetup
@@ -118,36 +119,6 @@ def _sequences(directory: Path, seq_len: int) -> list[TargetOutput]:
 BYTES = 16  # bytes per trained weight: the fp32 weight, its gradient and two optimizer moments
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenHead:
-    """An EAGLE-3 head in training.
-
-    Attributes:
-        begun: Head of --draft, which is trained further. None for a new head.
-        ids: The target's token id for each of the W draft ids, [W].
-        coverage: Share of the training tokens that are draft ids.
-        k: Number of tokens that the head learns to draft.
-    """
-
-    module: EagleHead
-    setup: TrainingSetup
-    target: Path
-    begun: Head | None
-    ids: Tensor
-    coverage: float
-    k: int
-
-    def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the head of the best evaluation to the directory `work`, in SpecForge's layout. Return notes."""
-        student, dtype = self.module, checkpoint.stored_dtype(self.target)
-        student.load_state_dict(best_weights(state, "student"))
-        weights = {name: weight.to(dtype) for name, weight in student.weights().items()}
-        embedding = None if self.begun is None else self.begun.embedding
-        head = Head(config=student.config, weights=weights, ids=self.ids, embedding=embedding)
-        eagle.write(work, head, "native", target=self.target, k=self.k)
-        return {"coverage": self.coverage}
-
-
 def head_of(spec: EagleStudent, job: Distillation) -> HeadShape:
     """Return the shape of the head to train. Raises UserError: the head does not fit the target."""
     assert job.target is not None  # a head reads the target's states
@@ -162,7 +133,6 @@ def head_of(spec: EagleStudent, job: Distillation) -> HeadShape:
 
 def facts(spec: EagleStudent, job: Distillation) -> Mapping[str, object]:
     """Return facts on the head and the cost of its training, for a dry run, without reading weights."""
-    assert job.target is not None  # a head reads the target's states
     head = head_of(spec, job)
     described = f"{head.draft_vocab:,} draft ids"
     return costs(job, described, head.layer_ids, head.params(), spec.ttt_steps)
@@ -180,7 +150,7 @@ def costs(
         passes: Number of tokens that the head reads for each token of the text.
     """
     assert job.target is not None  # a head reads the target's states
-    dtype, size = checkpoint.DTYPES[training_dtype(job.loop.dtype)], read_size(job.target)
+    dtype, size = training_dtype(job.loop.dtype), read_size(job.target)
     rows, seq_len = job.loop.batch_size, job.text.seq_len
     tokens = job.loop.steps * rows * seq_len
     per_token = size.flops_per_token(seq_len // 2) + 6 * weights * passes
@@ -198,7 +168,7 @@ def costs(
     }
 
 
-def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
+def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenStudent:
     """Load the target and freeze it. Return the EAGLE-3 head with its teacher, loss and text.
 
     Raises:
@@ -206,14 +176,12 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
     """
     target = job.target
     assert target is not None  # a head reads the target's states
-    head, device = head_of(spec, job), select_device(job.hardware.device)
+    head = head_of(spec, job)
     begun = None if job.draft is None else eagle.read(job.draft, target, torch.float32)
     batches, heldout = texts_of(job, target, state)
     ids, coverage = _draft_ids(head, begun, batches, job.loop.steps, target, state)
     note(f"the {len(ids):,} draft ids cover {coverage:.2%} of the training tokens")
-    dtype = checkpoint.DTYPES[training_dtype(job.loop.dtype)]
-    model = checkpoint.load_model(target, dtype, device, job.hardware.device_map)
-    teacher = EagleTeacher(model, head.layer_ids, torch.from_numpy(ids), job.temperature, device)
+    teacher = open_teacher(job, head.layer_ids, ids)
     student = start_head(head, begun, teacher, batches, job.loop, job.text.seq_len, state)
     loss, chain = parse_loss(job.loss), spec.ttt_steps
     judged = [within_chains(batch, chain) for batch in heldout.batches]
@@ -222,18 +190,27 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenHead:
         batches=ChainBatches(batches, chain),
         heldout=replace(heldout, batches=judged),
         loss=loss,
-        temperature=job.temperature,
         objective=EagleObjective(student, teacher.ids, loss, job.temperature, chain),
     )
-    return OpenHead(
-        module=student,
-        setup=setup,
-        target=target,
-        begun=begun,
-        ids=teacher.ids,
-        coverage=coverage,
-        k=chain,
-    )
+
+    def write(work: Path, state: Path) -> dict[str, object]:
+        """Write the head of the best evaluation, in SpecForge's layout."""
+        weights = student.best_weights(state, target)
+        embedding = None if begun is None else begun.embedding
+        trained = Head(config=head, weights=weights, ids=teacher.ids, embedding=embedding)
+        eagle.write(work, trained, "native", target=target, k=chain)
+        return {"coverage": coverage}
+
+    return OpenStudent(module=student, setup=setup, write=write)
+
+
+def open_teacher(job: Distillation, layer_ids: tuple[int, ...], ids: Tensor | None) -> EagleTeacher:
+    """Load the target, frozen, in the dtype to train in. For layer_ids and ids, see EagleTeacher."""
+    assert job.target is not None  # a head reads the target's states
+    device = select_device(job.hardware.device)
+    dtype = training_dtype(job.loop.dtype)
+    model = checkpoint.load_model(job.target, dtype, device, job.hardware.device_map)
+    return EagleTeacher(model, layer_ids, ids, job.temperature, device)
 
 
 def texts_of(job: Distillation, target: Path, state: Path) -> tuple[Batches, HeldOut]:
@@ -261,7 +238,7 @@ def texts_of(job: Distillation, target: Path, state: Path) -> tuple[Batches, Hel
 
 def _draft_ids(
     head: HeadShape, begun: Head | None, batches: Batches, steps: int, target: Path, state: Path
-) -> tuple[np.ndarray, float]:
+) -> tuple[Tensor, float]:
     """Return the token ids that the head predicts, and the share of the training tokens that are among them.
 
     A new head predicts the most frequent ids of the training text. If `begun` is set, the head keeps the ids of
@@ -271,18 +248,18 @@ def _draft_ids(
         UserError: There are more special tokens than ids that the head predicts.
     """
 
-    def find() -> dict[str, np.ndarray]:
+    def find() -> dict[str, Any]:
         if head.draft_vocab == head.vocab:
-            return {"ids": np.arange(head.vocab), "coverage": np.ones(1)}
+            return {"ids": torch.arange(head.vocab), "coverage": 1.0}
         texts = [batch.ids[:, 1:][batch.mask > 0] for batch in map(batches.batch, range(steps))]
         if begun is not None:
-            ids = begun.ids.numpy()
-            return {"ids": ids, "coverage": np.isin(np.concatenate(texts), ids).mean(keepdims=True)}
+            coverage = float(np.isin(np.concatenate(texts), begun.ids.numpy()).mean())
+            return {"ids": begun.ids, "coverage": coverage}
         ids, coverage = frequent_ids(texts, head.draft_vocab, head.vocab, special_ids(target))
-        return {"ids": np.array(ids), "coverage": np.array([coverage])}
+        return {"ids": torch.tensor(ids), "coverage": coverage}
 
-    tensors = load_or_make(state, "draft_ids.pt", find)
-    return tensors["ids"], float(tensors["coverage"][0])
+    found = load_or_make(state, "draft_ids.pt", find)
+    return found["ids"], found["coverage"]
 
 
 def start_head(
@@ -308,7 +285,7 @@ def start_head(
         student, what = EagleHead.of(begun, teacher.embedding), "measuring the target's states"
     student.to(teacher.device)
 
-    def find() -> dict[str, np.ndarray]:
+    def find() -> dict[str, Tensor]:
         sampled = sample(teacher, batches, loop, seq_len, what)
         if begun is not None:
             start_again(student, sampled)
@@ -317,10 +294,9 @@ def start_head(
             with torch.no_grad():
                 student.lm_head.weight.copy_(teacher.head_rows())
         tensors = student.state_dict() | {"scale": student.scale}
-        return {name: weight.cpu().numpy() for name, weight in tensors.items()}
+        return {name: weight.cpu() for name, weight in tensors.items()}
 
-    arrays = load_or_make(state, "start.pt", find)
-    start = {name: torch.from_numpy(weight) for name, weight in arrays.items()}
+    start = load_or_make(state, "start.pt", find)
     student.scale.copy_(start.pop("scale"))
     student.load_state_dict(start)
     return student

@@ -12,6 +12,7 @@ target that the head reads, H query heads, C head_dim, V vocab, W draft vocab.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -27,10 +28,12 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from draftlab.data import Batch
+from draftlab.model import checkpoint
 from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.hf_decoder import keep_states
 from draftlab.model.trimmed_head import TrimmedHead, output_head
-from draftlab.training.fused_loss import Dense, fused_loss
+from draftlab.training.checkpointer import best_weights
+from draftlab.training.fused_loss import Dense
 from draftlab.training.losses import Loss, wide
 from draftlab.training.objectives import Objective
 from draftlab.training.teachers import LocalTeacher, logits_of
@@ -49,18 +52,8 @@ class TargetPass:
     states: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Rotary embeddings and attention masks of the steps of training-time test.
-
-    Attributes:
-        rotary: Cosines and sines of each step.
-        masks: Attention mask of each step, [B, 1, T, T], which separates the sequences of a row and limits attention to
-            the sliding window. None stands for a causal mask.
-    """
-
-    rotary: list[tuple[Tensor, Tensor]]
-    masks: Sequence[Tensor | None]
+Rotary = tuple[Tensor, Tensor]  # cosines and sines
+KeysValues = tuple[Tensor, Tensor]  # keys and values of a step, [B, H, T, C] each
 
 
 class Attention(nn.Module):
@@ -84,40 +77,37 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, at: "Places", step: int, earlier: list[tuple[Tensor, Tensor]]
+        self, x: Tensor, rotary: Rotary, mask: Tensor | None, earlier: list[KeysValues]
     ) -> Tensor:
         """Return the attention output, [B, T, D]. Append the step's keys and values to `earlier`.
 
         Args:
             x: Token embeddings and states, joined, [B, T, 2 D].
-            step: Number of the step, from 0 on.
-            earlier: Keys and values of all earlier steps, [B, H, T, C] each.
+            mask: Attention mask to the positions of step 0, [B, 1, T, T]. None stands for a causal mask.
+            earlier: Keys and values of all earlier steps.
         """
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), *at.rotary[step])
+        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), *rotary)
         k, v = (part.repeat_interleave(self.group, 1) for part in (k, v))
         earlier.append((k, v))
-        if step == 0:
-            mask = at.masks[0]
+        if len(earlier) == 1:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         else:
-            out = _attend_along_chains(q, earlier, at.masks[step])
+            out = _attend_along_chains(q, earlier, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-def _attend_along_chains(
-    q: Tensor, steps: list[tuple[Tensor, Tensor]], mask: Tensor | None
-) -> Tensor:
+def _attend_along_chains(q: Tensor, steps: list[KeysValues], mask: Tensor | None) -> Tensor:
     """Return the attention output of a step after step 0, [B, H, T, C].
 
     Position i attends to the keys of step 0 at all positions up to i, and to the keys of later steps only at i.
 
     Args:
         q: Queries of the step, [B, H, T, C].
-        steps: Keys and values of the steps up to this one, [B, H, T, C] each.
+        steps: Keys and values of the steps up to this one.
         mask: Attention mask to the positions of step 0. None stands for a causal mask.
     """
     (first_k, first_v), *own = steps
@@ -150,15 +140,15 @@ class Layer(nn.Module):
         self,
         embedded: Tensor,
         hidden: Tensor,
-        at: Places,
-        step: int,
-        earlier: list[tuple[Tensor, Tensor]],
+        rotary: Rotary,
+        mask: Tensor | None,
+        earlier: list[KeysValues],
     ) -> Tensor:
         """Return the layer's output [B, T, D] for token embeddings and states, [B, T, D] each."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         x = residual + self.self_attn(
-            torch.cat([self.input_layernorm(embedded), normed], -1), at, step, earlier
+            torch.cat([self.input_layernorm(embedded), normed], -1), rotary, mask, earlier
         )
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -184,6 +174,15 @@ class StatesStudent(nn.Module):
         """Return the weights to store. fc.weight is divided by `scale`, so the stored head reads undivided states."""
         tensors = self.state_dict()
         return tensors | {"fc.weight": tensors["fc.weight"] / self.scale}
+
+    def best_weights(self, state: Path, target: Path) -> dict[str, Tensor]:
+        """Load the weights of the best evaluation, and return the weights to store, in the dtype of the target.
+
+        state: Directory with the checkpoints of the training run.
+        """
+        self.load_state_dict(best_weights(state, "student"))
+        dtype = checkpoint.stored_dtype(target)
+        return {name: weight.to(dtype) for name, weight in self.weights().items()}
 
 
 class EagleHead(StatesStudent):
@@ -236,9 +235,14 @@ class EagleHead(StatesStudent):
         """
         embedded = F.embedding(ids, self.embedding[0]).to(states)
         hidden, earlier, outputs = self.fc(self.features(states)), [], []
-        at = self._places(hidden, steps, positions)
+        masks = self._masks(hidden, steps, positions)
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+        rotary = [self.rotary(hidden, positions + step) for step in range(steps)]
         for step in range(steps):
-            hidden = self.layers[0](embedded.roll(-1 - step, 1), hidden, at, step, earlier)
+            hidden = self.layers[0](
+                embedded.roll(-1 - step, 1), hidden, rotary[step], masks[step], earlier
+            )
             outputs.append(self.norm(hidden))
             if self.config.norm_output:
                 hidden = outputs[-1]
@@ -255,12 +259,16 @@ class EagleHead(StatesStudent):
         parts = states.chunk(len(norms), -1)
         return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], -1)
 
-    def _places(self, hidden: Tensor, steps: int, positions: Tensor | None) -> Places:
+    def _masks(
+        self, hidden: Tensor, steps: int, positions: Tensor | None
+    ) -> Sequence[Tensor | None]:
+        """Return the attention mask of each step, [B, 1, T, T]. None stands for a causal mask.
+
+        A mask separates the sequences of a row, and limits attention to the sliding window.
+        """
         width, window = hidden.shape[1], self.config.sliding_window
         mask = None
-        if positions is None:
-            positions = torch.arange(width, device=hidden.device).unsqueeze(0)
-        else:
+        if positions is not None:
             sequence = (positions == 0).cumsum(1)
             mask = (sequence.unsqueeze(2) == sequence.unsqueeze(1)).tril().unsqueeze(1)
         masks = [mask] * steps
@@ -268,7 +276,7 @@ class EagleHead(StatesStudent):
             earlier = torch.ones(1, 1, width, width, dtype=torch.bool, device=hidden.device).tril()
             read = earlier if mask is None else mask
             masks = [read.triu(step - window + 1) for step in range(steps)]
-        return Places([self.rotary(hidden, positions + step) for step in range(steps)], masks)
+        return masks
 
 
 class EagleObjective(Objective):
@@ -285,9 +293,8 @@ class EagleObjective(Objective):
         self, student: EagleHead, ids: Tensor, loss: Loss, temperature: float, steps: int
     ) -> None:
         """Create the objective. ids: The target's token id for each draft id, [W]."""
-        super().__init__()
-        self.student, self.loss, self.temperature, self.steps = student, loss, temperature, steps
-        self.trimmed = TrimmedHead.of(ids, student.config.vocab)
+        super().__init__(student, loss, temperature)
+        self.steps, self.trimmed = steps, TrimmedHead.of(ids, student.config.vocab)
 
     def forward(
         self,
@@ -313,21 +320,16 @@ class EagleObjective(Objective):
         outputs = self.student(ids[:, :-1], teacher.states, self.steps, positions)
         # the input of lm_head at the counted positions in each step, L tensors [N, D]
         read = [out.flatten(0, 1)[counted - 1 - step] for step, out in enumerate(outputs)]
-        target = teacher.distributions
+        target, head = teacher.distributions, self.student.lm_head.weight
         if not torch.is_grad_enabled():
-            return torch.stack([self._sums(hidden, labels, weights, target) for hidden in read])
+            return torch.stack(
+                [self.sums(out, head, labels, weights, target, self.trimmed) for out in read]
+            )
         # one call for all steps, so that the target's lm_head is applied once per token
         rows = torch.arange(len(counted), device=ids.device).repeat_interleave(self.steps)
         target = replace(target, rows=rows)
-        hidden = torch.stack(read, 1).flatten(0, 1)
-        return self._sums(hidden, labels[rows], weights[rows] / self.steps, target).unsqueeze(0)
-
-    def _sums(self, hidden: Tensor, labels: Tensor, weights: Tensor, target: Dense) -> Tensor:
-        head, loss = self.student.lm_head.weight, self.loss.at(self.progress)
-        sums = fused_loss(
-            hidden, head, labels, weights, target, loss, self.temperature, trimmed=self.trimmed
-        )
-        return torch.stack([*(value.detach() for value in sums), sums.objective])
+        hidden, weights = torch.stack(read, 1).flatten(0, 1), weights[rows] / self.steps
+        return self.sums(hidden, head, labels[rows], weights, target, self.trimmed).unsqueeze(0)
 
 
 ROWS = 256  # number of positions whose logits over the whole vocabulary are in memory at a time
@@ -362,11 +364,10 @@ class EagleTeacher:
         self.whole = LocalTeacher(model, logits_of(model), device)
         self.takes_packed = self.whole.takes_packed
         self.all_ids = ids is None
-        self.ids = torch.arange(self.whole.vocab) if ids is None else ids
-        self.ids, self.vocab = self.ids.to(device), len(self.ids)
-        self.draft_head = None
-        if self.whole.head.plain and not self.all_ids:
-            self.draft_head = self.head_rows()
+        self.ids = (torch.arange(self.whole.vocab) if ids is None else ids).to(device)
+        self.vocab = len(self.ids)
+        draft_rows = self.whole.head.plain and not self.all_ids
+        self.draft_head = self.head_rows() if draft_rows else None
         embedding = cast(nn.Module, model.get_input_embeddings()).get_parameter("weight")
         self.embedding = embedding.detach().to(device)
         self.states: dict[int, Tensor] = {}
@@ -383,11 +384,11 @@ class EagleTeacher:
         whole = self.whole.distributions(batch)
         if self.all_ids:
             return TargetPass(whole, self._joined())
-        if whole.head is None:
-            hidden, totals = whole.hidden[:, self.ids], [self._log_total(whole.hidden)]
-        else:
-            hidden, parts = whole.hidden, whole.hidden.split(ROWS)
-            totals = [self._log_total(part @ whole.head.T) for part in parts]
+        hidden = whole.hidden[:, self.ids] if whole.head is None else whole.hidden
+        totals: list[Tensor] = []
+        for part in whole.hidden.split(ROWS):
+            logits = wide(Dense(part, whole.head).logits(slice(None)))
+            totals.append(torch.logsumexp(logits / self.temperature, -1))
         draft = Dense(hidden, self.draft_head, log_total=torch.cat(totals))
         return TargetPass(draft, self._joined())
 
@@ -404,6 +405,3 @@ class EagleTeacher:
     def _joined(self) -> Tensor:
         """Return the states of the target's last pass, joined over the A layers that the head reads, [B, T, A E]."""
         return torch.cat([self.states[i].to(self.device) for i in sorted(self.states)], -1)
-
-    def _log_total(self, logits: Tensor) -> Tensor:
-        return torch.logsumexp(wide(logits) / self.temperature, -1)

@@ -4,9 +4,9 @@ The student makes one pass over each text. This pass gives the acceptance length
 tokens. Shapes: R texts, n generated tokens of a text.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from draftlab.acceptance.expected import tokens_per_pass
 from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
 from draftlab.console import note
 from draftlab.data import HeldOut
-from draftlab.engine.batch_generate import Completion
 from draftlab.intervals import ratio
 from draftlab.model.checkpoint import Weights, max_model_len
 from draftlab.model.hf_decoder import HFDecoder
@@ -26,7 +25,7 @@ from draftlab.training import checkpointer
 from draftlab.training.objectives import Offsets
 from draftlab.training.texts import Author
 
-KS = range(1, 9)
+MOST = 8  # largest number of drafted tokens of an ordinary draft
 EVALUATED_TEXTS = 48  # number of texts on which acceptance length is measured
 EVALUATED_PROMPT = EVALUATED_LENGTH = 64  # prompt tokens and generated tokens of each text
 # most operations of an evaluation on a CPU, about four seconds; they limit the number of texts
@@ -50,73 +49,6 @@ class LengthComparison:
     gain_low: float
 
 
-@dataclass(frozen=True, slots=True)
-class TargetText:
-    """Text that the target wrote.
-
-    Attributes:
-        texts: For each text, the token ids of the prompt and of the target's continuation.
-        log_p: For each text, the target's log-probabilities of the continuation's tokens.
-        temperature: Temperature of the sampling and of log_p. 0 is greedy.
-    """
-
-    texts: list[tuple[np.ndarray, np.ndarray]]
-    log_p: list[np.ndarray]
-    temperature: float = 0.0
-
-    @classmethod
-    def of(cls, arrays: Mapping[str, np.ndarray], temperature: float = 0.0) -> "TargetText":
-        """Return the text that these arrays describe. This is the inverse of arrays_of."""
-        ends, starts = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["prompt_lengths"])[:-1]
-        texts = list(
-            zip(np.split(arrays["prompts"], starts), np.split(arrays["ids"], ends), strict=True)
-        )
-        return cls(texts, np.split(arrays["log_p"], ends), temperature)
-
-
-def arrays_of(prompts: Sequence[np.ndarray], texts: Sequence[Completion]) -> dict[str, np.ndarray]:
-    """Return R prompts and their continuations as flat arrays to store.
-
-    The array "prompts" joins the token ids of all prompts, and "prompt_lengths", [R], has their lengths. "ids" and
-    "lengths" are the same for the continuations. "log_p" has the log-probability of each id in "ids".
-    """
-    return {
-        "prompts": np.concatenate(prompts),
-        "prompt_lengths": np.array(list(map(len, prompts))),
-        "lengths": np.array([len(text.ids) for text in texts]),
-        "ids": np.concatenate([text.ids for text in texts]),
-        "log_p": np.concatenate([text.logprobs for text in texts]).astype(np.float32),
-    }
-
-
-def acceptance_probabilities(
-    student: PreTrainedModel, text: TargetText, memory: float = 2.0, offsets: Offsets | None = None
-) -> list[np.ndarray]:
-    """Return for each text the acceptance probabilities of its n generated tokens except the first, [n - 1].
-
-    The first generated token comes from the prefill, so it is never drafted. For a parallel draft with K offsets, the
-    result of a text is [n - 1, K], with a column for each offset.
-
-    Args:
-        memory: Gigabytes for the logits of a pass.
-        offsets: Offsets of a parallel draft. None for an ordinary draft.
-    """
-    was_training, vocab = student.training, int(student.config.get_text_config().vocab_size)
-    sampling = SamplingParams(temperature=text.temperature)
-    decoder, targets = HFDecoder(student.eval(), trained=True), text.log_p
-    if offsets is None:
-        scored = score_tokens(decoder, text.texts, vocab, sampling, memory=memory)
-    else:
-        count, token = offsets.count, offsets.token
-        scored = score_offsets(decoder, text.texts, vocab, sampling, count, token, memory=memory)
-        targets = [log_p[:, None] for log_p in targets]
-    student.train(was_training)
-    return [
-        expected.chances(draft.logprobs, target)[1:]
-        for draft, target in zip(scored, targets, strict=True)
-    ]
-
-
 def affordable(most: int, operations: float, device: torch.device) -> int:
     """Return how many texts to evaluate on, `most` or fewer.
 
@@ -124,11 +56,9 @@ def affordable(most: int, operations: float, device: torch.device) -> int:
 
     operations: Floating-point operations per text.
     """
-    return (
-        most
-        if device.type != "cpu"
-        else max(most // 4, min(most, int(CPU_OPERATIONS / operations)))
-    )
+    if device.type != "cpu":
+        return most
+    return max(most // 4, min(most, int(CPU_OPERATIONS / operations)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +66,20 @@ class TargetTextEvaluator:
     """A callable that measures the acceptance length of a student on text that the target wrote.
 
     Attributes:
+        prompts: Token ids of the prompt of each text.
+        ids: Token ids of the target's continuation of each prompt.
+        log_p: The target's log-probabilities of the continuation's tokens, for each text.
+        temperature: Temperature of the sampling and of log_p. 0 is greedy.
         state: Directory in which the acceptance probabilities of every evaluation are stored.
         memory: Gigabytes for the logits of a pass.
         offsets: Offsets of a parallel draft. None for an ordinary draft.
     """
 
-    text: TargetText
+    prompts: list[list[int]]
+    ids: list[list[int]]
+    log_p: list[list[float]]
     state: Path
+    temperature: float = 0.0
     memory: float = 2.0
     offsets: Offsets | None = None
 
@@ -174,32 +111,71 @@ class TargetTextEvaluator:
             )
             return None
 
-        def make() -> dict[str, np.ndarray]:
+        def make() -> dict[str, Any]:
             prompts = [ids.tolist() for ids in windows]
-            return arrays_of(windows, author.write(prompts, sampling, "evaluate on"))
+            texts = author.write(prompts, sampling, "evaluate on")
+            return {
+                "prompts": prompts,
+                "ids": [text.ids.tolist() for text in texts],
+                "log_p": [text.logprobs.tolist() for text in texts],
+            }
 
-        arrays = checkpointer.load_or_make(state, "evaluation.pt", make)
-        if arrays["lengths"].max(initial=0) < 2:
+        stored = checkpointer.load_or_make(state, "evaluation.pt", make)
+        if max(map(len, stored["ids"])) < 2:
             note(
                 "the acceptance length is not measured, because the target ends every text with the first new token"
             )
             return None
-        return cls(TargetText.of(arrays, temperature), state, author.hardware.memory, offsets)
+        return cls(
+            **stored,
+            state=state,
+            temperature=temperature,
+            memory=author.hardware.memory,
+            offsets=offsets,
+        )
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of drafted tokens for which the acceptance length is measured."""
+        return self.offsets.count if self.offsets else MOST
 
     def __call__(self, student: PreTrainedModel, step: int) -> float:
         """Return the tokens per target pass at K = 4, or at a lower K if a parallel draft has fewer offsets."""
-        chances = acceptance_probabilities(student, self.text, self.memory, self.offsets)
-        checkpointer.load_or_make(
-            self.state, _file(step), lambda: {f"{i:04d}": row for i, row in enumerate(chances)}
-        )
-        k = min(4, self.offsets.count) if self.offsets else 4
-        tokens, passes = tokens_per_pass(chances, k).sum(0)
+        chances = self.acceptance_probabilities(student)
+        stored = [torch.from_numpy(row) for row in chances]
+        checkpointer.load_or_make(self.state, _file(step), lambda: {"chances": stored})
+        tokens, passes = tokens_per_pass(chances, min(4, self.most)).sum(0)
         return float(tokens / passes)
+
+    def acceptance_probabilities(self, student: PreTrainedModel) -> list[np.ndarray]:
+        """Return for each text the acceptance probabilities of its n generated tokens except the first, [n - 1].
+
+        The first generated token comes from the prefill, so it is never drafted. For a parallel draft with K offsets,
+        the result of a text is [n - 1, K], with a column for each offset.
+        """
+        was_training, vocab = student.training, int(student.config.get_text_config().vocab_size)
+        decoder = HFDecoder(student.eval(), trained=True)
+        texts = list(zip(map(np.array, self.prompts), map(np.array, self.ids), strict=True))
+        sampling = SamplingParams(temperature=self.temperature)
+        targets = [np.array(log_p, np.float32) for log_p in self.log_p]
+        if self.offsets is None:
+            scored = score_tokens(decoder, texts, vocab, sampling, memory=self.memory)
+        else:
+            count, token = self.offsets.count, self.offsets.token
+            scored = score_offsets(
+                decoder, texts, vocab, sampling, count, token, memory=self.memory
+            )
+            targets = [log_p[:, None] for log_p in targets]
+        student.train(was_training)
+        return [
+            expected.chances(draft.logprobs, target)[1:]
+            for draft, target in zip(scored, targets, strict=True)
+        ]
 
     def compare(self, before: int, after: int) -> list[LengthComparison]:
         """Compare the evaluations after the training steps `before` and `after`, for every number of drafted tokens."""
         comparisons, chances = [], [self._stored(step) for step in (before, after)]
-        for k in range(1, self.offsets.count + 1) if self.offsets else KS:
+        for k in range(1, self.most + 1):
             old, new = (tokens_per_pass(rows, k) for rows in chances)
             now = ratio(new)
             # both evaluations have the same tokens, so this is a ratio of passes
@@ -218,8 +194,7 @@ class TargetTextEvaluator:
         return comparisons
 
     def _stored(self, step: int) -> list[np.ndarray]:
-        chances = checkpointer.load(self.state, _file(step))
-        return [chances[name].numpy() for name in sorted(chances)]
+        return [row.numpy() for row in checkpointer.load(self.state, _file(step))["chances"]]
 
 
 def _file(step: int) -> str:

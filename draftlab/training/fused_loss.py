@@ -16,7 +16,7 @@ A teacher may list only its k most probable tokens. All other tokens, lost ids i
 Shapes: N tokens, c tokens in a chunk, b tokens in a block, D hidden, V vocab, S ids of a trimmed head, k listed tokens.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -111,11 +111,11 @@ class TopK:
     def __getitem__(self, rows: slice | Tensor) -> "TopK":
         return TopK(self.ids[rows], self.log_p[rows], self.tail[rows])
 
+    def to(self, device: torch.device) -> "TopK":
+        return TopK(self.ids.to(device), self.log_p.to(device), self.tail.to(device))
+
 
 Teacher = Dense | TopK | None
-# token slice, values and gradient of a chunk, as _chunks yields them
-Chunk = tuple[slice, Tensor, Tensor]
-Chunks = Callable[[Dense], Iterator[Chunk]]
 
 
 def chosen(teacher: Teacher, counted: Tensor, places: Tensor) -> Teacher:
@@ -171,25 +171,15 @@ def fused_loss(
         budget: Bytes of logits in memory at a time. None uses the default of the device.
         trimmed: The student's trimmed head. None if the student's logits cover all ids.
     """
-
-    def chunks(student: Dense) -> Iterator[Chunk]:
-        return _chunks(
-            student, labels, weights, teacher, _Objective(loss, temperature, trimmed), budget
-        )
-
-    sums = _Fused.apply(hidden, head, weights, chunks, torch.is_grad_enabled())
+    objective = _Objective(labels, weights, teacher, loss, temperature, budget, trimmed)
+    sums = _Fused.apply(hidden, head, objective, torch.is_grad_enabled())
     return Sums(sums[0], *sums.detach()[1:])
 
 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Tensor | None,
-        weights: Tensor,
-        chunks: Chunks,
-        with_gradient: bool,
+        ctx: Any, hidden: Tensor, head: Tensor | None, objective: "_Objective", with_gradient: bool
     ) -> Tensor:
         student, exact = _cast(hidden, head), torch.promote_types(hidden.dtype, torch.float32)
         sums = torch.zeros(5, dtype=exact_dtype(hidden.device), device=hidden.device)
@@ -198,8 +188,8 @@ class _Fused(torch.autograd.Function):
             d_hidden = torch.empty_like(hidden)
         if with_gradient and ctx.needs_input_grad[1] and head is not None:
             d_head = torch.zeros_like(head, dtype=exact)
-        for rows, values, gradient in chunks(student):
-            sums += (values * weights[rows]).sum(1)
+        for rows, values, gradient in objective.chunks(student):
+            sums += (values * objective.weights[rows]).sum(1)
             if d_hidden is not None:
                 d_hidden[rows] = gradient if student.head is None else gradient @ student.head
             if d_head is not None:
@@ -218,7 +208,7 @@ class _Fused(torch.autograd.Function):
         scale = upstream[0][0]
         # in place, because the head's gradient is large
         scaled = [None if g is None else g.mul_(scale) for g in ctx.saved_tensors]
-        return (*scaled, None, None, None)
+        return (*scaled, None, None)
 
 
 def _cast(hidden: Tensor, head: Tensor | None) -> Dense:
@@ -241,44 +231,42 @@ def _slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def _chunks(
-    student: Dense,
-    labels: Tensor,
-    weights: Tensor,
-    teacher: Teacher,
-    objective: "_Objective",
-    budget: int | None,
-) -> Iterator[Chunk]:
-    """Yield for each chunk of c tokens: its slice, the five values of Sums per token, [5, c], and the gradient, [c, V].
-
-    The gradient is that of the weighted loss with respect to the logits. The next chunk overwrites it.
-    """
-    total, on_cpu = len(student.hidden), _on_cpu(student.hidden)
-    budget = budget or (CPU_BUDGET if on_cpu else BUDGET)
-    chunk = max(1, min(CPU_ROWS if on_cpu else ROWS, budget // (2 * 4 * student.vocab)))
-    block = max(1, (CPU_BLOCK if on_cpu else BLOCK) // (4 * student.vocab))
-    gradient = student.buffer(min(total, chunk))
-    buffer = teacher.buffer(min(total, chunk)) if isinstance(teacher, Dense) else None
-    for rows in _slices(total, chunk):
-        z = student.logits(rows, gradient)
-        listed = teacher[rows] if isinstance(teacher, TopK) else None
-        y = teacher.logits(rows, buffer) if isinstance(teacher, Dense) else listed
-        values = torch.empty(5, len(z), dtype=exact_dtype(z.device), device=z.device)
-        for part in _slices(len(z), block):
-            tokens = slice(rows.start + part.start, rows.start + part.stop)
-            own = teacher.total(tokens) if isinstance(teacher, Dense) else None
-            values[:, part], slope = objective.block(
-                z[part], labels[tokens], None if y is None else y[part], own
-            )
-            torch.mul(slope, weights[tokens].unsqueeze(1), out=gradient[part])
-        yield rows, values, gradient[: len(z)]
-
-
 @dataclass(frozen=True, slots=True)
 class _Objective:
+    """The arguments of fused_loss, without the student's."""
+
+    labels: Tensor
+    weights: Tensor
+    teacher: Teacher
     loss: Loss
     temperature: float
+    budget: int | None
     trimmed: TrimmedHead | None
+
+    def chunks(self, student: Dense) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield for each chunk of c tokens: its slice, the values of Sums per token, [5, c], and the gradient, [c, V].
+
+        The gradient is that of the weighted loss with respect to the logits. The next chunk overwrites it.
+        """
+        teacher, total, on_cpu = self.teacher, len(student.hidden), _on_cpu(student.hidden)
+        budget = self.budget or (CPU_BUDGET if on_cpu else BUDGET)
+        chunk = max(1, min(CPU_ROWS if on_cpu else ROWS, budget // (2 * 4 * student.vocab)))
+        block = max(1, (CPU_BLOCK if on_cpu else BLOCK) // (4 * student.vocab))
+        gradient = student.buffer(min(total, chunk))
+        buffer = teacher.buffer(min(total, chunk)) if isinstance(teacher, Dense) else None
+        for rows in _slices(total, chunk):
+            z = student.logits(rows, gradient)
+            listed = teacher[rows] if isinstance(teacher, TopK) else None
+            y = teacher.logits(rows, buffer) if isinstance(teacher, Dense) else listed
+            values = torch.empty(5, len(z), dtype=exact_dtype(z.device), device=z.device)
+            for part in _slices(len(z), block):
+                tokens = slice(rows.start + part.start, rows.start + part.stop)
+                own = teacher.total(tokens) if isinstance(teacher, Dense) else None
+                values[:, part], slope = self.block(
+                    z[part], self.labels[tokens], None if y is None else y[part], own
+                )
+                torch.mul(slope, self.weights[tokens].unsqueeze(1), out=gradient[part])
+            yield rows, values, gradient[: len(z)]
 
     def block(
         self, z: Tensor, labels: Tensor, teacher: Tensor | TopK | None, log_total: Tensor | None

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,13 +61,11 @@ class Kind:
         make: Function that returns the divergence for this number.
         default: Default of the number. None if the kind takes no number.
         high: Upper bound. The number must be above 0 and below `high`.
-        hint: Start of the error message if the number is out of bounds.
     """
 
-    make: Callable[[float], Divergence]
+    make: Callable[[Any], Divergence]
     default: float | None = None
     high: float = math.inf
-    hint: str = ""
 
 
 def loss(name: str) -> Callable[[Divergence], Divergence]:
@@ -75,24 +74,6 @@ def loss(name: str) -> Callable[[Divergence], Divergence]:
     def decorate(divergence: Divergence) -> Divergence:
         LOSSES.register(name)(Kind(lambda _: divergence))
         return divergence
-
-    return decorate
-
-
-def loss_of(
-    name: str, default: float, *, high: float = math.inf, hint: str = ""
-) -> Callable[[Callable[[float], Divergence]], Callable[[float], Divergence]]:
-    """Return a decorator that registers a kind of divergence that takes a number, written NAME(0.5) in --loss.
-
-    Args:
-        default: Default of the number.
-        high: Upper bound. The number must be above 0 and below `high`.
-        hint: Start of the error message if the number is out of bounds.
-    """
-
-    def decorate(make: Callable[[float], Divergence]) -> Callable[[float], Divergence]:
-        LOSSES.register(name)(Kind(make, default, high, hint))
-        return make
 
     return decorate
 
@@ -132,7 +113,6 @@ def nla(x: Pair) -> tuple[Tensor, Tensor]:
     return -alpha.log(), tvd(x)[1] * ((x.alpha > LOWEST_ALPHA) / alpha).unsqueeze(-1)
 
 
-@loss_of("jsd", 0.5, high=1, hint="for jsd(0) write fkl, and for jsd(1) rkl; ")
 def jsd(beta: float) -> Divergence:
     """Return the generalised Jensen-Shannon divergence: beta KL(p || m) + (1 - beta) KL(q || m).
 
@@ -151,7 +131,6 @@ def jsd(beta: float) -> Divergence:
     return divergence
 
 
-@loss_of("lk", 3.0)
 def lk(eta: float) -> Divergence:
     """Return the divergence lambda fkl + (1 - lambda) tvd with lambda = exp(-eta alpha) (LK losses, 2602.23881).
 
@@ -165,6 +144,10 @@ def lk(eta: float) -> Divergence:
         return share * far + (1 - share) * near, slope
 
     return divergence
+
+
+LOSSES.register("jsd")(Kind(jsd, 0.5, high=1))
+LOSSES.register("lk")(Kind(lk, 3.0))
 
 
 def kl_terms(a: Tensor, b: Tensor, d: Tensor) -> Tensor:
@@ -266,13 +249,11 @@ def _divergence(name: str) -> Divergence:
     match = re.fullmatch(r"([a-z_]+)(?:\(([^()]*)\))?", name)
     stem, argument = (match[1], match[2]) if match else (name, None)
     kind: Kind = LOSSES.get(stem, f"loss {name!r}")
-    if kind.default is None:
-        if argument is not None:
-            raise UserError(f"loss {name!r}: {stem} has no parameter; write {stem}")
-        return kind.make(0.0)
     if argument is None:
         return kind.make(kind.default)
-    return kind.make(_number(argument, f"loss {name!r}: {kind.hint}", kind.high))
+    if kind.default is None:
+        raise UserError(f"loss {name!r}: {stem} has no parameter; write {stem}")
+    return kind.make(_number(argument, f"loss {name!r}: ", kind.high))
 
 
 def _number(text: str, what: str, high: float = math.inf) -> float:
@@ -281,8 +262,5 @@ def _number(text: str, what: str, high: float = math.inf) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < high:
-        raise UserError(
-            f"{what}{text.strip()!r} must be a number above 0"
-            + (f" and below {high:g}" if high < math.inf else "")
-        )
+        raise UserError(f"{what}{text.strip()!r} must be a number above 0 and below {high:g}")
     return value

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from draftlab.data import Batch
 from draftlab.model import parallel
 from draftlab.model.parallel import pack
-from draftlab.model.trimmed_head import trimmed_head_of
+from draftlab.model.trimmed_head import TrimmedHead, trimmed_head_of
 from draftlab.training.fused_loss import Teacher, chosen, fused_loss
 from draftlab.training.losses import Loss
 from draftlab.training.teachers import OutputHead, logits_of
@@ -146,11 +146,18 @@ class Objective(nn.Module):
         takes_packed: Whether rows of a batch may hold several sequences.
         rates: Factors of the learning rate for some of the student's parameters, by name.
         progress: Share of the training steps that are done. Schedules depend on it.
+        depths: Rule for how many tokens are predicted from each position. None predicts the next token.
+        temperature: Temperature of both distributions in the divergence.
     """
 
     takes_packed = False
     rates: Mapping[str, float] = MappingProxyType({})
     progress = 0.0
+    depths: Depths | None = None
+
+    def __init__(self, student: Any, loss: Loss, temperature: float) -> None:
+        super().__init__()
+        self.student, self.loss, self.temperature = student, loss, temperature
 
     def around(self, work: Callable[[], Result]) -> Result:
         """Call `work`, which runs the student without `forward` of this objective. Return the result of `work`.
@@ -158,6 +165,26 @@ class Objective(nn.Module):
         With FSDP2, the weights outside of the layers are gathered for the call, as for `forward`.
         """
         return work()
+
+    def sums(
+        self,
+        hidden: Tensor,
+        head: Tensor | None,
+        labels: Tensor,
+        weights: Tensor,
+        teacher: Teacher,
+        trimmed: TrimmedHead | None = None,
+        penalty: Tensor | float = 0.0,
+    ) -> Tensor:
+        """Return six sums over tokens, [6]: those of fused_loss.Sums, and `objective` plus `penalty`.
+
+        Only the sixth sum has a gradient. For the other arguments, see fused_loss.
+        """
+        loss = self.loss.at(self.progress)
+        sums = fused_loss(
+            hidden, head, labels, weights, teacher, loss, self.temperature, trimmed=trimmed
+        )
+        return torch.stack([*(value.detach() for value in sums), sums.objective + penalty])
 
 
 class DistillStep(Objective):
@@ -172,12 +199,9 @@ class DistillStep(Objective):
         constraint: Constraint | None = None,
         offsets: Offsets | None = None,
     ) -> None:
-        super().__init__()
-        self.student = student
-        self.loss = loss
-        self.temperature = temperature
+        super().__init__(student, loss, temperature)
         self.constraint = constraint
-        self.offsets = offsets
+        self.depths = self.offsets = offsets
         self.head = OutputHead.of(student, vocab or logits_of(student))
         self.takes_packed = self.head.takes_packed
 
@@ -243,12 +267,7 @@ class DistillStep(Objective):
     ) -> Tensor:
         """Return the six sums over N chosen tokens, [6]. predicted: Their indices in the flattened mask, [N]."""
         labels, weights = ids[:, 1:].flatten()[predicted], mask.flatten()[predicted]
-        loss, trimmed = self.loss.at(self.progress), trimmed_head_of(self.student)
-        sums = fused_loss(
-            hidden, head, labels, weights, teacher, loss, self.temperature, trimmed=trimmed
-        )
         # the penalty is multiplied by the number of tokens, because the objective is a sum over tokens
-        total = sums.objective + (
-            0 if self.constraint is None else self.constraint.penalty() * weights.sum()
-        )
-        return torch.stack([*(value.detach() for value in sums), total])
+        penalty = 0.0 if self.constraint is None else self.constraint.penalty() * weights.sum()
+        trimmed = trimmed_head_of(self.student)
+        return self.sums(hidden, head, labels, weights, teacher, trimmed, penalty)

@@ -34,7 +34,7 @@ class MixedBatches:
 
     @classmethod
     def of(
-        cls, sources: Mapping[str, Batches], weights: dict[str, float], steps: int
+        cls, sources: Mapping[str, Batches], weights: Mapping[str, float], steps: int
     ) -> "MixedBatches":
         """Distribute the steps over the sources in proportion to their weights.
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,10 +12,7 @@ from draftlab.training.loop import Loop
 
 
 def optimizers_for(
-    model: nn.Module,
-    loop: Loop,
-    other_groups: list[dict[str, Any]],
-    shares: Mapping[str, float] = MappingProxyType({}),
+    model: nn.Module, loop: Loop, other_groups: list[dict[str, Any]], shares: Mapping[str, float]
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a model: AdamW alone, or Muon for matrices of layers and AdamW for other weights.
 
@@ -27,15 +23,21 @@ def optimizers_for(
         other_groups: Further parameter groups for AdamW, with their own learning rates.
         shares: Factors of the learning rate for some parameters, by name. AdamW trains these parameters.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    slower = [{"params": [p], "lr": shares[name] * loop.lr} for name, p in named if name in shares]
-    other_groups = other_groups + slower
-    named = [(name, p) for name, p in named if name not in shares]
-    # matches model.layers.3.mlp, transformer.h.3.attn, and fc of an EAGLE-3 head
-    in_blocks = {name for name, _ in named if re.search(r"\.\d+\.|^fc\.", name)}
-    matrices = [p for name, p in named if p.ndim == 2 and name in in_blocks]
-    others = [p for name, p in named if p.ndim > 2 or (p.ndim == 2 and name not in in_blocks)]
-    vectors = [p for _, p in named if p.ndim < 2]
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        if name in shares:
+            other_groups = [*other_groups, {"params": [p], "lr": shares[name] * loop.lr}]
+        elif p.ndim < 2:
+            vectors.append(p)
+        # matches model.layers.3.mlp, transformer.h.3.attn, and fc of an EAGLE-3 head
+        elif p.ndim == 2 and re.search(r"\.\d+\.|^fc\.", name):
+            matrices.append(p)
+        else:
+            others.append(p)
 
     def adamw(decayed: list[nn.Parameter], undecayed: list[nn.Parameter]) -> torch.optim.Optimizer:
         groups = [
@@ -99,9 +101,9 @@ def orthogonal(
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 
-def training_dtype(name: str) -> str:
+def training_dtype(name: str) -> torch.dtype:
     """Return the dtype to train in. "auto" means bfloat16 where that is fast, and otherwise float32."""
     if name != "auto":
-        return name
+        return checkpoint.DTYPES[name]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return "bfloat16" if checkpoint.is_fast(torch.bfloat16, device) else "float32"
+    return torch.bfloat16 if checkpoint.is_fast(torch.bfloat16, device) else torch.float32

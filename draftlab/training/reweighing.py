@@ -1,10 +1,11 @@
 """Dynamic batch loading of Sheared LLaMA (2310.06694): a source whose loss exceeds its expected loss gets more rows."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import PositiveFloat, TypeAdapter
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftlab.config.shared import LossOn
@@ -12,10 +13,12 @@ from draftlab.console import note
 from draftlab.data import Batch, DynamicBatches, TokenBatches, domain_of, open_heldout
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
+from draftlab.reading import reading
 from draftlab.training.loop import Hardware
 from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import DistillStep
 
+NUMBERS = TypeAdapter(dict[str, PositiveFloat])
 ROWS, BATCH = 16, 8  # number of held-out windows of each source, and of windows in a pass
 
 
@@ -31,21 +34,6 @@ class Reweighing:
 
     every: int
     reference: Mapping[str, float] | Path
-
-    @classmethod
-    def of(cls, every: int, reference: str | Path | None, data: str, weights: bool) -> "Reweighing":
-        """Return the settings for the mixture `data`.
-
-        reference: SOURCE=LOSS,..., or the name or directory of a checkpoint. weights: Whether a checkpoint must have
-        its weights on this machine.
-
-        Raises:
-            UserError: The reference cannot be used (see parse_reference).
-        """
-        assert reference is not None  # commands name a default
-        if isinstance(reference, str):
-            return cls(every=every, reference=parse_reference(reference, data, weights))
-        return cls(every=every, reference=reference)
 
     def start(
         self,
@@ -69,8 +57,6 @@ class Reweighing:
                 "SOURCE=WEIGHT,SOURCE=WEIGHT"
             )
         reference = self.reference
-        if not isinstance(reference, Path):
-            check_names(reference, batches.weights)
         heldout = {
             name: open_heldout(
                 name,
@@ -89,50 +75,29 @@ class Reweighing:
             ).eval()
             losses = {name: _cross_entropy(model, rows) for name, rows in heldout.items()}
         else:
-            losses = {name: reference[domain_of(name)] for name in batches.weights}
+            domains = {name: domain_of(name) for name in batches.weights}
+            if set(reference) != set(domains.values()):
+                raise UserError(
+                    f"--reference-losses has losses for {', '.join(reference)}; write a loss for each of "
+                    f"{', '.join(domains.values())}"
+                )
+            losses = {name: reference[domain] for name, domain in domains.items()}
         return DynamicBatches.start(batches, heldout, losses, self.every)
 
 
-def parse_reference(text: str, data: str, weights: bool) -> Mapping[str, float] | Path:
+def parse_reference(text: str, weights: bool) -> Mapping[str, float] | Path:
     """Parse --reference-losses: SOURCE=LOSS,..., or the name or directory of a checkpoint.
 
-    Args:
-        data: The mixture of sources.
-        weights: Whether a checkpoint must have its weights on this machine.
+    weights: Whether a checkpoint must have its weights on this machine.
 
     Raises:
-        UserError: A loss is not a positive number, the sources are not those of `data`, or the checkpoint is missing.
+        UserError: A loss is not a positive number, or the checkpoint is missing.
     """
     if "=" not in text:
         return hub.locate_model(text, weights)
-    losses: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = part.strip().rpartition("=")
-        try:
-            losses[name] = float(value)
-        except ValueError:
-            losses[name] = 0.0
-        if not name or not 0 < losses[name] < float("inf"):
-            raise UserError(
-                f"{part.strip()!r} is not SOURCE=LOSS with a loss above 0 in nats per token; write, for example, "
-                "stdlib=1.2"
-            )
-    sources = hub.source_names(data)
-    if all(hub.split_column(name)[1] is None for name in sources):
-        check_names(losses, sources)
-    return losses
-
-
-def check_names(losses: Mapping[str, float], sources: Iterable[str]) -> None:
-    """Check that the expected losses name exactly the sources.
-
-    Raises:
-        UserError: The names differ.
-    """
-    domains = [domain_of(name) for name in sources]
-    if set(losses) != set(domains):
-        raise UserError(
-            f"--reference-losses has losses for {', '.join(losses)}; write a loss for each of {', '.join(domains)}"
+    with reading(f"{text!r} is not SOURCE=LOSS,... with losses above 0 in nats per token"):
+        return NUMBERS.validate_python(
+            dict(part.strip().rsplit("=", 1) for part in text.split(","))
         )
 
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from accelerate import tracking
 from pydantic import TypeAdapter
@@ -15,12 +15,11 @@ from transformers import PreTrainedModel
 from draftlab.atomic import append_line, check_space, remove_state, write_atomic
 from draftlab.config.kinds import StudentSpec
 from draftlab.console import note, progress
-from draftlab.errors import UserError, did_you_mean
-from draftlab.model import checkpoint
+from draftlab.errors import UserError
 from draftlab.output import Output
 from draftlab.provenance import LOG_FILE
-from draftlab.reading import parse_json
-from draftlab.training.checkpointer import check_resumable, process_state, select_device
+from draftlab.reading import reading
+from draftlab.training.checkpointer import process_state, select_device
 from draftlab.training.loop import Hardware, Loop
 from draftlab.training.trainer import Constraint, EvalRecord, StepRecord, TrainingSetup, train
 
@@ -57,14 +56,12 @@ def check(names: Sequence[str]) -> None:
     Raises:
         UserError: A tracker is unknown, or its package is not installed.
     """
-    known = [str(name) for name in tracking.LOGGER_TYPE_TO_CLASS]
     installed = [str(name) for name in tracking.get_available_trackers()]
     for name in names:
-        if name not in known:
-            raise UserError(f"--report-to {name}: unknown tracker{did_you_mean(name, known)}")
         if name not in installed:
             raise UserError(
-                f"--report-to {name}: the package {name} is not installed; run pip install {name}"
+                f"--report-to {name}: accelerate has no such tracker, or its package is not installed; installed are: "
+                f"{', '.join(installed) or 'none'}"
             )
 
 
@@ -115,12 +112,10 @@ def claimed_state(output: Output, inputs: Sequence[Path]) -> Path:
     """Make the state directory, where checkpoints are written, or check that it belongs to this run. Return its path.
 
     Raises:
-        UserError: The directory belongs to another run and --force is not set, or it cannot be written. Or its
-            checkpoint has pickles, and --trust-remote-code is not set.
+        UserError: The directory belongs to another run and --force is not set, or it cannot be written.
     """
     with process_state().main_process_first():
         output.claim_state(inputs)
-    check_resumable(output.state)
     return output.state
 
 
@@ -193,44 +188,30 @@ def _checkpoint_bytes(student: PreTrainedModel, loop: Loop) -> int:
 def read_log(path: Path) -> list[StepRecord | EvalRecord]:
     """Return the records of a log. If a resumed run logged a step again, only the last record of the step counts.
 
-    An incomplete last line, which a killed run may leave, is skipped.
-
     Raises:
         UserError: A line is damaged, or the evaluation before the first step is missing.
     """
-    latest: dict[tuple[bool, int], StepRecord | EvalRecord] = {}
-    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
-        try:
-            record = RECORD.validate_python(parse_json(line))
-        except ValueError:
-            raise UserError(
-                f"{path}:{number} is damaged; add --force to start again, or remove {path.parent}"
-            ) from None
-        latest[isinstance(record, EvalRecord), record.step] = record
-    if (True, 0) not in latest:
-        raise UserError(
-            f"{path} lacks the first evaluation; add --force to start again, or remove {path.parent}"
-        )
-    return sorted(latest.values(), key=lambda r: (r.step, isinstance(r, EvalRecord)))
+    with reading(f"{path} is damaged (add --force to start again)"):
+        records = [RECORD.validate_json(line) for line in path.read_bytes().splitlines()]
+        latest = {(record.step, isinstance(record, EvalRecord)): record for record in records}
+        if (0, True) not in latest:
+            raise ValueError("the evaluation before the first step is missing")
+        return [latest[key] for key in sorted(latest)]
 
 
-class OpenStudent(Protocol):
-    """A student in memory, with its teacher and text."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenStudent:
+    """A student in memory, with its teacher and text.
 
-    @property
-    def module(self) -> Any:
-        """Return the module to train: a PreTrainedModel, or a module with the same methods."""
-        ...
+    Attributes:
+        module: The module to train: a PreTrainedModel, or a module with the same methods.
+        write: Function write(work, state) that writes a checkpoint with the best weights to the directory `work`, and
+            returns notes for draftlab.json. The directory `state` has the best weights.
+    """
 
-    @property
-    def setup(self) -> TrainingSetup: ...
-
-    def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write a checkpoint with the best weights. Return notes for draftlab.json.
-
-        work: Directory to write to. state: Directory that has the best weights.
-        """
-        ...
+    module: Any
+    setup: TrainingSetup
+    write: Callable[[Path, Path], dict[str, object]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,19 +246,6 @@ class Distillation:
     hardware: Hardware = field(default_factory=Hardware)
     gradient_checkpointing: bool = False
     report_to: Sequence[str] = ()
-
-    @property
-    def target_vocab(self) -> int | None:
-        """Return the target's number of logits, or None if it is unknown.
-
-        Raises:
-            UserError: The stored outputs are unfinished.
-        """
-        if self.outputs is not None:
-            from draftlab.target_outputs.store import finished_manifest
-
-            return finished_manifest(self.outputs).vocab
-        return None if self.target is None else checkpoint.vocab_size(self.target)
 
 
 def distill(job: Distillation, output: Output) -> TrainingResult:

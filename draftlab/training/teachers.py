@@ -178,16 +178,10 @@ class StoredTeacher:
     takes_packed: bool = True
 
     def distributions(self, batch: Batch) -> TopK:
-        """Return the target's distributions at the N positions that the mask of the batch selects.
-
-        Raises:
-            ValueError: The batch has no stored outputs.
-        """
-        if batch.top_logprobs is None:
-            raise ValueError("the batch has no stored outputs of a target")
-        counted = batch.mask > 0
-        listed = (batch.top_logprobs.ids, batch.top_logprobs.log_p, batch.top_logprobs.tail)
-        return TopK(*(torch.from_numpy(array[counted]) for array in listed))
+        """Return the target's distributions at the N positions that the mask of the batch selects."""
+        top, counted = batch.top_logprobs, batch.mask > 0
+        assert top is not None  # batches of stored outputs have them
+        return TopK(*(torch.from_numpy(array[counted]) for array in (top.ids, top.log_p, top.tail)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +204,3 @@ class ServedTeacher:
 
         ids, log_p, _ = score_on_server(self.server, batch, self.k, self.vocab)
         return TopK(*(torch.from_numpy(array) for array in (ids, log_p, log_rest(log_p))))
-
-
-def moved_to(device: torch.device, teacher: Dense | TopK) -> Dense | TopK:
-    """Move listed tokens to a device. Dense distributions are returned unchanged: they are on the device already."""
-    if not isinstance(teacher, TopK):
-        return teacher
-    return TopK(teacher.ids.to(device), teacher.log_p.to(device), teacher.tail.to(device))

@@ -106,15 +106,10 @@ class Author:
     def of(cls, target: Path, hardware: Hardware, loop: Loop, *drafts: Path) -> "Author":
         return cls(target, known_ids(*drafts, target), hardware, loop)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return checkpoint.DTYPES[training_dtype(self.loop.dtype)]
-
     @cached_property
     def model(self) -> Decoder:
-        return load_generator(
-            self.target, self.dtype, self.hardware.resolved, self.hardware.device_map
-        )
+        dtype, hardware = training_dtype(self.loop.dtype), self.hardware
+        return load_generator(self.target, dtype, hardware.resolved, hardware.device_map)
 
     def sampling(self, length: int, temperature: float) -> SamplingParams:
         ends = checkpoint.eos_token_ids(self.target)
@@ -138,12 +133,9 @@ class Author:
 
 def in_turns(text: TrainingText, sources: Mapping[str, Batches], loop: Loop) -> Batches:
     """Return batches from several sources. Each source provides its share of the steps."""
-    shares = dict(text.shares)
-    return (
-        sources[next(iter(shares))]
-        if len(shares) == 1
-        else MixedBatches.of(sources, shares, loop.steps)
-    )
+    if len(text.shares) == 1:
+        return sources[next(iter(text.shares))]
+    return MixedBatches.of(sources, text.shares, loop.steps)
 
 
 def target_text(text: TrainingText, data: Batches, author: Author, state: Path) -> GeneratedRows:
@@ -169,11 +161,12 @@ def continued(
     """
     rows, length = author.loop.batch_size, text.seq_len + 1 - prompts.shape[1]
 
-    def make() -> dict[str, np.ndarray]:
+    def make() -> dict[str, torch.Tensor]:
         sampling = author.sampling(length, text.temperature)
         texts = author.write(prompts.tolist(), sampling, purpose)
         written = GeneratedRows.of(prompts, texts, length, rows)
-        return {"ids": written.ids, "lengths": written.lengths}
+        arrays = {"ids": written.ids, "lengths": written.lengths}
+        return {n: torch.from_numpy(array) for n, array in arrays.items()}
 
-    arrays = load_or_make(state, name, make)
-    return GeneratedRows(arrays["ids"], arrays["lengths"], prompts.shape[1], rows)
+    found = load_or_make(state, name, make)
+    return GeneratedRows(found["ids"].numpy(), found["lengths"].numpy(), prompts.shape[1], rows)

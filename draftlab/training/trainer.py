@@ -24,24 +24,18 @@ from draftlab.data import Batch, DynamicBatches, HeldOut
 from draftlab.errors import Interrupted, UserError
 from draftlab.model.devices import exact
 from draftlab.training import checkpointer
+from draftlab.training.fused_loss import TopK
 from draftlab.training.loop import Batches, Loop
 from draftlab.training.losses import Loss
 from draftlab.training.objectives import (
     Constraint,
-    Depths,
     DistillStep,
     Objective,
     Offsets,
     expected_tokens,
 )
 from draftlab.training.optimizers import optimizers_for, training_dtype
-from draftlab.training.teachers import (
-    Distributions,
-    LocalTeacher,
-    logits_of,
-    moved_to,
-    shard_by_layer,
-)
+from draftlab.training.teachers import Distributions, LocalTeacher, logits_of, shard_by_layer
 
 if TYPE_CHECKING:
     from draftlab.training.evaluate import TargetTextEvaluator
@@ -59,7 +53,6 @@ class TrainingSetup:
         temperature: Temperature of both distributions in the divergence.
         length: Function that measures acceptance length in evaluations. None does not measure it.
         offsets: Offsets that a parallel draft learns. None for other students.
-        depths: Rule for how many tokens are predicted from each position. None uses `offsets` as the rule.
         objective: Module with the student and its loss. None makes a DistillStep, for students that are language
             models.
     """
@@ -71,7 +64,6 @@ class TrainingSetup:
     temperature: float = 1.0
     length: "TargetTextEvaluator | None" = None
     offsets: Offsets | None = None
-    depths: Depths | None = None
     objective: Objective | None = None
 
 
@@ -176,7 +168,7 @@ def train(
                 yield trainer.evaluate(done)
             if not ended:
                 trainer.reweigh(done)
-            stopping = trainer.in_any_process(bool(received))
+            stopping = trainer.in_any_process(received)
             if done % loop.save_steps == 0 or stopping or ended:
                 trainer.training.save(state, done, ended=ended)
             if stopping:
@@ -262,12 +254,10 @@ class Trainer:
             optimizer.zero_grad()
         objective, _, alpha, *_ = (self._total(sums) / max(1, tokens)).tolist()
         if not math.isfinite(objective):
-            cure = (
-                f"use a smaller --lr than {self.loop.lr:g}"
-                if index
-                else "logits of draft or target are NaN or overflow; try draftlab distill --training-dtype float32"
+            raise UserError(
+                f"the loss is {objective} at step {index}; use a smaller --lr than {self.loop.lr:g}, or in distill "
+                "--training-dtype float32"
             )
-            raise UserError(f"the loss is {objective} at step {index}; {cure}")
         return StepRecord(
             step=index + 1,
             loss=objective,
@@ -288,9 +278,9 @@ class Trainer:
             }
             batches.reweigh(done, losses)
 
-    def in_any_process(self, flag: bool) -> bool:
-        """Return whether the flag is set in any process, so that all processes save and stop at the same step."""
-        return bool(self._total(torch.tensor(int(flag))))
+    def in_any_process(self, received: list[int]) -> bool:
+        """Return whether any process received a signal, so that all processes save and stop at the same step."""
+        return bool(self._total(torch.tensor(len(received))))
 
     def _micro_batches(self, index: int) -> list[Batch]:
         """Return the micro-batches of this process for a step.
@@ -310,7 +300,7 @@ class Trainer:
         draw: Number of the draw. Together with the seed it decides the depths.
         """
         batch = batch.packed() if self.packs else batch
-        depths = self.setup.depths or self.setup.offsets
+        depths = self.objective.depths
         return batch if depths is None else depths.drawn(batch, draw)
 
     def _accumulate_gradients(self, parts: list[Batch], tokens: int) -> Tensor:
@@ -371,8 +361,10 @@ class Trainer:
             None if array is None else torch.from_numpy(array).to(device)
             for array in (batch.ids, batch.mask, batch.positions, batch.depths)
         )
-        listed = None if teacher is None else moved_to(device, teacher.distributions(batch))
-        return self.module(ids, mask, listed, positions, depths)
+        target = None if teacher is None else teacher.distributions(batch)
+        if isinstance(target, TopK):
+            target = target.to(device)  # other distributions are on this device already
+        return self.module(ids, mask, target, positions, depths)
 
     def _total(self, values: Tensor) -> Tensor:
         """Return the sum of values over all processes.

@@ -23,7 +23,7 @@ from draftlab.model import hf_decoder
 from draftlab.model.llama import Llama, load
 from draftlab.results.decoding import count_acceptance
 from draftlab.sampling import SamplingParams
-from draftlab.training import evaluate
+from draftlab.training.evaluate import TargetTextEvaluator
 
 KS = (1, 2, 4, 8)
 chance_lists = st.lists(
@@ -278,17 +278,19 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
     prompts = np.random.default_rng(0).integers(3, 300, (3, 6))
     sampling = SamplingParams(max_tokens=24)
     texts = generate_batch(hf_decoder.HFDecoder(target), prompts.tolist(), sampling, Batching())
-    text = evaluate.TargetText.of(evaluate.arrays_of(list(prompts), texts), 0.0)
-    chances = evaluate.acceptance_probabilities(draft, text)
+    written = [text.ids.tolist() for text in texts]
+    log_p = [text.logprobs.tolist() for text in texts]
+    evaluator = TargetTextEvaluator(prompts.tolist(), written, log_p, tmp_path)
+    chances = evaluator.acceptance_probabilities(draft)
     engine = ModelDrafter(load(tmp_path / "draft", torch.float32))
     for k in (1, 2, 4):
-        for row, prompt, chance in zip(text.texts, prompts, chances, strict=True):
+        for row, prompt, chance in zip(written, prompts, chances, strict=True):
             steps = list(
                 speculative_decode(
                     pair[0], engine, [prompt.tolist()], k, SamplingParams(max_tokens=24)
                 )
             )
-            assert output_tokens(steps)[0] == row[1].tolist()
+            assert output_tokens(steps)[0] == row
             assert visits(chance, k).sum() == len(steps) - 1  # the prefill emits the first token
 
 

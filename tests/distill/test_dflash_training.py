@@ -94,10 +94,11 @@ def test_each_prediction_has_the_loss_and_gradient_that_its_place_in_the_block_g
     mask[:, :3] = 0
     mask[1, 17:] = 0
     logits = torch.randn(2, T, student.config.vocab, generator=torch.Generator().manual_seed(5))
-    batch = Anchors(0.3, k, seed=2).drawn(Batch(ids.numpy(), mask.numpy()), 7)
+    anchors = Anchors(0.3, k, seed=2)
+    batch = anchors.drawn(Batch(ids.numpy(), mask.numpy()), 7)
     depths = torch.from_numpy(cast(np.ndarray, batch.depths))
     assert (depths > 0).sum(1).tolist() == [7, 5]  # ceil(0.3 * 21) and ceil(0.3 * 14)
-    objective = BlockObjective(student, parse_loss("fkl"), 1.0, gamma)
+    objective = BlockObjective(student, parse_loss("fkl"), 1.0, gamma, anchors)
     weight = torch.exp(-torch.arange(k) / gamma)
     weight = weight / weight.mean()
     total, count, acceptance = torch.zeros(()), 0, torch.zeros(k)

@@ -269,7 +269,7 @@ def test_schedules_and_mixtures_of_losses_learn_and_resume(tmp_path, teacher, lo
     assert all(torch.equal(weights(whole)[n], w) for n, w in weights(resumed).items())
 
 
-@pytest.mark.parametrize(("fast", "wanted"), [(True, "bfloat16"), (False, "float32")])
+@pytest.mark.parametrize(("fast", "wanted"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_dtype_auto_is_bfloat16_where_that_is_fast(fast, wanted, monkeypatch):
     """As oneDNN says: a CPU without AVX-512 emulates it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -47,6 +47,8 @@ def test_numbers_need_no_target_and_the_source_that_lags_gets_more(space, mixtur
     assert updates[0][1].reference == {"a.txt": 0.5, "b.txt": 99.0}
     assert updates[0][1].phases[1][1]["a.txt"] > 0.9
     assert "--target" in refused(DISTILL, "--loss", "ce", *losses, "--target", "tiny")
+    # weights of a mixture cannot change in text that is written before the first step, or by the draft
+    assert "--reweigh-steps" in refused(DISTILL, "--text", "data=0.5,draft=0.5", *losses)
 
 
 def test_masks_read_more_of_the_source_that_lags(space, mixture, updates):  # noqa: F811
@@ -60,7 +62,7 @@ def test_a_model_expects_its_own_held_out_losses(space, mixture, family_dirs):  
     place = family_dirs["llama"]
     tokenizer = load_tokenizer(place)
     batches = open_batches(mixture, tokenizer, rows=4, seq_len=16, steps=4, seed=0)
-    chosen = Reweighing.of(2, str(place), mixture, True)
+    chosen = Reweighing(every=2, reference=parse_reference(str(place), True))
     found = chosen.start(batches, tokenizer, torch.float32, Hardware(device="cpu")).reference
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     for name in ("a.txt", "b.txt"):
@@ -77,8 +79,16 @@ def test_a_single_source_has_nothing_to_reweigh(mixture, family_dirs):
         Reweighing(every=2, reference={"a.txt": 1.0}).start(
             batches, tokenizer, torch.float32, Hardware()
         )
-    domains = parse_reference("books=2.13,web=1.9", "hf:lab/text#domain", True)
-    assert domains == {
-        "books": 2.13,
-        "web": 1.9,
-    }  # which domains there are is known when the set is read
+    with raises_option("--reference-losses"):
+        Reweighing(every=2, reference={"a.txt": 1.0}).start(
+            open_batches(mixture, tokenizer, rows=4, seq_len=16, steps=4, seed=0),
+            tokenizer, torch.float32, Hardware(),
+        )  # fmt: skip
+
+
+def test_losses_are_numbers_above_0():
+    losses = parse_reference("books=2.13, hf:lab/a=b=1.9", True)
+    assert losses == {"books": 2.13, "hf:lab/a=b": 1.9}
+    for text in ("books=0", "books=1.9,web", "books=much"):
+        with raises_option("LOSS"):
+            parse_reference(text, True)

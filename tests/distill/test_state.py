@@ -1,7 +1,6 @@
 """State of an unfinished run: every bit comes back, damage and other runs' checkpoints do not; no pickles."""
 
 import math
-import pickle
 import resource
 import shutil
 import struct
@@ -28,7 +27,7 @@ def training(seed: int = 0) -> Training:
     """Two optimizers after a step, random generators in the middle of their streams, and a frozen layer."""
     torch.manual_seed(seed)
     AcceleratorState._reset_state()  # tests before this one may have chosen another dtype
-    accelerator = checkpointer.new_accelerator("float32", 1.0)
+    accelerator = checkpointer.new_accelerator(torch.float32, 1.0)
     first, last = nn.Linear(3, 4), nn.Linear(4, 2).requires_grad_(False)
     module = nn.Sequential(first, nn.BatchNorm1d(4), last)
     optimizers = [torch.optim.AdamW([first.weight]), torch.optim.SGD([first.bias], momentum=0.9)]
@@ -161,20 +160,6 @@ class Bomb:
         return (Path.touch, (self.file,))
 
 
-@pytest.mark.parametrize("name", ["optimizer.bin", "pytorch_model_fsdp_0/x.distcp"])
-def test_a_pickle_beside_a_checkpoint_is_refused_before_models_are_loaded_and_never_read(
-    state, name
-):
-    newest, ran = state / "step-00000001", state.parent / "ran"
-    checkpointer.check_resumable(state)
-    (newest / name).parent.mkdir(exist_ok=True)
-    (newest / name).write_bytes(pickle.dumps(Bomb(ran)))
-    with raises_option("--trust-remote-code"):
-        checkpointer.check_resumable(state)
-    assert training().restore(state) is not None
-    assert not ran.exists()
-
-
 def test_code_in_a_checkpoint_is_not_run(state):
     ran = state.parent / "ran"
     torch.save(
@@ -185,17 +170,15 @@ def test_code_in_a_checkpoint_is_not_run(state):
     assert not ran.exists()
 
 
-def test_a_log_is_read_up_to_the_half_line_of_a_kill(tmp_path):
+def test_a_damaged_log_is_one_line(tmp_path):
     log = tmp_path / LOG_FILE
-    lines = '{"step": 0, "tokens": 1, "loss": 1.0, "cross_entropy": 1.0}\n'
-    log.write_text(lines + '{"step": 1, "lo')
+    line = '{"step": 0, "tokens": 1, "loss": 1.0, "cross_entropy": 1.0}\n'
+    log.write_text(line * 2)
     assert [record.step for record in run.read_log(log)] == [0]
-    log.write_text(lines + "half\n" + lines)
-    with raises_option("log.jsonl:2", "--force"):
-        run.read_log(log)
-    log.write_text("")
-    with pytest.raises(UserError):
-        run.read_log(log)
+    for damaged in (line + "half\n" + line, ""):
+        log.write_text(damaged)
+        with raises_option("log.jsonl", "--force"):
+            run.read_log(log)
 
 
 @pytest.mark.parametrize("limit", [100, 3000])

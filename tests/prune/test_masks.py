@@ -217,7 +217,6 @@ def test_a_masks_prune_on_disk_is_a_plain_checkpoint(lr, dtype, family, family_d
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert checkpoint.read_shape(tmp_path / "out") == shape
-    assert (tmp_path / "out" / "masks" / "masks.safetensors").exists()
     assert "acceptance" in made.data
     assert not (tmp_path / ".out.state").exists()
 

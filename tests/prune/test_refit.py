@@ -148,8 +148,7 @@ def test_principal_directions_find_a_narrow_stream_exactly():
     with torch.inference_mode():
         assert (small(IDS[:1]).logits - wanted).abs().max() / wanted.abs().max() < 1e-3
     importance = calibrate(source, wide, [row[None] for row in IDS], print)
-    rotation, energy = importance.principal(64)
-    assert energy > 1 - 1e-6
+    rotation = importance.principal(64)
     keep = keep_all(shape)
     draft = walk(Cut(Rotated(weights, wide, rotation), shape, keep), small.config.to_dict())
     how = Refit(layers=False)

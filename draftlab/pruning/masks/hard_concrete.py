@@ -6,11 +6,9 @@ L layers, D hidden, K kv heads, G query heads per kv head, H = K G, F ffn. The m
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from draftlab.model.shape import Shape
@@ -72,12 +70,8 @@ class Masks(nn.Module):
         start = {
             n: 5 + 0.01 * torch.randn(s.rows, s.size, generator=rng) for n, s in self.sizes.items()
         }
-        self.log_odds = nn.ParameterDict(
-            {name: nn.Parameter(value) for name, value in start.items()}
-        )
-        self.multipliers = nn.ParameterDict(
-            {name: nn.Parameter(torch.zeros(2)) for name in self.sizes}
-        )
+        self.log_odds = nn.ParameterDict(start)
+        self.multipliers = nn.ParameterDict({name: torch.zeros(2) for name in self.sizes})
         self.progress = 1.0  # share of the run that is done
         self.values = self._values({})
 
@@ -138,13 +132,6 @@ class Masks(nn.Module):
             kv_heads=[sorted({head // group for head in row}) for row in heads],
             ffn=[_nonzero(values.ffn[layer]) for layer in layers],
         )
-
-    def save(self, file: Path) -> None:
-        """Write log-odds and final values to a file, for inspection."""
-        values = self.deterministic()
-        tensors = {f"log_odds.{name}": p.detach() for name, p in self.log_odds.items()}
-        tensors |= {f"value.{name}": getattr(values, name).detach() for name in Values.__slots__}
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, file)
 
     def _odds(self, name: str) -> Tensor:
         return cast(Tensor, self.log_odds[name])

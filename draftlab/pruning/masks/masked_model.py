@@ -27,29 +27,22 @@ def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
 
     eps: Epsilon of the model's norms.
     """
-    handles, patched = [], []
-    for path, module in model.named_modules():
-        name = path[path.find("model.layers.") :] if "model.layers." in path else path
-        layer, part = layer_of(name), name.rsplit(".", 1)[-1]
-        if part == "embed_tokens":
-            handles.append(
-                module.register_forward_hook(
+    with contextlib.ExitStack() as undo:
+        for path, module in model.named_modules():
+            name = path[path.find("model.layers.") :] if "model.layers." in path else path
+            layer, part = layer_of(name), name.rsplit(".", 1)[-1]
+            if part == "embed_tokens":
+                hook = module.register_forward_hook(
                     lambda _, args, out: out * masks.values.hidden.to(out.dtype)
                 )
-            )
-        elif part in NORMS and "hidden" in masks.sizes:
-            module.forward = _masked_norm(module, masks, eps)
-            patched.append(module)
-        elif part in ("o_proj", "down_proj") and layer is not None:
-            module.forward = _masked_linear(cast(nn.Linear, module), masks, part, layer)
-            patched.append(module)
-    try:
+                undo.enter_context(hook)
+            elif part in NORMS and "hidden" in masks.sizes:
+                module.forward = _masked_norm(module, masks, eps)
+                undo.callback(delattr, module, "forward")
+            elif part in ("o_proj", "down_proj") and layer is not None:
+                module.forward = _masked_linear(cast(nn.Linear, module), masks, part, layer)
+                undo.callback(delattr, module, "forward")
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module in patched:
-            del module.forward
 
 
 class Folded(TensorView):

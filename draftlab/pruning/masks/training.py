@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,10 @@ from draftlab.data import open_batches, open_heldout
 from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import output_head
+from draftlab.pruning.cut import Keep
 from draftlab.pruning.masks.hard_concrete import Masks
 from draftlab.pruning.masks.masked_model import Folded, masked
-from draftlab.pruning.run import Prune, PrunedDraft, Selection, Text
+from draftlab.pruning.run import Prune, PrunedDraft, Text
 from draftlab.pruning.source import Source
 from draftlab.training.checkpointer import best_weights
 from draftlab.training.loop import Hardware, Loop
@@ -27,8 +28,6 @@ from draftlab.training.reweighing import Reweighing
 from draftlab.training.run import claimed_state, fit
 from draftlab.training.trainer import TrainingSetup
 
-# the file is in a folder of its own, because runtimes load every safetensors file next to config.json
-MASKS_FILE = "masks/masks.safetensors"
 LR = 1.0e-4  # learning rate of the trainer if the weights are frozen; masks have a separate rate
 HELDOUT_ROWS = 32
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
@@ -45,9 +44,7 @@ class MaskTraining:
 
     steps: int
     batch_size: int
-    loss: str = "fkl"
     lr: float | None = None
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     reweighing: Reweighing | None = None
 
     def loop(self, seed: int) -> Loop:
@@ -56,7 +53,6 @@ class MaskTraining:
             steps=self.steps,
             batch_size=self.batch_size,
             warmup_ratio=WARM_UP,
-            dtype=self.dtype,
             seed=seed,
             save_steps=max(1, min(SAVE_STEPS, self.steps // 4)),
             optimizer="adamw",
@@ -74,20 +70,23 @@ def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
         return cut.copy()
     source = cut.source
     state = claimed_state(cut.output, [source.directory])
-    selection = _select(source, cut.shape, cut.text, training, state)
+    keep, basis, weights = _select(source, cut.shape, cut.text, training, state)
     if not is_main_process():
         return PrunedDraft(
-            source=source.shape, shape=cut.shape, keep=selection.keep, agreement=None, disk_bytes=0
+            source=source.shape, shape=cut.shape, keep=keep, agreement=None, disk_bytes=0
         )
-    pruned = cut.write(selection)
+    pruned = cut.write(keep, basis, weights)
     remove_state(state)
     return pruned
 
 
 def _select(
     source: Source, shape: Shape, text: Text, training: MaskTraining, state: Path
-) -> Selection:
-    """Train masks that cut the source to a shape, and return what to keep. state: Directory of checkpoints."""
+) -> tuple[Keep, Tensor, Mapping[str, Tensor]]:
+    """Train masks that cut the source to a shape. Return keep, basis and weights for Prune.write.
+
+    state: Directory of checkpoints.
+    """
     masks = Masks(source.shape, shape, text.seed)
     student = _student(source, training)
     setup = _setup(source, text, training)
@@ -100,33 +99,24 @@ def _select(
     note(f"difference between the masks' sparsity and the sparsity of the requested shape: {gaps}")
     weights = Folded(_trained_weights(source, training, state), source.shape, masks.deterministic())
     keep, hidden = masks.keep(), masks.deterministic().hidden.detach().cpu()
-
-    def save(work: Path) -> None:
-        (work / MASKS_FILE).parent.mkdir()
-        masks.save(work / MASKS_FILE)
-
     # the basis maps the source's residual stream to the draft's, so it includes masks between 0 and 1
-    return Selection(
-        keep=keep, basis=torch.diag(hidden)[:, keep.hidden], weights=weights, save=save
-    )
+    return keep, torch.diag(hidden)[:, keep.hidden], weights
 
 
 def _setup(source: Source, text: Text, training: MaskTraining) -> TrainingSetup:
     tokenizer = checkpoint.load_tokenizer(source.directory)
-    teacher, loss = None, parse_loss(training.loss)
-    dtype = checkpoint.DTYPES[training_dtype(training.dtype)]
+    dtype = training_dtype("auto")
     sizes: dict[str, Any] = {"rows": training.batch_size, "seq_len": text.seq_len}
     batches = open_batches(text.data, tokenizer, steps=training.steps, seed=text.seed, **sizes)
     heldout = open_heldout(text.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
     if training.reweighing is not None:
         batches = training.reweighing.start(batches, tokenizer, dtype, Hardware())
-    if loss.needs_teacher:
-        teacher = checkpoint.load_model(source.directory, dtype)
-    return TrainingSetup(teacher=teacher, batches=batches, heldout=heldout, loss=loss)
+    teacher = checkpoint.load_model(source.directory, dtype)
+    return TrainingSetup(teacher=teacher, batches=batches, heldout=heldout, loss=parse_loss("fkl"))
 
 
 def _student(source: Source, training: MaskTraining) -> PreTrainedModel:
-    wide = training.lr is not None or training_dtype(training.dtype) == "float32"
+    wide = training.lr is not None or training_dtype("auto") == torch.float32
     student = checkpoint.load_model(source.directory, torch.float32 if wide else source.dtype)
     if training.lr is None:
         student.requires_grad_(False)

@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from draftlab.config.kinds import StudentSpec, student
-from draftlab.errors import UserError
-from draftlab.training.students.eagle import EagleStudent, Layers
+from draftlab.config.kinds import student
+from draftlab.training.students.eagle import HeadStudent, Layers
 
 if TYPE_CHECKING:
     from draftlab.training.run import Distillation, OpenStudent
 
 
 @student("dflash")
-class DFlashStudent(StudentSpec):
+class DFlashStudent(HeadStudent):
     """Options of a DFlash head.
 
     block_size: Number of tokens of a block: the last token of the text, then block_size - 1 drafted tokens. num_layers:
@@ -26,7 +25,8 @@ class DFlashStudent(StudentSpec):
     exp(-(k - 1) / gamma) in the loss. Default: half the block size.
     """
 
-    unused = EagleStudent.unused | {"vocab"}
+    free = frozenset({"anchors", "gamma"})
+    unused = HeadStudent.unused | {"vocab"}
     lr_share = 1.0  # gives 0.004; on the embedded target tiny, 0.008 was even better after 60 steps
     block_size: int = Field(8, ge=2, le=32)
     num_layers: int | None = Field(None, ge=1)
@@ -35,22 +35,8 @@ class DFlashStudent(StudentSpec):
     anchors: float = Field(0.125, gt=0, le=1)
     gamma: float | None = Field(None, gt=0)
 
-    @property
-    def made(self) -> set[str]:
-        """Return the names of the options that are set and that decide the shape of the head."""
-        return self.model_fields_set - {"text", "anchors", "gamma"}
-
     def check(self, job: "Distillation") -> None:
-        if "draft" in job.text.shares:
-            raise UserError(
-                "--text: a DFlash head cannot train on text of a draft; use --text data, --text target, or a mixture "
-                "of both"
-            )
-        if job.draft is not None and self.made:
-            raise UserError(
-                f"--draft {job.draft} already decides the shape of the head; leave these options of --student out: "
-                f"{', '.join(sorted(self.made))}"
-            )
+        super().check(job)
         from draftlab.training.dflash import head_of
 
         head_of(self, job)

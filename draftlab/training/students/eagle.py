@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from draftlab.config.kinds import StudentSpec, student
+from draftlab.config.kinds import StudentSpec, split_at, student
 from draftlab.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,14 +16,42 @@ LARGEST_DEFAULT = (
     32_000  # largest default number of draft ids, as in heads of SafeAILab and speculators
 )
 
-Layers = Annotated[
-    list[int] | None,
-    BeforeValidator(lambda value: value.split("+") if isinstance(value, str) else value),
-]
+Layers = Annotated[list[int] | None, split_at("+")]
+
+
+class HeadStudent(StudentSpec):
+    """The base class of heads, which read the target's hidden states.
+
+    free: Options that do not decide the shape of the head, so that they can be set next to --draft.
+    """
+
+    free: ClassVar[frozenset[str]]
+    unused = frozenset(
+        {
+            "server",
+            "served_model",
+            "api_key_file",
+            "top_logprobs",
+            "gradient_checkpointing",
+            "reweigh_steps",
+        }
+    )
+
+    def check(self, job: "Distillation") -> None:
+        if "draft" in job.text.shares:
+            raise UserError(
+                "--text: a head cannot train on text of a draft; use --text data, --text target, or a mixture of both"
+            )
+        fixed = sorted(self.model_fields_set - {"text"} - self.free)
+        if job.draft is not None and fixed:
+            raise UserError(
+                f"--draft {job.draft} already decides the shape of the head; leave these options of --student out: "
+                f"{', '.join(fixed)}"
+            )
 
 
 @student("eagle")
-class EagleStudent(StudentSpec):
+class EagleStudent(HeadStudent):
     """Options of an EAGLE-3 head, with the names of the library speculators.
 
     ttt_steps: Number of steps of training-time test, which is the number of tokens in a row that the head learns to
@@ -36,16 +64,7 @@ class EagleStudent(StudentSpec):
     tokens that the head reads).
     """
 
-    unused = frozenset(
-        {
-            "server",
-            "served_model",
-            "api_key_file",
-            "top_logprobs",
-            "gradient_checkpointing",
-            "reweigh_steps",
-        }
-    )
+    free = frozenset({"ttt_steps"})
     lr_share = 0.5  # learning rate relative to that of pruned drafts, from runs on SmolLM2-135M
     ttt_steps: int = Field(4, ge=1, le=16)
     layer_ids: Layers = None
@@ -56,20 +75,15 @@ class EagleStudent(StudentSpec):
     sliding_window: int | None = Field(None, ge=1)
 
     def check(self, job: "Distillation") -> None:
-        if "draft" in job.text.shares:
-            raise UserError(
-                "--text: an EAGLE-3 head cannot train on text of a draft; use --text data, --text target, or a mixture "
-                "of both"
-            )
+        super().check(job)
         if job.text.seq_len <= self.ttt_steps + 1:
             raise UserError(
                 f"--seq-len {job.text.seq_len} is too short for --student {self.text} with ttt_steps={self.ttt_steps}; "
                 f"use --seq-len {self.ttt_steps + 2} or more"
             )
-        if job.draft is not None and (job.vocab or self.model_fields_set - {"text", "ttt_steps"}):
+        if job.draft is not None and job.vocab:
             raise UserError(
-                f"--draft {job.draft} already decides the ids, layers and norms of the head; leave out --vocab and all "
-                "options of --student except ttt_steps"
+                f"--draft {job.draft} already decides the ids of the head; leave --vocab out"
             )
         from draftlab.training.eagle import head_of
 

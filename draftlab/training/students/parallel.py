@@ -43,13 +43,17 @@ class ParallelStudent(DraftSpec):
             UserError: The engine does not run the draft, or the vocabulary has no id for the mask token.
         """
         from draftlab.model import checkpoint, llama, parallel
+        from draftlab.target_outputs.store import finished_manifest
         from draftlab.training.objectives import Offsets
 
         assert job.draft is not None  # because of starts_from_draft
         llama.check_supported(job.draft)
         vocab = checkpoint.vocab_size(job.draft)
-        if job.target_vocab is not None:
-            vocab = min(vocab, job.target_vocab)  # the mask token must also be an id of the target
+        # the mask token must also be an id of the target
+        if job.outputs is not None:
+            vocab = min(vocab, finished_manifest(job.outputs).vocab)
+        elif job.target is not None:
+            vocab = min(vocab, checkpoint.vocab_size(job.target))
         token = parallel.pard_token(job.draft) if self.token is None else self.token
         if token is None:
             token = parallel.unused_id(job.draft, vocab)

@@ -26,7 +26,7 @@ from draftlab.training.loop import Batches
 from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import DistillStep
 from draftlab.training.optimizers import training_dtype
-from draftlab.training.run import Distillation
+from draftlab.training.run import Distillation, OpenStudent
 from draftlab.training.teachers import logits_of
 from draftlab.training.trainer import TrainingSetup
 from draftlab_research.drafting.medusa import apply_heads, write
@@ -35,27 +35,7 @@ from draftlab_research.drafting.medusa import apply_heads, write
 LOSS = parse_loss("fkl")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenHeads:
-    """Medusa heads in training, on a frozen target."""
-
-    module: PreTrainedModel
-    setup: TrainingSetup
-    target: Path
-
-    def write(self, work: Path, state: Path) -> dict[str, object]:
-        """Write the heads with the best evaluation to the directory `work`.
-
-        Return the held-out acceptance and agreement of each head, for the record of the run.
-
-        state: Directory of the training state.
-        """
-        best, stored = best_weights(state, "student"), checkpoint.stored_dtype(self.target)
-        write(work, {name: weight.to(stored) for name, weight in best.items()}, self.target)
-        return {"heads": evaluate_heads(cast(Heads, self.module), best, self.setup)}
-
-
-def open_heads(count: int, job: Distillation) -> OpenHeads:
+def open_heads(count: int, job: Distillation) -> OpenStudent:
     """Load the frozen target of a distillation, and open its training text. Return `count` new heads with both.
 
     Raises:
@@ -63,15 +43,18 @@ def open_heads(count: int, job: Distillation) -> OpenHeads:
     """
     target = job.target
     assert target is not None  # a head reads the target's states
-    dtype, device = (
-        checkpoint.DTYPES[training_dtype(job.loop.dtype)],
-        select_device(job.hardware.device),
-    )
+    dtype, device = training_dtype(job.loop.dtype), select_device(job.hardware.device)
     student = Heads(FrozenTarget(checkpoint.load_model(target, dtype, device)), count).to(device)
     batches, heldout = job.text.open(checkpoint.load_tokenizer(target), job.loop)
-    return OpenHeads(
-        module=cast(Any, student), setup=heads_setup(student, batches, heldout), target=target
-    )
+    setup = heads_setup(student, batches, heldout)
+
+    def write_best(work: Path, state: Path) -> dict[str, object]:
+        """Write the heads with the best evaluation. Return the held-out acceptance and agreement of each head."""
+        best, stored = best_weights(state, "student"), checkpoint.stored_dtype(target)
+        write(work, {name: weight.to(stored) for name, weight in best.items()}, target)
+        return {"heads": evaluate_heads(student, best, setup)}
+
+    return OpenStudent(module=student, setup=setup, write=write_best)
 
 
 class FrozenTarget:

@@ -128,6 +128,17 @@ def architecture(directory: Path) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
+def pre_tokenizer(directory: Path, vocab: int) -> tuple[str, float]:
+    """Return llama.cpp's best pre-tokenizer for a checkpoint, and the fraction of probe texts with equal ids.
+
+    Raises:
+        UserError: llama.cpp does not know the model or its tokenizer.
+    """
+    architecture(directory)
+    tokenizer = read_tokenizer(directory, vocab)
+    return tokenizer.pre, tokenizer.match
+
+
 def write(directory: Path, file: Path, qtype: str) -> Written:
     """Write a checkpoint as one GGUF file. qtype: Type of the matrices.
 
@@ -330,10 +341,11 @@ def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
         "bos": writer.add_bos_token_id,
         "eos": writer.add_eos_token_id,
         "pad": writer.add_pad_token_id,
+        "unk": writer.add_unk_token_id,
     }
     for name, number in tokenizer.special.items():
         if number is not None:
-            (add | {"unk": writer.add_unk_token_id})[name](number)
+            add[name](number)
     writer.add_add_bos_token(tokenizer.add_bos)
     writer.add_add_eos_token(tokenizer.add_eos)
     if tokenizer.chat_template is not None:

@@ -36,7 +36,6 @@ from draftlab.servers.kinds import (
 if TYPE_CHECKING:
     from draftlab.model.eagle import HeadShape
     from draftlab.model.shape import Shape
-    from draftlab.servers.client import Server
 
 TOKEN_PREFIX = "token_id:"  # prefix of tokens with return_tokens_as_token_ids
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -170,32 +169,14 @@ class VLLM(ServerKind):
         ]
         return shell_script(launch, lines)
 
-    def command(self, program: Path, trial: ServerTrial, method: SampleMethod) -> list[object]:
-        target = trial.draft if trial.own_target else trial.target
-        command: list[object] = [
-            program.absolute(),
-            "serve",
-            target,
-            "--dtype",
-            "float32",
-            "--enforce-eager",
-        ]
-        command.append("--no-enable-prefix-caching")
+    def command(self, program: Path, trial: ServerTrial) -> list[object]:
+        options = ["--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"]
         if trial.own_target:
-            return command
-        config = speculative_config(str(trial.draft.absolute()), trial.k, trial.kind, method)
-        return [*command, "--speculative-config", json.dumps(config)]
-
-    def served(
-        self, server: "Server", prompts: list[list[int]], limits: list[int], temperature: float
-    ) -> tuple[list[list[int]], float]:
-        before = server.metrics()
-        written = server.generate(
-            prompts, SamplingParams(max_tokens=max(limits), temperature=temperature)
-        )
-        return [each.ids for each in written], server.grown(
-            before
-        ).acceptance.mean_acceptance_length
+            return [program.absolute(), "serve", trial.draft, *options]
+        draft = str(trial.draft.absolute())
+        config = speculative_config(draft, trial.k, trial.kind, trial.method)
+        options += ["--speculative-config", json.dumps(config)]
+        return [program.absolute(), "serve", trial.target, *options]
 
     def completion_request(
         self, prompt: list[int], sampling: SamplingParams, k: int | None

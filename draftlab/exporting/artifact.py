@@ -15,6 +15,7 @@ from draftlab.config.base import MAX_K
 from draftlab.config.kinds import DRAFTERS
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, hf, trials
+from draftlab.exporting.gguf import DEFAULT_CONTEXT
 from draftlab.exporting.verify import TargetTexts
 from draftlab.model import checkpoint, eagle, hub, modes, parallel
 from draftlab.model.decoder import Decoder
@@ -27,7 +28,6 @@ from draftlab.model.tokenizer import check_embeds, common_vocabulary, first_diff
 from draftlab.servers.kinds import Artifact, DraftKind, Finding, ServerKind, error, ok, warning
 from draftlab.target_outputs.replay import ReplayContext
 
-DEFAULT_CONTEXT = 2048  # tokens, if config.json names no context
 UNMEASURED_K = "a default; draftlab score finds the fastest K"
 # characters with which tokenizers mark a leading space in a token
 SPACES = ("\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}", "\N{LOWER ONE EIGHTH BLOCK}")
@@ -54,10 +54,6 @@ class Form:
     @property
     def layout(self) -> Literal["native", "speculators"]:
         return "speculators" if self.to == "speculators" else "native"
-
-    @property
-    def has_script(self) -> bool:
-        return self.to not in ("hf", "gguf")
 
 
 class DraftModel:
@@ -134,15 +130,15 @@ class DraftModel:
             text for text in PROBES if own(text)["input_ids"] != targets(text)["input_ids"]
         ]
         text = f"{len(differing)} of {len(PROBES)} probe texts get other token ids than with the target's tokenizer"
-        files = [model / "tokenizer.json" for model in (self.path, self.target)]
+        own_file, file = (
+            hf.tokenizer_files(model).get("tokenizer.json") for model in (self.path, self.target)
+        )
         if not differing:
             yield ok(
                 "tokenizer",
                 f"equal to the target's for {min(self.vocab, self.target_vocab):,} ids and {len(PROBES)} probe texts",
             )
-        elif (
-            all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
-        ):
+        elif own_file is not None and own_file == file:
             text += (
                 " from the same tokenizer.json, which transformers reads differently for "
                 f"{self.config.get('model_type')}"

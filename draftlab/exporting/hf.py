@@ -26,7 +26,7 @@ def write(draft: Path, out: Path, *, tokenizer_from: Path, dtype: torch.dtype | 
         UserError: A file in `tokenizer_from` is damaged.
     """
     changed = []
-    other_tokenizer = _tokenizer_files(tokenizer_from) != _tokenizer_files(draft)
+    other_tokenizer = tokenizer_files(tokenizer_from) != tokenizer_files(draft)
     stored = checkpoint.stored_dtype(draft)
     if dtype is not None and dtype != stored:
         changed.append(
@@ -47,33 +47,29 @@ def write(draft: Path, out: Path, *, tokenizer_from: Path, dtype: torch.dtype | 
     return changed
 
 
-def write_fake_quantized(draft: Path, out: Path, qtype: str) -> None:
-    """Write a draft or head in float32, with every matrix rounded to the values of a GGUF type."""
+@contextlib.contextmanager
+def as_quantized(draft: Path, qtype: str | None) -> Iterator[Path]:
+    """Yield a copy of a draft or head in float32, with every matrix rounded to the values of a GGUF type.
+
+    The name of the copy ends in @TYPE. The copy is removed at the end of the `with` statement. For None, yield the
+    draft itself.
+    """
+    if qtype is None:
+        yield draft
+        return
 
     def rounded(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor  # ids of a head
         return fake_quantize(tensor.float(), qtype) if tensor.ndim == 2 else tensor.float()
 
-    weights = ((name, rounded(tensor)) for name, tensor in checkpoint.Weights(draft).items())
-    saving.write_checkpoint(out, checkpoint.read_config(draft), weights, draft)
-    if (draft / HEAD_IDS).is_file():
-        shutil.copyfile(draft / HEAD_IDS, out / HEAD_IDS)
-
-
-@contextlib.contextmanager
-def as_quantized(draft: Path, qtype: str | None) -> Iterator[Path]:
-    """Yield a copy of a draft or head with its weights rounded to a GGUF type. For None, yield the draft itself.
-
-    The name of the copy ends in @TYPE. The copy is removed at the end of the `with` statement.
-    """
-    if qtype is None:
-        yield draft
-        return
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / f"{hub.checkpoint_name(draft)}@{qtype}"
         out.mkdir()
-        write_fake_quantized(draft, out, qtype)
+        weights = ((name, rounded(tensor)) for name, tensor in checkpoint.Weights(draft).items())
+        saving.write_checkpoint(out, checkpoint.read_config(draft), weights, draft)
+        if (draft / HEAD_IDS).is_file():
+            shutil.copyfile(draft / HEAD_IDS, out / HEAD_IDS)
         yield out
 
 
@@ -83,7 +79,7 @@ def parse_quantized_name(name: str) -> tuple[str, str | None]:
     return (base, qtype) if base and qtype in hub.ROUNDED else (name, None)
 
 
-def _tokenizer_files(directory: Path) -> dict[str, bytes]:
+def tokenizer_files(directory: Path) -> dict[str, bytes]:
     """Return the contents of a tokenizer's files, by the name of the file."""
     files = [file for name in saving.TOKENIZER_FILES if (file := directory / name).is_file()]
     return {file.name: file.read_bytes() for file in files}

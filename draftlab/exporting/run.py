@@ -97,7 +97,7 @@ def export(
             about = {"data": prompts.source, "sha256": prompts.sha256, "chat": prompts.chat}
             notes |= {"verified": verified.line(), "acceptance": verified.facts(), "prompts": about}
         script = None
-        if form.server is not None and form.has_script:
+        if form.server is not None and form.to != "gguf":
             launch = Launch(
                 target=serving,
                 k=chosen.k,

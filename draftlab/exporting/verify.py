@@ -164,20 +164,21 @@ class Verification:
     def facts(self) -> dict[str, object]:
         """Return the verification as JSON values. `gap` is the server's acceptance length minus draftlab's."""
         expected = self.expected
-        numbers = {
+        facts: dict[str, object] = {
+            "runtime": self.runtime,
+            "k": self.k,
+            "temperature": self.temperature,
+            "texts": self.texts,
+        }
+        if self.temperature:
+            facts |= {"draft_sample_method": self.method, "by_method": dict(self.by_method)}
+        return facts | {
+            "gap": self.measured - expected.value,
             "measured": self.measured,
             "draftlab": expected.value,
             "low": expected.low,
             "high": expected.high,
         }
-        gap = self.measured - expected.value
-        asked = {"k": self.k, "temperature": self.temperature, "texts": self.texts}
-        drafts = (
-            {"draft_sample_method": self.method, "by_method": dict(self.by_method)}
-            if self.temperature
-            else {}
-        )
-        return {"runtime": self.runtime, **asked, **drafts, "gap": gap, **numbers}
 
     def line(self) -> str:
         sampled = (

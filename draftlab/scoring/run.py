@@ -204,12 +204,12 @@ class Measurement:
 
     def _rounding(self, other_target: Decoder, answers: list[list[int]]) -> Rounding:
         """Compare the target with and without int8 weights, on the prompts and the answers of plain decoding."""
-        models = [self.models.target, other_target]
+        whole, rounded = self.models.target, other_target
         if self.comparison.engine.target_int8:
-            models.reverse()
+            whole, rounded = rounded, whole
         prompts = self.comparison.requests.prompts.rows
         pairs = zip(prompts, answers, strict=True)
-        return compare(*models, [[*prompt.ids, *answer] for prompt, answer in pairs])
+        return compare(whole, rounded, [[*prompt.ids, *answer] for prompt, answer in pairs])
 
     def _latency(self, batch: int) -> dict[str, list[Latency]]:
         """Time single passes of all models that draftlab's engine runs, and return the latencies by name.

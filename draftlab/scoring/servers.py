@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +135,13 @@ class ServerAnswers:
         """Return how much the server's counters of speculative decoding grew, or None if nothing was drafted."""
         if not self.answer_counters:
             return spec_decode_counters(self.before, self.after)
-        accepted = [0.0] * max(len(c.num_accepted_tokens_per_pos) for c in self.answer_counters)
-        for counters in self.answer_counters:
-            for position, tokens in enumerate(counters.num_accepted_tokens_per_pos):
-                accepted[position] += tokens
+        by_position = zip_longest(
+            *(c.num_accepted_tokens_per_pos for c in self.answer_counters), fillvalue=0.0
+        )
         return Counters(
             num_drafts=sum(c.num_drafts for c in self.answer_counters),
             num_draft_tokens=sum(c.num_draft_tokens for c in self.answer_counters),
-            num_accepted_tokens_per_pos=accepted,
+            num_accepted_tokens_per_pos=list(map(sum, by_position)),
         )
 
     @property

@@ -308,12 +308,13 @@ class Server:
         """
         path = "/v1/chat/completions"
         body = {
+            "model": self.model,
             "messages": [{"role": "user", "content": text}],
             "max_tokens": 1,
             "temperature": 0.0,
+            "return_token_ids": True,  # vLLM returns the ids
         }
-        told = {"model": self.model, "return_token_ids": True}  # vLLM returns the ids
-        answer = self.http.json("POST", path, body | told)
+        answer = self.http.json("POST", path, body)
         with self._reading(path):
             ids = answer.get("prompt_token_ids")
             ids = None if ids is None else TOKEN_IDS.validate_python(ids)

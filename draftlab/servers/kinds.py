@@ -278,32 +278,32 @@ class ServerKind:
     name: ClassVar[str]  # set by @server
 
     # whether the server loads GGUF files instead of Hugging Face directories
-    loads_gguf: ClassVar[bool] = False
-    parallel: ClassVar[bool] = False  # whether a parallel draft drafts in one pass there
+    loads_gguf = False
+    parallel = False  # whether a parallel draft drafts in one pass there
     # how the server drafts if draft and target have different vocabularies; empty: the server cannot
-    translates: ClassVar[str] = ""
+    translates = ""
     # largest allowed difference between the draft's and the target's number of logits
-    vocab_slack: ClassVar[int] = 0
-    heads: ClassVar[str] = ""  # how the server loads an EAGLE-3 head; empty: the server cannot
+    vocab_slack = 0
+    heads = ""  # how the server loads an EAGLE-3 head; empty: the server cannot
     # fields in eagle.OPTIONAL_PARTS that the server computes
     head_parts: ClassVar[frozenset[str]] = frozenset()
-    one_stream: ClassVar[bool] = False  # whether the server decodes only one prompt at a time
+    one_stream = False  # whether the server decodes only one prompt at a time
     # kinds of drafts for which the server can change K with the number of requests
     changes_k: ClassVar[frozenset[DraftKind]] = frozenset()
 
     # acceptance rules by variant, as in --server-rule NAME-VARIANT; "" is the default variant
     rules: ClassVar[Mapping[str, Acceptance]] = {}
-    script_rule: ClassVar[str] = ""  # variant in `rules` that the script starts
+    script_rule = ""  # variant in `rules` that the script starts
 
-    program: ClassVar[str] = ""  # program that export --verify-with starts; empty: none
+    program = ""  # program that export --verify-with starts; empty: none
     # True: the server never drafts beyond max_tokens; False: it may, and then counts all tokens of the last step
-    cuts_last_step: ClassVar[bool] = False
-    counts_end: ClassVar[bool] = True  # whether the server counts a drafted end-of-text token
+    cuts_last_step = False
+    counts_end = True  # whether the server counts a drafted end-of-text token
 
-    owned_by: ClassVar[str] = ""  # name in /v1/models; empty: draftlab sends no requests
+    owned_by = ""  # name in /v1/models; empty: draftlab sends no requests
     path: ClassVar[str]  # address of completions and prompt log-probabilities
     about_path: ClassVar[str]  # address of a page with the version
-    has_prompt_logprobs: ClassVar[bool] = True
+    has_prompt_logprobs = True
 
     # loading
 

@@ -131,7 +131,7 @@ class VLLM(ServerKind):
                 yield error(self.name, text, f"{export} writes the value into config.json")
             return
         layers = (artifact.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        if len(head.layer_ids) != len(layers or "abc"):
+        if len(head.layer_ids) != (len(layers) if layers else 3):
             yield error(
                 self.name,
                 f"reads the layers from eagle_config in config.json, but finds {layers or 'none'} there",

@@ -532,10 +532,9 @@ def test_a_rounded_draft_is_a_row_of_its_own_in_a_score(space):
 
 def test_rounded_weights_are_the_files(family_dirs, tmp_path):
     """What is scored as DRAFT@q8_0 here is what llama.cpp reads in the GGUF."""
-    (tmp_path / "rounded").mkdir()
-    hf.write_fake_quantized(family_dirs["qwen3"], tmp_path / "rounded", "q8_0")
     _, held = written(family_dirs["qwen3"], tmp_path, "q8_0")
-    mine = checkpoint.Weights(tmp_path / "rounded")["model.layers.1.self_attn.k_proj.weight"]
+    with hf.as_quantized(family_dirs["qwen3"], "q8_0") as rounded:
+        mine = checkpoint.Weights(rounded)["model.layers.1.self_attn.k_proj.weight"]
     torch.testing.assert_close(mine, held["blk.1.attn_k.weight"], rtol=0, atol=0)
 
 

@@ -471,9 +471,8 @@ class HeadArtifact(PublishedHead):
 # A draft or head that can be checked, in draftlab and in a running server. PublishedHead has the same methods as
 # DraftModel, without those that export.
 Checkable: TypeAlias = DraftModel | PublishedHead
-Exportable: TypeAlias = (
-    DraftModel | HeadArtifact
-)  # a draft or head that can be checked, exported and verified
+# A draft or head that can be checked, exported and verified.
+Exportable: TypeAlias = DraftModel | HeadArtifact
 
 
 def open_checkable(path: Path, target: Path, weights: bool = True) -> Checkable:

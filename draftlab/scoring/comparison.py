@@ -14,7 +14,7 @@ from draftlab import provenance, turns
 from draftlab.config.kinds import DrafterSpec, RunFacts
 from draftlab.config.server_rules import Acceptance
 from draftlab.console import note
-from draftlab.errors import OtherArchitecture, Quantised, UserError, about
+from draftlab.errors import UserError, about
 from draftlab.exporting.hf import as_quantized, parse_quantized_name
 from draftlab.model import Mode, checkpoint, devices, hub, llama, parallel
 from draftlab.model.checkpoint import max_model_len
@@ -377,9 +377,5 @@ def with_rounded_drafts(comparison: Comparison) -> Iterator[Comparison]:
 
 
 def _described(directory: Path) -> str:
-    try:
-        return llama.check_supported(directory).describe()
-    except OtherArchitecture as error:
-        return f"{read_size(directory).describe()}; {error}; transformers runs it"
-    except Quantised:
-        return f"{read_size(directory).describe()}; quantised; transformers runs it"
+    text = read_size(directory).describe()
+    return text if engine_runs(directory) else f"{text}; transformers runs it"

@@ -13,7 +13,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import Field
 
 from draftlab import provenance, turns
@@ -203,7 +202,7 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
         completions = server.generate([p.ids for p in prompts], requests.sampling)
         vocab = logits_of(comparison.tokenizer)
         for completion in completions:
-            check_ids(np.array(completion.ids, np.int64), vocab)
+            check_ids(completion.ids, vocab)
         return [completion.ids for completion in completions]
 
     named = comparison.stored or server
@@ -240,7 +239,7 @@ def measure(
         ids, seconds = answers[role].ask(servers[role], prompt, requests.sampling, clock)
         answers[role].runs.append(ServedGeneration(prompt=index, tokens=len(ids), seconds=seconds))
         if repeat == 0:
-            check_ids(np.array(ids, np.int64), vocab)
+            check_ids(ids, vocab)
             answers[role].tokens.append(ids)
         advance(repeat * len(prompts) + index + 1)
     for role, server in servers.items():

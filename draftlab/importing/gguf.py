@@ -307,11 +307,9 @@ def _completed(config: Any, header: GGUFHeader) -> Any:
 def _as(config: Any, kind: str) -> Any:
     from transformers import AutoConfig
 
-    fields = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in ("model_type", "architectures")
-    }
+    fields = config.to_dict()
+    for name in ("model_type", "architectures"):
+        fields.pop(name, None)
     return AutoConfig.for_model(kind, **fields)
 
 

@@ -136,9 +136,11 @@ class LlamaCpp(ServerKind):
             "threads": 1,
             "cache-ram": 0,
             "flash-attn": "off",
+            "cache-type-k": "f32",
+            "cache-type-v": "f32",
+            "spec-draft-type-k": "f32",
+            "spec-draft-type-v": "f32",
         }
-        for cache in ("cache-type", "spec-draft-type"):
-            options |= {f"{cache}-k": "f32", f"{cache}-v": "f32"}
         command: list[object] = [program.absolute(), "--metrics"]
         for name, value in options.items():
             command += [f"--{name}", value]

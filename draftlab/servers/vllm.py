@@ -182,18 +182,12 @@ class VLLM(ServerKind):
         self, prompt: list[int], sampling: SamplingParams, k: int | None
     ) -> dict[str, Any]:
         # every setting is sent, because vLLM takes missing settings from the model's generation_config.json
-        settings = {
-            name: value for name, value in asdict(sampling).items() if name != "stop_token_ids"
-        }
-        stops = {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
-        logprobs = {} if k is None else {"logprobs": k, "return_tokens_as_token_ids": True}
-        return (
-            settings
-            | stops
-            | NO_PENALTIES
-            | logprobs
-            | {"prompt": prompt, "return_token_ids": True}
-        )
+        body = asdict(sampling) | NO_PENALTIES | {"prompt": prompt, "return_token_ids": True}
+        if stops := body.pop("stop_token_ids"):
+            body["stop_token_ids"] = list(stops)
+        if k is not None:
+            body |= {"logprobs": k, "return_tokens_as_token_ids": True}
+        return body
 
     def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
         logprobs = answer["choices"][0]["logprobs"]

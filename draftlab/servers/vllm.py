@@ -182,7 +182,8 @@ class VLLM(ServerKind):
         self, prompt: list[int], sampling: SamplingParams, k: int | None
     ) -> dict[str, Any]:
         # every setting is sent, because vLLM takes missing settings from the model's generation_config.json
-        body = asdict(sampling) | NO_PENALTIES | {"prompt": prompt, "return_token_ids": True}
+        body: dict[str, Any] = asdict(sampling) | NO_PENALTIES
+        body |= {"prompt": prompt, "return_token_ids": True}
         if stops := body.pop("stop_token_ids"):
             body["stop_token_ids"] = list(stops)
         if k is not None:

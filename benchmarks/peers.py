@@ -254,8 +254,7 @@ def _jobs(
     exported = work / "draft"
     if not exported.exists():
         exported.mkdir()
-        vocab, kind = checkpoint.vocab_size(target), checkpoint.DTYPES[dtype]
-        hf.write(draft, exported, tokenizer_from=target, vocab=vocab, dtype=kind)
+        hf.write(draft, exported, tokenizer_from=target, dtype=checkpoint.DTYPES[dtype])
     files: dict[str, tuple[Path, Path]] = {}
     for precision in (dtype, *PRECISIONS["llama.cpp"]) if as_gguf else ():
         files[precision] = (work / f"target-{precision}.gguf", work / f"draft-{precision}.gguf")

@@ -27,7 +27,6 @@ from draftlab.exporting.verify import TargetTexts, running
 from draftlab.model import checkpoint, hub, modes
 from draftlab.prompts import load_prompts
 from draftlab.registry import SERVERS
-from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import SampleMethod, ServerKind, ServerTrial
 
 
@@ -39,7 +38,6 @@ class Setting:
     server: ServerKind
     method: SampleMethod
     command: list[object]
-    workers: int = 8  # concurrent requests
 
 
 def main(
@@ -106,10 +104,12 @@ def in_vllm(
 ) -> Iterator[Setting]:
     out, server = exported(folder, draft, target, "vllm"), SERVERS.get("vllm", "--vllm")
     kind = open_artifact(out, target).kind
-    trial = ServerTrial(target=target, draft=out, kind=kind, k=texts.k, longest=texts.longest)
     for name in methods:
         method: SampleMethod = "greedy" if name == "greedy" else "probabilistic"
-        *command, speculative = server.command(program, trial, method)
+        trial = ServerTrial(
+            target=target, draft=out, kind=kind, k=texts.k, longest=texts.longest, method=method
+        )
+        *command, speculative = server.command(program, trial)
         if name == "block":
             speculative = json.dumps(json.loads(speculative) | {"rejection_sample_method": "block"})
         command += [speculative, *([] if share is None else ["--gpu-memory-utilization", share])]
@@ -126,8 +126,8 @@ def in_llama_cpp(
     trial = ServerTrial(
         target=file, draft=next(out.glob("*.gguf")), kind=kind, k=texts.k, longest=texts.longest
     )
-    command = server.command(program, trial, "greedy")
-    return Setting(name="llama.cpp", server=server, method="greedy", command=command, workers=1)
+    command = server.command(program, trial)
+    return Setting(name="llama.cpp", server=server, method="greedy", command=command)
 
 
 def exported(folder: Path, draft: Path, target: Path, to: str) -> Path:
@@ -148,18 +148,14 @@ def measured(
     note(f"starting {setting.name} with {draft.name}")
     answers = []
     with running(setting.command, verify.VLLM_ON_CPU | os.environ) as (server, _):
-        asked = replace(server, workers=setting.workers)
         for temperature in temperatures:
-            answers.append(
-                (
-                    temperature,
-                    *setting.server.served(asked, texts.prompts, texts.tokens, temperature),
-                )
-            )
-            note(f"temperature {temperature:g}: {answers[-1][2]:.3f} tokens per target pass")
-    for temperature, completions, length in answers:
-        served, details = verify.as_served(replace(texts, temperature=temperature), completions)
-        counts = verify.counts_in(setting.server, counted(draft, target, served), served)
+            asked = replace(texts, temperature=temperature)
+            completions, length = verify.ask(setting.server, server, asked)
+            answers.append((asked, completions, length))
+            note(f"temperature {temperature:g}: {length:.3f} tokens per target pass")
+    for asked, completions, length in answers:
+        served, details = verify.as_served(asked, completions)
+        counts = counted(setting.server, draft, target, served)
         found = verify.compare(setting.name, served, counts, length, details, setting.method)
         about = {
             "server": f"{server.kind} {server.version}",
@@ -173,15 +169,14 @@ def measured(
         yield about | found.facts() | {"server_rule_gap": gap, "half_width": half_width}
 
 
-def counted(draft: Path, target: Path, texts: TargetTexts) -> verify.Counts:
+def counted(server: ServerKind, draft: Path, target: Path, texts: TargetTexts) -> verify.Counts:
     device, artifact = checkpoint.resolve_device("auto"), open_artifact(draft, target)
     form = Form(to="vllm", server=SERVERS.get("vllm", "--vllm"))
-    sampling = SamplingParams(temperature=texts.temperature)
-    scores = artifact.scores(draft, form, texts.pairs, sampling, texts.k, device)
+    scores = artifact.scores(draft, form, texts, device)
     chances = verify.chances_of(
         scores, texts, lambda: modes.load(target, torch.float32, device), artifact.target_vocab
     )
-    return verify.counts_of(chances, texts)
+    return verify.counts_of(server, chances, texts)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ from typed import call
 
 from draftlab import turns
 from draftlab.commands.score import ScoreConfig, prepare
-from draftlab.engine.batch_generate import Batching, generate_batch
+from draftlab.engine.batch_generate import Batching, answer_turns, generate_batch
 from draftlab.errors import UserError
-from draftlab.exporting import run as exporting
 from draftlab.exporting.trials import trial_prompts
 from draftlab.model import checkpoint, llama
 from draftlab.prompts import Prompt, file_prompts
@@ -76,13 +75,12 @@ def test_every_command_asks_the_same_requests(space, asked, monkeypatch):  # noq
     (answers,) = Path("runs/turns").iterdir()
     call(BUILD, "--dtype", "float32", "--out", "answers")
     stored = read_store(space / "answers")
-    monkeypatch.setattr(exporting, "TURN_TOKENS", 20)
     prompts = file_prompts(
         Path("prompts.jsonl"), checkpoint.load_tokenizer(space / "target"), chat="auto"
     )
-    exported = exporting._answer_turns(
-        space / "target", prompts, llama.load(space / "target", torch.float32)
-    )
+    sampling = SamplingParams(max_tokens=20, stop_token_ids=(1,))
+    model = llama.load(space / "target", torch.float32)
+    exported = answer_turns(prompts, space / "target", model, sampling)
     assert timed == [asked]
     assert [o.prompt.tolist() for o in stored.outputs] == asked
     assert [p.ids for p in exported.rows] == asked

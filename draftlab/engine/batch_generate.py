@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftlab import provenance, turns
 from draftlab.console import note, progress
 from draftlab.engine.verify import check_logits, distribution, draw, most_probable
 from draftlab.errors import UserError
@@ -22,9 +23,9 @@ from draftlab.model.hf_decoder import HFCache
 from draftlab.model.llama import Cache
 from draftlab.model.modes import in_native_mode, load
 from draftlab.model.recurrent_decoder import RecurrentCache
-from draftlab.prompts import Prompt
+from draftlab.model.tokenizer import known_ids
+from draftlab.prompts import Prompt, Prompts
 from draftlab.sampling import FinishReason, SamplingParams
-from draftlab.turns import Answer
 
 GIGABYTE = 1_000_000_000
 # the batch shrinks to its unfinished texts when at most this fraction of its texts is unfinished
@@ -132,17 +133,22 @@ def generate_batch(
     return [completions[i] for i in range(len(prompts))]
 
 
-def turn_answers(model: Decoder, vocab: int, sampling: SamplingParams) -> Answer:
-    """Return a function that lets the model answer the earlier turns of conversations, see turns.py.
+def answer_turns(
+    prompts: Prompts, target: Path, model: Decoder, sampling: SamplingParams
+) -> Prompts:
+    """Return a prompt for every turn of a conversation, with the model's answers to the earlier turns, see turns.py.
 
-    vocab: Number of ids that may be sampled.
+    target: Directory of the model.
     """
+    if prompts.requests == len(prompts.rows):
+        return prompts
+    vocab = known_ids(target)
 
-    def answer(prompts: list[Prompt], numbers: list[int]) -> list[list[int]]:
-        with progress("the target answers earlier turns of the prompts", len(prompts)) as advance:
+    def answer(asked: list[Prompt], numbers: list[int]) -> list[list[int]]:
+        with progress("the target answers earlier turns of the prompts", len(asked)) as advance:
             written = generate_batch(
                 model,
-                [p.ids for p in prompts],
+                [p.ids for p in asked],
                 sampling,
                 Batching(vocab=vocab),
                 numbers=numbers,
@@ -150,7 +156,13 @@ def turn_answers(model: Decoder, vocab: int, sampling: SamplingParams) -> Answer
             )
         return [completion.ids.tolist() for completion in written]
 
-    return answer
+    return turns.answered(
+        prompts,
+        checkpoint.load_tokenizer(target),
+        target=provenance.fingerprint(target),
+        sampling=sampling,
+        answer=answer,
+    )
 
 
 def check_context(prompt_tokens: int, max_tokens: int, context: int) -> None:

@@ -4,32 +4,30 @@ R texts, n tokens of a text, K drafted tokens.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import torch
 
-from draftlab.acceptance.chain_logprobs import score_chains
-from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_offsets, score_tokens
+from draftlab.acceptance.token_logprobs import TokenLogprobs, score_offsets, score_tokens
 from draftlab.config.base import MAX_K
 from draftlab.config.kinds import DRAFTERS
 from draftlab.errors import UserError
-from draftlab.exporting import gguf, gguf_tokenizer, hf, trials
-from draftlab.model import checkpoint, eagle, hub, llama, modes, parallel
+from draftlab.exporting import gguf, hf, trials
+from draftlab.exporting.gguf import DEFAULT_CONTEXT
+from draftlab.exporting.verify import TargetTexts
+from draftlab.model import checkpoint, eagle, hub, modes, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import HeadShape, HeadSizes
-from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.hf_files import read_head_ids
 from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import check_embeds, common_vocabulary, first_difference
-from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import Artifact, DraftKind, Finding, ServerKind, error, ok, warning
 from draftlab.target_outputs.replay import ReplayContext
 
-DEFAULT_CONTEXT = 2048  # tokens, if config.json names no context
 UNMEASURED_K = "a default; draftlab score finds the fastest K"
 # characters with which tokenizers mark a leading space in a token
 SPACES = ("\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}", "\N{LOWER ONE EIGHTH BLOCK}")
@@ -57,85 +55,17 @@ class Form:
     def layout(self) -> Literal["native", "speculators"]:
         return "speculators" if self.to == "speculators" else "native"
 
-    @property
-    def has_script(self) -> bool:
-        return self.to not in ("hf", "gguf")
 
-
-class Checkable(Artifact, Protocol):
-    """A draft or head that can be checked, in draftlab and in a running server.
+class DraftModel:
+    """A draft model that makes one pass for each drafted token.
 
     Attributes:
         served_by: Names of the servers that load the directory without an export. If None, the checks of each
             ServerKind find out whether its server can load the directory.
-        context: Number of tokens that the draft can read.
-    """
-
-    served_by: frozenset[str] | None
-
-    @property
-    def context(self) -> int: ...
-
-    def findings(self) -> Iterator[Finding]:
-        """Check the files of the draft, and yield the findings."""
-        ...
-
-    def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
-        """Draft a few tokens after each prompt, and return the findings. prompts: Token ids of each prompt."""
-        ...
-
-    def scores(
-        self,
-        directory: Path,
-        form: Form,
-        texts: Sequence[Text],
-        sampling: SamplingParams,
-        k: int,
-        device: torch.device,
-    ) -> list[TokenLogprobs]:
-        """Return the draft's log-probabilities of the tokens of each text, in the form of DrafterSpec.acceptance.
-
-        directory: The output of write(), or the draft itself.
-        """
-        ...
-
-
-class Exportable(Checkable, Protocol):
-    """A draft or head that can be checked, exported and verified.
-
-    Attributes:
-        default_k: Number of tokens to draft per step if the draft has no score, and the reason for this number.
-        most: Largest number of tokens to draft per step.
         layer_ids: Layers of the target whose hidden states a head reads; empty for a draft model.
+        most: Largest number of tokens to draft per step.
+        default_k: Number of tokens to draft per step if the draft has no score, and the reason for this number.
     """
-
-    kind: DraftKind
-    default_k: tuple[int, str]
-    most: int
-    layer_ids: Sequence[int]
-
-    def refuse(self, form: Form) -> None:
-        """Raise UserError if the draft cannot be written in this form."""
-        ...
-
-    def write(self, folder: Path, form: Form, k: int, verifier: str) -> list[str]:
-        """Write the draft as a Hugging Face directory, and return a list of the changes.
-
-        verifier: Name of the target.
-        """
-        ...
-
-    def write_gguf(self, directory: Path, file: Path, qtype: str) -> gguf.Written:
-        """Convert the output of write() to a GGUF file. qtype: Type of the matrices."""
-        ...
-
-    def summary(self, directory: Path, form: Form) -> str:
-        """Return a sentence for the model card about the draft's size. directory: The output of write()."""
-        ...
-
-
-class DraftModel:
-    """A draft model that makes one pass for each drafted token."""
 
     kind: DraftKind = "draft model"
     served_by: frozenset[str] | None = None
@@ -153,19 +83,15 @@ class DraftModel:
         """
         self.path, self.target = path, target
         checkpoint.check(path)
-        for model in (path, target):
-            check_embeds(model)
         self.config: Mapping[str, Any] = checkpoint.read_config(path)
         self.vocab, self.target_vocab = checkpoint.vocab_size(path), checkpoint.vocab_size(target)
         size = read_size(path)
         self.shape: Shape | None = size if isinstance(size, Shape) else None
-        self.tokenizers: tuple[Any, Any] = (
-            checkpoint.load_tokenizer(path),
-            checkpoint.load_tokenizer(target),
-        )
+        self.tokenizers: tuple[Any, Any] = check_embeds(path), check_embeds(target)
 
     @property
     def context(self) -> int:
+        """Return the number of tokens that the draft can read."""
         return checkpoint.max_model_len(self.path, DEFAULT_CONTEXT)
 
     def difference(self) -> str | None:
@@ -177,11 +103,10 @@ class DraftModel:
         return f"{spelled_alike(own, targets):,} of {len(targets):,}"
 
     def pre_tokenizer(self) -> tuple[str, float]:
-        gguf.architecture(self.path)
-        tokenizer = gguf_tokenizer.read_tokenizer(self.path, self.vocab)
-        return tokenizer.pre, tokenizer.match
+        return gguf.pre_tokenizer(self.path, self.vocab)
 
     def findings(self) -> Iterator[Finding]:
+        """Check the files of the draft, and yield the findings."""
         other = self.difference()
         copy = f"if the draft was trained on the target's ids, copy the tokenizer files of {self.target} into the draft"
         if other is not None:
@@ -205,15 +130,15 @@ class DraftModel:
             text for text in PROBES if own(text)["input_ids"] != targets(text)["input_ids"]
         ]
         text = f"{len(differing)} of {len(PROBES)} probe texts get other token ids than with the target's tokenizer"
-        files = [model / "tokenizer.json" for model in (self.path, self.target)]
+        own_file, file = (
+            hf.tokenizer_files(model).get("tokenizer.json") for model in (self.path, self.target)
+        )
         if not differing:
             yield ok(
                 "tokenizer",
                 f"equal to the target's for {min(self.vocab, self.target_vocab):,} ids and {len(PROBES)} probe texts",
             )
-        elif (
-            all(file.is_file() for file in files) and files[0].read_bytes() == files[1].read_bytes()
-        ):
+        elif own_file is not None and own_file == file:
             text += (
                 " from the same tokenizer.json, which transformers reads differently for "
                 f"{self.config.get('model_type')}"
@@ -309,6 +234,7 @@ class DraftModel:
             yield ok("weights", f"finite, {dtype}")
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
+        """Draft a few tokens after each prompt, and return the findings. prompts: Token ids of each prompt."""
         model = modes.load(self.path, checkpoint.resolve_dtype("auto", device), device)
         return [
             trials.check_perplexity(model, prompts, self.vocab),
@@ -316,6 +242,7 @@ class DraftModel:
         ]
 
     def refuse(self, form: Form) -> None:
+        """Raise UserError if the draft cannot be written in this form."""
         if form.layout == "speculators":
             raise UserError(
                 f"--to speculators is the layout of EAGLE-3 heads, but {self.path} is a draft model; use --to vllm"
@@ -333,19 +260,19 @@ class DraftModel:
             gguf.architecture(self.path)
 
     def write(self, folder: Path, form: Form, k: int, verifier: str) -> list[str]:
+        """Write the draft as a Hugging Face directory, and return a list of the changes.
+
+        k, verifier: Number of tokens to draft, and name of the target, which only the layout of speculators has.
+        """
         words = self.path if form.heterogeneous else self.target
-        return hf.write(
-            self.path,
-            folder,
-            tokenizer_from=words,
-            vocab=checkpoint.vocab_size(words),
-            dtype=form.dtype,
-        )
+        return hf.write(self.path, folder, tokenizer_from=words, dtype=form.dtype)
 
     def write_gguf(self, directory: Path, file: Path, qtype: str) -> gguf.Written:
+        """Convert the output of write() to a GGUF file. qtype: Type of the matrices."""
         return gguf.write(directory, file, qtype)
 
     def summary(self, directory: Path, form: Form) -> str:
+        """Return a sentence for the model card about the draft's size. directory: The output of write()."""
         owner = (
             "its own, which the server translates to the target's"
             if form.heterogeneous
@@ -358,22 +285,18 @@ class DraftModel:
         )
 
     def scores(
-        self,
-        directory: Path,
-        form: Form,
-        texts: Sequence[Text],
-        sampling: SamplingParams,
-        k: int,
-        device: torch.device,
+        self, directory: Path, form: Form, texts: TargetTexts, device: torch.device
     ) -> list[TokenLogprobs]:
+        """Return the draft's log-probabilities of the tokens of each text, in the form of DrafterSpec.acceptance.
+
+        directory: The output of write(), or the draft itself.
+        """
         with hf.as_quantized(directory, form.outtype) as reference:
             model = modes.load(reference, torch.float32, device)
-        return self._scores(model, form, texts, sampling, k)
+        return self._scores(model, form, texts)
 
-    def _scores(
-        self, model: Decoder, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int
-    ) -> list[TokenLogprobs]:
-        return score_tokens(model, texts, self.target_vocab, sampling)
+    def _scores(self, model: Decoder, form: Form, texts: TargetTexts) -> list[TokenLogprobs]:
+        return score_tokens(model, texts.pairs, self.target_vocab, texts.draft_sampling)
 
 
 class ParallelDraft(DraftModel):
@@ -401,13 +324,13 @@ class ParallelDraft(DraftModel):
         known = f"up to {offsets} tokens" if offsets else "several tokens"
         yield ok("pard_token", f"mask token {token}; the draft was trained for {known} in one pass")
 
-    def _scores(
-        self, model: Decoder, form: Form, texts: Sequence[Text], sampling: SamplingParams, k: int
-    ) -> list[TokenLogprobs]:
+    def _scores(self, model: Decoder, form: Form, texts: TargetTexts) -> list[TokenLogprobs]:
         token = parallel.pard_token(self.path)
         if token is None or form.server is None or not form.server.parallel:
-            return super()._scores(model, form, texts, sampling, k)
-        return score_offsets(model, texts, self.target_vocab, sampling, k, token)
+            return super()._scores(model, form, texts)
+        return score_offsets(
+            model, texts.pairs, self.target_vocab, texts.draft_sampling, texts.k, token
+        )
 
 
 class PublishedHead:
@@ -440,9 +363,7 @@ class PublishedHead:
         return "all"
 
     def pre_tokenizer(self) -> tuple[str, float]:
-        gguf.architecture(self.target)
-        tokenizer = gguf_tokenizer.read_tokenizer(self.target, self.vocab)
-        return tokenizer.pre, tokenizer.match
+        return gguf.pre_tokenizer(self.target, self.vocab)
 
     def _norm(self) -> str:
         return f"{self.spec.format}, at most {self.sizes.most} tokens in a draft"
@@ -472,25 +393,21 @@ class PublishedHead:
         return [trials.check_acceptance(target, self.spec.drafter(target, head), prompts)]
 
     def scores(
-        self,
-        directory: Path,
-        form: Form,
-        texts: Sequence[Text],
-        sampling: SamplingParams,
-        k: int,
-        device: torch.device,
+        self, directory: Path, form: Form, texts: TargetTexts, device: torch.device
     ) -> list[TokenLogprobs]:
+        """See DraftModel.scores."""
         replay = ReplayContext(
-            texts=list(texts),
+            texts=texts.pairs,
             target_path=self.target,
-            sampling=sampling,
+            sampling=texts.draft_sampling,
             vocab=self.vocab,
-            most=k,
+            most=texts.k,
             dtype=torch.float32,
             device=device,
             advance=lambda done: None,
         )
-        return self.spec.acceptance(replay)
+        with hf.as_quantized(directory, form.outtype) as head:
+            return type(self.spec).of(heads=str(head)).acceptance(replay)
 
 
 class HeadArtifact(PublishedHead):
@@ -550,30 +467,12 @@ class HeadArtifact(PublishedHead):
             f"predicts {self.sizes.draft_vocab:,} of the target's {self.sizes.vocab:,} ids; {self._norm()}."
         )
 
-    def scores(
-        self,
-        directory: Path,
-        form: Form,
-        texts: Sequence[Text],
-        sampling: SamplingParams,
-        k: int,
-        device: torch.device,
-    ) -> list[TokenLogprobs]:
-        target = llama.load(self.target, torch.float32, device)
-        return score_chains(
-            target, self.model(target, form.outtype), texts, self.vocab, sampling, k
-        )
 
-    def model(self, target: llama.Llama, qtype: str | None) -> EagleLlama:
-        """Return the head as a model of draftlab's engine. qtype: GGUF type to which matrices are rounded, or None."""
-        head = eagle.read(self.path, self.target, target.embed.dtype, target.device)
-        if qtype not in (None, "f32"):
-            rounded = {
-                n: gguf.fake_quantize(w, qtype) if w.ndim == 2 else w
-                for n, w in head.weights.items()
-            }
-            head = replace(head, weights=rounded)
-        return EagleLlama(head, target.embed, self.path)
+# A draft or head that can be checked, in draftlab and in a running server. PublishedHead has the same methods as
+# DraftModel, without those that export.
+Checkable: TypeAlias = DraftModel | PublishedHead
+# A draft or head that can be checked, exported and verified.
+Exportable: TypeAlias = DraftModel | HeadArtifact
 
 
 def open_checkable(path: Path, target: Path, weights: bool = True) -> Checkable:
@@ -600,7 +499,7 @@ def open_artifact(path: Path, target: Path, weights: bool = True) -> Exportable:
         UserError: open_checkable raises it, or the head needs no export.
     """
     artifact = open_checkable(path, target, weights)
-    if isinstance(artifact, HeadArtifact | DraftModel):
+    if isinstance(artifact, DraftModel | HeadArtifact):
         return artifact
     kind, servers = hub.head_kind(path), " and ".join(sorted(artifact.served_by or ()))
     raise UserError(
@@ -627,21 +526,18 @@ def check_files(artifact: Checkable, servers: Iterable[ServerKind]) -> Iterator[
     """Check the files of a draft or head, and whether each server can load it. Yield the findings. No model is run."""
     yield from artifact.findings()
     for server in servers:
-        if artifact.served_by is not None:
-            loads = ok(server.name, "loads it as it is")
-            missing = warning(
-                server.name, "does not serve heads of this kind", "serve it with vLLM"
-            )
-            if server.name in artifact.served_by:
-                yield from list(server.check_published(artifact)) or [loads]
-            else:
-                yield missing
-            continue
-        found = list(server.check(artifact))
+        works = "loads it as it is"
+        if artifact.served_by is None:
+            findings = list(server.check(artifact))
+        elif server.name in artifact.served_by:
+            findings = list(server.check_published(artifact))
+        else:
+            text = "does not serve heads of this kind"
+            findings = [warning(server.name, text, "serve it with vLLM")]
         if artifact.head is not None and server.heads:
-            found += server.check_stored_head(artifact, artifact.head)
-        works = "loads it as it is" if artifact.head is None else server.heads
-        yield from found or [ok(server.name, works)]
+            findings += server.check_stored_head(artifact, artifact.head)
+            works = server.heads
+        yield from findings or [ok(server.name, works)]
 
 
 def spelled_alike(draft: Iterable[str], target: Iterable[str]) -> int:

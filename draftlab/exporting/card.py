@@ -31,92 +31,32 @@ class Card:
     verified: str  # result of running the export in its server; "" if it was not run
 
     def text(self) -> str:
-        tag = self.kind.lower().replace(" ", "-")
-        plain = re.fullmatch(r"[\w./-]*[A-Za-z][\w./-]*", self.base_model)
-        base_model = self.base_model if plain else json.dumps(self.base_model)
-        head = ["---", f"base_model: {base_model}", f"tags: [speculative-decoding, {tag}]", "---"]
-        parts = [
-            head,
-            [f"# {self.name}"],
-            self._summary(),
-            self._results(),
-            self._usage(),
-            self._training(),
-        ]
-        return "\n\n".join("\n".join(map(printable, part)) for part in parts if part) + "\n"
+        """Return the text of the card. Control characters in all values are escaped."""
+        from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    @property
-    def is_local(self) -> bool:
-        """Return whether the target is a local folder."""
-        return Path(self.target).is_dir()
-
-    @property
-    def base_model(self) -> str:
-        """Return the name of the target on the hub. For a local folder, return the last part of its path."""
-        return Path(self.target).resolve().name if self.is_local else self.target
-
-    def _summary(self) -> list[str]:
-        article = "An" if self.kind[0] in "AE" else "A" if self.kind[-1] != "s" else ""
-        local = (
-            " The target was a local folder of this name; replace it in `base_model` by the target's name on the hub."
-            if self.is_local
-            else ""
+        environment = Environment(
+            loader=PackageLoader("draftlab.exporting"),
+            undefined=StrictUndefined,
+            keep_trailing_newline=True,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            finalize=lambda value: printable(str(value)),
         )
-        return [
-            f"{article} {self.kind} for speculative decoding with **{self.base_model}**. It proposes tokens, the "
-            f"target verifies them, and the output is the target's own.{local}".lstrip(),
-            "",
-            self.summary,
-        ]
-
-    def _results(self) -> list[str]:
-        lines = [line for score in self.scores for line in _score_lines(score)]
-        lines += [f"* {text}." for text in score_warnings(self.scores)] if self.scores else []
-        if self.heldout is not None:
-            before, after = self.heldout
-            lines.append(
-                f"* Acceptance per token on held-out text: {before:.3f} before distillation, {after:.3f} after."
-            )
-        if self.verified:
-            lines.append(f"* Verified after export: {self.verified}.")
-        return [
-            "## Results",
-            "",
-            *(lines or ["Not measured yet: run `draftlab score` against the target."]),
-        ]
-
-    def _usage(self) -> list[str]:
-        if self.script is None:
-            return []
-        name, text = self.script
-        if self.is_local:
-            text = text.replace(str(Path(self.target).absolute()), self.base_model)
-        return [
-            "## Usage",
-            "",
-            f"`{name}` in this directory:",
-            "",
-            "```",
-            *text.rstrip().split("\n"),
-            "```",
-        ]
-
-    def _training(self) -> list[str]:
-        return ["## How it was made", "", "```", *self.commands, "```"] if self.commands else []
-
-
-TERMS = "Speed-ups are over the target alone, at a K chosen on other prompts, with 95% intervals over prompts."
-
-
-def _score_lines(score: Score) -> list[str]:
-    k, c = score.best_k, score.conditions
-    return [
-        f"* {score.verdict()} {score.acceptance(k).draft_acceptance_rate:.0%} of drafted tokens were accepted.",
-        f"  Measured on {c.prompts} prompts of {c.data}, {c.decoding}, on {c.device}, {score.created[:10]}. "
-        f"How both sides ran: {c.precision}.",
-        f"  {TERMS}",
-        f"  `{score.command}`",
-    ]
+        local = Path(self.target).is_dir()
+        # for a local folder, the last part of its path
+        base_model = Path(self.target).resolve().name if local else self.target
+        plain = re.fullmatch(r"[\w./-]*[A-Za-z][\w./-]*", base_model)
+        script = self.script[1] if self.script else ""
+        if local:
+            script = script.replace(str(Path(self.target).absolute()), base_model)
+        return environment.get_template("README.md.j2").render(
+            card=self,
+            base_model=base_model,
+            yaml_name=base_model if plain else json.dumps(base_model),
+            is_local=local,
+            warnings=score_warnings(self.scores) if self.scores else [],
+            script_lines=script.rstrip().split("\n"),
+        )
 
 
 def history(draft: Path) -> tuple[list[str], tuple[float, float] | None]:

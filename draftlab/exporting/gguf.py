@@ -20,7 +20,7 @@ from draftlab.model.shape import Shape
 EAGLE3 = "eagle3"  # llama.cpp's architecture of EAGLE-3 heads
 UNQUANTIZED = "f16"  # type of a matrix whose rows cannot be divided into blocks
 ROPE_FACTORS = "rope_freqs.weight"
-DEFAULT_CONTEXT = 2048
+DEFAULT_CONTEXT = 2048  # tokens, if config.json names no context
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,11 @@ class TensorInfo:
     source: str
     dims: tuple[int, ...]
     qtype: str
+
+    @property
+    def code(self) -> Any:
+        """Return the type as a GGMLQuantizationType."""
+        return library().GGMLQuantizationType[self.qtype.upper()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +133,17 @@ def architecture(directory: Path) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
+def pre_tokenizer(directory: Path, vocab: int) -> tuple[str, float]:
+    """Return llama.cpp's best pre-tokenizer for a checkpoint, and the fraction of probe texts with equal ids.
+
+    Raises:
+        UserError: llama.cpp does not know the model or its tokenizer.
+    """
+    architecture(directory)
+    tokenizer = read_tokenizer(directory, vocab)
+    return tokenizer.pre, tokenizer.match
+
+
 def write(directory: Path, file: Path, qtype: str) -> Written:
     """Write a checkpoint as one GGUF file. qtype: Type of the matrices.
 
@@ -139,10 +155,9 @@ def write(directory: Path, file: Path, qtype: str) -> Written:
         checkpoint.read_shape(directory),
         checkpoint.read_config(directory),
     )
-    tokenizer = read_tokenizer(directory, shape.vocab)
     weights, infos = checkpoint.Weights(directory), tensor_infos(shape, qtype, kind)
     scales = {setting: float(str(config.get(key, 1.0))) for key, setting in kind.scales.items()}
-    return _write(directory, file, qtype, kind, shape, tokenizer, infos, weights, scales)
+    return _write(directory, file, qtype, kind, shape, directory, infos, weights, scales)
 
 
 def write_head(directory: Path, target: Path, config: HeadShape, file: Path, qtype: str) -> Written:
@@ -165,9 +180,8 @@ def write_head(directory: Path, target: Path, config: HeadShape, file: Path, qty
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
     }
-    tokenizer = read_tokenizer(target, config.vocab)
     kind = Architecture(EAGLE3, neighbours=True)
-    return _write(directory, file, qtype, kind, config.shape, tokenizer, infos, weights, settings)
+    return _write(directory, file, qtype, kind, config.shape, target, infos, weights, settings)
 
 
 def _write(
@@ -176,12 +190,13 @@ def _write(
     qtype: str,
     kind: Architecture,
     shape: Shape,
-    tokenizer: GGUFTokenizer,
+    tokenizer_from: Path,
     infos: list[TensorInfo],
     weights: Mapping[str, Tensor],
     settings: Mapping[str, object],
 ) -> Written:
     """Write a GGUF file. directory: Directory with config.json. settings: Settings that only this architecture has."""
+    tokenizer = read_tokenizer(tokenizer_from, shape.vocab)
     gguf, rope = library(), _rope(directory)
     unquantized = [info.name for info in infos if len(info.dims) == 2 and info.qtype != qtype]
     if rope["rope_type"] == "llama3":
@@ -193,7 +208,6 @@ def _write(
             ),
             *infos,
         ]
-    codes = {info.name: gguf.GGMLQuantizationType[info.qtype.upper()] for info in infos}
     writer = gguf.GGUFWriter(file, kind.name)
     _add_settings(writer, directory, file.stem, shape, rope, qtype)
     for key, value in settings.items():
@@ -206,9 +220,9 @@ def _write(
         add[type(value)](f"{kind.name}.{key}", value)
     _add_tokenizer(writer, tokenizer)
     for info in infos:
-        size = gguf.quant_shape_to_byte_shape(info.dims, codes[info.name])
+        size = gguf.quant_shape_to_byte_shape(info.dims, info.code)
         writer.add_tensor_info(
-            info.name, size, np.dtype(np.uint8), math.prod(size), raw_dtype=codes[info.name]
+            info.name, size, np.dtype(np.uint8), math.prod(size), raw_dtype=info.code
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -224,7 +238,7 @@ def _write(
         data = (
             tensor.numpy()
             if info.qtype == "i64"
-            else gguf.quants.quantize(tensor.float().numpy(), codes[info.name])
+            else gguf.quants.quantize(tensor.float().numpy(), info.code)
         )
         writer.write_tensor_data(np.ascontiguousarray(data).view(np.uint8))
     writer.close()
@@ -330,10 +344,11 @@ def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
         "bos": writer.add_bos_token_id,
         "eos": writer.add_eos_token_id,
         "pad": writer.add_pad_token_id,
+        "unk": writer.add_unk_token_id,
     }
     for name, number in tokenizer.special.items():
         if number is not None:
-            (add | {"unk": writer.add_unk_token_id})[name](number)
+            add[name](number)
     writer.add_add_bos_token(tokenizer.add_bos)
     writer.add_add_eos_token(tokenizer.add_eos)
     if tokenizer.chat_template is not None:

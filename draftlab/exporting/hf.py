@@ -1,6 +1,7 @@
 """Export of drafts as Hugging Face directories, with the target's tokenizer and number of logits, in one dtype."""
 
 import contextlib
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,29 +9,24 @@ from pathlib import Path
 import torch
 
 from draftlab.exporting.gguf import fake_quantize
-from draftlab.model import checkpoint, saving
-from draftlab.model.hf_files import read_head_ids, write_head_ids
-from draftlab.model.hub import ROUNDED
+from draftlab.model import checkpoint, hub, saving
+from draftlab.model.hf_files import HEAD_IDS, read_head_ids
 from draftlab.model.trimmed_head import as_whole
-from draftlab.reading import read_json
 from draftlab.training.vocabulary import resize
 
 
-def write(
-    draft: Path, out: Path, *, tokenizer_from: Path, vocab: int | None, dtype: torch.dtype | None
-) -> list[str]:
+def write(draft: Path, out: Path, *, tokenizer_from: Path, dtype: torch.dtype | None) -> list[str]:
     """Write a draft as a Hugging Face directory, and return a list of the changes.
 
     Args:
-        tokenizer_from: Directory whose tokenizer files are copied.
-        vocab: Number of logits of the written draft. None: the number does not change.
+        tokenizer_from: Checkpoint whose tokenizer files are copied. The written draft gets its number of logits.
         dtype: Type of the written weights. None: the type does not change.
 
     Raises:
-        UserError: A file of one of the two tokenizers is damaged.
+        UserError: A file in `tokenizer_from` is damaged.
     """
     changed = []
-    other_tokenizer = _tokenizer_files(tokenizer_from) != _tokenizer_files(draft)
+    other_tokenizer = tokenizer_files(tokenizer_from) != tokenizer_files(draft)
     stored = checkpoint.stored_dtype(draft)
     if dtype is not None and dtype != stored:
         changed.append(
@@ -44,45 +40,46 @@ def write(
         )
     weights = ((name, tensor.to(dtype or stored)) for name, tensor in source)
     saving.write_checkpoint(out, config, weights, tokenizer_from)
-    if vocab is not None and (resized := resize(out, vocab)):
+    if resized := resize(out, checkpoint.vocab_size(tokenizer_from)):
         changed.append(f"logits {resized}")
     if other_tokenizer:
         changed.append(f"tokenizer files of {tokenizer_from.name}")
     return changed
 
 
-def write_fake_quantized(draft: Path, out: Path, qtype: str) -> None:
-    """Write a draft in float32, with every matrix rounded to the values of a GGUF type."""
-    weights = (
-        (name, fake_quantize(tensor.float(), qtype) if tensor.ndim == 2 else tensor.float())
-        for name, tensor in checkpoint.Weights(draft).items()
-    )
-    saving.write_checkpoint(out, checkpoint.read_config(draft), weights, draft)
-    if (ids := read_head_ids(draft, checkpoint.vocab_size(draft))) is not None:
-        write_head_ids(out, ids)
-
-
 @contextlib.contextmanager
 def as_quantized(draft: Path, qtype: str | None) -> Iterator[Path]:
-    """Yield a directory with the draft's weights rounded to a GGUF type. For None and f32, yield the draft itself."""
-    if qtype in (None, "f32"):
+    """Yield a copy of a draft or head in float32, with every matrix rounded to the values of a GGUF type.
+
+    The name of the copy ends in @TYPE. The copy is removed at the end of the `with` statement. For None, yield the
+    draft itself.
+    """
+    if qtype is None:
         yield draft
         return
+
+    def rounded(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor  # ids of a head
+        return fake_quantize(tensor.float(), qtype) if tensor.ndim == 2 else tensor.float()
+
     with tempfile.TemporaryDirectory() as folder:
-        write_fake_quantized(draft, Path(folder), qtype)
-        yield Path(folder)
+        out = Path(folder) / f"{hub.checkpoint_name(draft)}@{qtype}"
+        out.mkdir()
+        weights = ((name, rounded(tensor)) for name, tensor in checkpoint.Weights(draft).items())
+        saving.write_checkpoint(out, checkpoint.read_config(draft), weights, draft)
+        if (draft / HEAD_IDS).is_file():
+            shutil.copyfile(draft / HEAD_IDS, out / HEAD_IDS)
+        yield out
 
 
 def parse_quantized_name(name: str) -> tuple[str, str | None]:
     """Split a name such as 'draft@q8_0' into name and GGUF type. The type is None if the name has no known type."""
     base, _, qtype = name.rpartition("@")
-    return (base, qtype) if base and qtype in ROUNDED else (name, None)
+    return (base, qtype) if base and qtype in hub.ROUNDED else (name, None)
 
 
-def _tokenizer_files(directory: Path) -> dict[str, bytes]:
-    """Return the contents of a tokenizer's files. Raises UserError: a .json file is not JSON."""
+def tokenizer_files(directory: Path) -> dict[str, bytes]:
+    """Return the contents of a tokenizer's files, by the name of the file."""
     files = [file for name in saving.TOKENIZER_FILES if (file := directory / name).is_file()]
-    for file in files:
-        if file.suffix == ".json":
-            read_json(file)
     return {file.name: file.read_bytes() for file in files}

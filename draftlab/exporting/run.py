@@ -2,14 +2,13 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from draftlab import provenance, turns
 from draftlab.console import note
-from draftlab.engine.batch_generate import turn_answers
+from draftlab.engine.batch_generate import answer_turns
 from draftlab.exporting import gguf, verify
 from draftlab.exporting.artifact import Exportable, Form
 from draftlab.exporting.card import Card, history
@@ -17,7 +16,6 @@ from draftlab.latency.k_schedule import Ranges
 from draftlab.model import checkpoint, modes
 from draftlab.model.decoder import Decoder
 from draftlab.model.size import read_size
-from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output
 from draftlab.prompts import Prompts
 from draftlab.results.score import Score
@@ -94,14 +92,12 @@ def export(
             lines += artifact.write_gguf(directory, work / file, form.outtype).lines()
         notes: dict[str, object] = {"changed": changed, "k": chosen.k}
         if verifier is not None:
-            prompts, verified = _verify(
-                artifact, form, directory, work / file if file else work, chosen.k, verifier
-            )
+            prompts, verified = _verify(artifact, form, directory, work / file, chosen.k, verifier)
             lines.append(verified.line())
             about = {"data": prompts.source, "sha256": prompts.sha256, "chat": prompts.chat}
             notes |= {"verified": verified.line(), "acceptance": verified.facts(), "prompts": about}
         script = None
-        if form.server is not None and form.has_script:
+        if form.server is not None and form.to != "gguf":
             launch = Launch(
                 target=serving,
                 k=chosen.k,
@@ -157,28 +153,28 @@ def _verify(
     """
     server, target = form.server, artifact.target
     assert server is not None  # the settings require it with --verify-with
-    sampling = SamplingParams(
-        max_tokens=NEW_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target)
-    )
+    ends = checkpoint.eos_token_ids(target)
 
     def load_target() -> Decoder:
         return modes.load(target, torch.float32, verifier.device)
 
     model = load_target()
-    prompts = _answer_turns(target, verifier.prompts, model)
+    turns = SamplingParams(max_tokens=TURN_TOKENS, stop_token_ids=ends)
+    prompts = answer_turns(verifier.prompts, target, model, turns)
     rows = [prompt.ids for prompt in prompts.rows]
     texts = verify.to_sample(rows, NEW_TOKENS, k, verifier.temperature)
     if verifier.temperature == 0:
         note(f"generating {len(rows)} texts with the target")
+        sampling = replace(turns, max_tokens=NEW_TOKENS)
         texts = verify.generate_texts(model, rows, sampling, k)
+        texts = verify.before_end(texts, server, ends)
     del model
     torch.cuda.empty_cache()  # the server needs most of the memory
 
     def count(texts: verify.TargetTexts) -> verify.Counts:
-        own = SamplingParams(temperature=texts.temperature)
-        scores = artifact.scores(directory, form, texts.pairs, own, k, verifier.device)
+        scores = artifact.scores(directory, form, texts, verifier.device)
         chances = verify.chances_of(scores, texts, load_target, artifact.target_vocab)
-        return verify.counts_of(chances, texts)
+        return verify.counts_of(server, chances, texts)
 
     note(f"drafting over {len(rows)} texts in {verifier.program.name} and in draftlab")
     # inside the unfinished output, which the next run removes if this run is killed
@@ -187,31 +183,17 @@ def _verify(
         served = target
         if server.loads_gguf:
             served = gguf.write(target, Path(folder) / "target.gguf", "f32").path
+        own_target = form.layout == "speculators"
         trial = ServerTrial(
             target=served,
             draft=written,
             kind=artifact.kind,
             k=k,
             longest=texts.longest,
-            own_target=form.layout == "speculators",
+            method="greedy" if own_target else DEFAULT_SAMPLING.method,
+            own_target=own_target,
         )
-        method = "greedy" if trial.own_target else choose_sampling(form.heterogeneous, None).method
-        ends = sampling.stop_token_ids
-        return prompts, verify.verify(server, verifier.program, trial, texts, count, ends, method)
-
-
-def _answer_turns(target: Path, prompts: Prompts, model: Decoder) -> Prompts:
-    """Return a prompt for every turn of a conversation, with the target's greedy answers to the earlier turns."""
-    sampling = SamplingParams(
-        max_tokens=TURN_TOKENS, stop_token_ids=checkpoint.eos_token_ids(target)
-    )
-    return turns.answered(
-        prompts,
-        checkpoint.load_tokenizer(target),
-        target=provenance.fingerprint(target),
-        sampling=sampling,
-        answer=turn_answers(model, known_ids(target), sampling),
-    )
+        return prompts, verify.verify(server, verifier.program, trial, texts, count)
 
 
 def choose_sampling(heterogeneous: bool, verified: verify.Verification | None) -> Sampling:
@@ -235,7 +217,7 @@ def target_name(named: str, target: Path) -> str:
     """Return the target's name for a script that may run in any folder: an absolute path, or a name on the hub."""
     if Path(named).is_dir():
         return str(Path(named).absolute())
-    return named if named.count("/") == 1 or not target.exists() else str(target.absolute())
+    return named if named.count("/") == 1 else str(target.absolute())
 
 
 def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -> ChosenK:

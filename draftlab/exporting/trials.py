@@ -51,10 +51,7 @@ def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -
             "weights are damaged or values overflow; download or train the draft again",
         )
     # a trimmed LM head gives -inf for tokens that it lacks
-    return judge_perplexity(-float(logprobs[np.isfinite(logprobs)].mean()), vocab)
-
-
-def judge_perplexity(cross_entropy: float, vocab: int) -> Finding:
+    cross_entropy = -float(logprobs[np.isfinite(logprobs)].mean())
     text = (
         f"{math.exp(min(cross_entropy, 50)):,.4g} on held-out text; random guessing gives {vocab:,}"
     )

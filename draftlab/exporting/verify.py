@@ -26,6 +26,7 @@ from draftlab.engine.generate import decode, output_tokens
 from draftlab.errors import UserError
 from draftlab.intervals import Interval, ratio
 from draftlab.model.decoder import Decoder
+from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import SILENT_SECONDS, Server
 from draftlab.servers.kinds import SampleMethod, ServerKind, ServerTrial
@@ -130,6 +131,11 @@ class TargetTexts:
     def longest(self) -> int:
         return max(map(len, self.prompts)) + max(self.tokens)
 
+    @property
+    def draft_sampling(self) -> SamplingParams:
+        """Return the sampling parameters in which the log-probabilities of the texts' tokens are computed."""
+        return SamplingParams(temperature=self.temperature)
+
 
 # number of tokens and steps of each text in draftlab, [R, 2], by the draft's sampling method
 Counts = Mapping[SampleMethod, np.ndarray]
@@ -158,20 +164,21 @@ class Verification:
     def facts(self) -> dict[str, object]:
         """Return the verification as JSON values. `gap` is the server's acceptance length minus draftlab's."""
         expected = self.expected
-        numbers = {
+        facts: dict[str, object] = {
+            "runtime": self.runtime,
+            "k": self.k,
+            "temperature": self.temperature,
+            "texts": self.texts,
+        }
+        if self.temperature:
+            facts |= {"draft_sample_method": self.method, "by_method": dict(self.by_method)}
+        return facts | {
+            "gap": self.measured - expected.value,
             "measured": self.measured,
             "draftlab": expected.value,
             "low": expected.low,
             "high": expected.high,
         }
-        gap = self.measured - expected.value
-        asked = {"k": self.k, "temperature": self.temperature, "texts": self.texts}
-        drafts = (
-            {"draft_sample_method": self.method, "by_method": dict(self.by_method)}
-            if self.temperature
-            else {}
-        )
-        return {"runtime": self.runtime, **asked, **drafts, "gap": gap, **numbers}
 
     def line(self) -> str:
         sampled = (
@@ -229,41 +236,41 @@ def chances_of(
     greedy = [scored.ranks == 0 for scored in scores]
     if texts.temperature == 0:
         return {"greedy": greedy}
-    sampling = SamplingParams(temperature=texts.temperature)
-    own = score_tokens(load_target(), texts.pairs, vocab, sampling)
+    own = score_tokens(load_target(), texts.pairs, vocab, texts.draft_sampling)
     pairs = zip(scores, own, strict=True)
     sampled = [expected.chances(q.logprobs.T, p.logprobs).T for q, p in pairs]
     return {"greedy": greedy, "probabilistic": sampled}
 
 
-def counts_of(chances: Chances, texts: TargetTexts) -> Counts:
-    """Count the steps that speculative decoding takes for the texts, by the draft's sampling method.
+def counts_of(server: ServerKind, chances: Chances, texts: TargetTexts) -> Counts:
+    """Count the steps of the texts as a server counts them, by the draft's sampling method.
 
     For a greedy draft the number of steps is exact (greedy_steps). For a draft that samples it is the expected number
-    (expected_steps).
+    (expected_steps). A server with cuts_last_step drafts greedily, and does not count tokens beyond the end of a text.
     """
     counts: dict[SampleMethod, np.ndarray] = {"greedy": count_steps(chances["greedy"], texts)}
-    if "probabilistic" in chances:
-        counts["probabilistic"] = expected_steps(chances["probabilistic"], texts)
+    if server.cuts_last_step:
+        counts["greedy"][:, 0] = np.array(texts.tokens) - 1
+    elif "probabilistic" in chances:
+        steps = expected_steps(chances["probabilistic"], texts.k)
+        # if a step ends the text with a drafted token, the token that the target would add is counted, too
+        counts["probabilistic"] = np.stack([steps.tokens + steps.truncated, steps.steps], 1)
     return counts
 
 
-def expected_steps(chances: Sequence[np.ndarray], texts: TargetTexts) -> np.ndarray:
-    """Return the number of tokens and the expected number of steps of each text, [R, 2].
+def expected_steps(chances: Sequence[np.ndarray], k: int) -> expected.Counts:
+    """Return the expected counts of decoding the texts with steps that draft k tokens.
 
-    Each step drafts texts.k tokens. The first token of a text is not counted, because the prefill gives it.
+    The first token of a text is not counted, because the prefill gives it.
 
     chances: Probability that each token is accepted, [n], or [n, K] with a column per position in the draft.
     """
-    lengths = np.array(texts.tokens) - 1
-    counts = expected.chain(
-        expected.texts_of([row[1:] for row in chances], lengths + texts.k), texts.k
-    )
-    # if a step ends the text with a drafted token, the token that the target would add is counted, too
-    return np.stack([counts.tokens + counts.truncated, counts.steps], 1)
+    rows = [row[1:] for row in chances]
+    limits = np.array([len(row) + k for row in rows])
+    return expected.chain(expected.texts_of(rows, limits), k)
 
 
-def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tuple[int, int]:
+def greedy_steps(hits: np.ndarray, k: int, tokens: int) -> tuple[int, int]:
     """Count the tokens and the steps of speculative decoding of one text with a greedy draft.
 
     The first token is not counted, because the prefill gives it. At any temperature, the server accepts a greedily
@@ -275,14 +282,11 @@ def greedy_steps(hits: Sequence[bool] | np.ndarray, k: int, tokens: int) -> tupl
         k: Number of tokens drafted per step.
         tokens: Number of tokens of the text to count.
     """
-    rows = np.asarray(hits)
-    by_age, at, steps = (
-        np.broadcast_to(rows if rows.ndim == 2 else rows[:, None], (len(rows), k)),
-        1,
-        0,
-    )
+    by_age = hits if hits.ndim == 2 else np.repeat(hits[:, None], k, axis=1)
+    at, steps = 1, 0
     while at < tokens:
-        accepted = next((i for i in range(k) if at + i >= len(rows) or not by_age[at + i, i]), k)
+        drafted = by_age[at : at + k].diagonal()
+        accepted = next((i for i, hit in enumerate(drafted) if not hit), len(drafted))
         at, steps = at + accepted + 1, steps + 1
     return at - 1, steps
 
@@ -294,34 +298,23 @@ def count_steps(hits: Sequence[np.ndarray], texts: TargetTexts) -> np.ndarray:
 
 
 def verify(
-    server: ServerKind,
-    program: Path,
-    trial: ServerTrial,
-    texts: TargetTexts,
-    count: Count,
-    ends: Sequence[int],
-    method: SampleMethod,
+    server: ServerKind, program: Path, trial: ServerTrial, texts: TargetTexts, count: Count
 ) -> Verification:
     """Start a server with target and draft, and compare its acceptance length with draftlab's.
 
     Args:
         program: The server's program.
-        count: Function that counts draftlab's steps on the texts (see counts_of).
-        ends: End-of-text tokens of the target.
-        method: The draft's sampling method above temperature 0.
+        count: Function that counts draftlab's steps on the texts, as counts_of does.
 
     Raises:
         UserError: The server does not start, or its acceptance length is outside draftlab's 95 % interval.
     """
-    if texts.temperature == 0 and not server.counts_end:
-        texts = replace(texts, tokens=lengths_before_end(texts, ends))
-    with running(server.command(program, trial, method), VLLM_ON_CPU | os.environ) as (client, _):
-        completions, measured = server.served(
-            client, texts.prompts, texts.tokens, texts.temperature
-        )
+    with running(server.command(program, trial), VLLM_ON_CPU | os.environ) as (client, _):
+        completions, measured = ask(server, client, texts)
     texts, details = as_served(texts, completions)
-    counts = counts_in(server, count(texts), texts)
-    result = compare(f"{server.name} {client.version}", texts, counts, measured, details, method)
+    counts = count(texts)
+    runtime = f"{server.name} {client.version}"
+    result = compare(runtime, texts, counts, measured, details, trial.method)
     if not result.expected.low <= measured <= result.expected.high:
         raise UserError(
             "--verify-with: the acceptance length in the server is outside the interval that draftlab expects, so the "
@@ -330,10 +323,50 @@ def verify(
     return result
 
 
-def lengths_before_end(texts: TargetTexts, ends: Sequence[int]) -> list[int]:
-    """Return the length of each text in tokens. An end-of-text token at the end of a text is not counted."""
+def ask(server: ServerKind, client: Server, texts: TargetTexts) -> tuple[list[list[int]], float]:
+    """Send the prompts to a running server, one after the other. Return its answers, and its acceptance length.
+
+    Raises:
+        UserError: The server counts no speculative steps, or its counters contradict its answers.
+    """
+    before, longest = client.metrics(), max(texts.tokens)
+    answers: list[list[int]] = []
+    for seed, (prompt, tokens) in enumerate(zip(texts.prompts, texts.tokens, strict=True)):
+        limit = tokens if server.cuts_last_step else longest
+        sampling = SamplingParams(max_tokens=limit, temperature=texts.temperature, seed=seed)
+        answers.append(client.generate_ids(prompt, sampling)[0])
+    return answers, measured_length(server, client.grown(before), list(map(len, answers)))
+
+
+def measured_length(server: ServerKind, counters: Counters, lengths: Sequence[int]) -> float:
+    """Return the tokens per target pass in a server. lengths: Number of tokens of each answer.
+
+    A server with cuts_last_step does not count the passes that draft nothing. Every pass adds a token of its own to the
+    accepted tokens.
+
+    Raises:
+        UserError: More tokens were accepted than the answers have after their first tokens.
+    """
+    if not server.cuts_last_step:
+        return counters.acceptance.mean_acceptance_length
+    tokens, accepted = sum(lengths) - len(lengths), sum(counters.num_accepted_tokens_per_pos)
+    if accepted >= tokens:
+        raise UserError(
+            f"the server's counters contradict its answers: {accepted:g} drafted tokens were accepted, but the answers "
+            f"have {tokens} tokens after their first tokens; try another version of {server.name}"
+        )
+    return tokens / (tokens - accepted)
+
+
+def before_end(texts: TargetTexts, server: ServerKind, ends: Sequence[int]) -> TargetTexts:
+    """Leave a final end-of-text token out of each text's length, unless the server counts it.
+
+    ends: Ids of end-of-text tokens.
+    """
+    if server.counts_end:
+        return texts
     pairs = zip(texts.completions, texts.tokens, strict=True)
-    return [length - (ids[length - 1] in ends) for ids, length in pairs]
+    return replace(texts, tokens=[length - (ids[length - 1] in ends) for ids, length in pairs])
 
 
 def as_served(texts: TargetTexts, completions: list[list[int]]) -> tuple[TargetTexts, str]:
@@ -349,16 +382,6 @@ def as_served(texts: TargetTexts, completions: list[list[int]]) -> tuple[TargetT
         return texts, f"{np.mean(same):.2%} of its output tokens are the target's"
     lengths = list(map(len, completions))
     return replace(texts, completions=completions, tokens=lengths), f"{sum(lengths)} sampled tokens"
-
-
-def counts_in(server: ServerKind, counts: Counts, texts: TargetTexts) -> Counts:
-    """Convert draftlab's counts to the counts that the server reports for the same steps.
-
-    A server with cuts_last_step drafts greedily, and does not count tokens beyond the end of a text.
-    """
-    if not server.cuts_last_step:
-        return counts
-    return {"greedy": np.stack([np.array(texts.tokens) - 1.0, counts["greedy"][:, 1]], 1)}
 
 
 def compare(

@@ -9,7 +9,6 @@ F rotary frequencies: half of head_dim.
 import contextlib
 import io
 import json
-import math
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -42,26 +41,18 @@ SPECIAL = {
     "unk": "tokenizer.ggml.unknown_token_id",
     "pad": "tokenizer.ggml.padding_token_id",
 }
-# tokenizer.ggml.pre -> name of the pre-tokenizer that llama.cpp applies for it
+# tokenizer.ggml.pre -> name of the pre-tokenizer that llama.cpp applies for it, for the architectures whose GGUF files
+# transformers reads
 ALIASES = {
-    "mpt": "gpt-2",
-    "olmo": "gpt-2",
-    "jais": "gpt-2",
     "trillion": "gpt-2",
-    "refact": "smollm",
-    "command-r": "smollm",
-    "codeshell": "smollm",
-    "exaone": "smollm",
     "minerva-7b": "smollm",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
     "falcon3": "llama-bpe",
-    "falcon-h1": "llama-bpe",
     "pixtral": "llama-bpe",
     "lfm2": "llama-bpe",
     "deepseek-r1-qwen": "qwen2",
     "megrez": "qwen2",
-    "llama4": "gpt-4o",
 }
 
 
@@ -83,7 +74,7 @@ class GGUFHeader:
     names: frozenset[str]
     types: Counter[str]
     weights: int
-    rope_factors: list[float] | None
+    rope_factors: np.ndarray | None
     special: dict[str, str]
 
     @property
@@ -112,8 +103,7 @@ def read_header(file: Path) -> GGUFHeader:
     """Read the metadata of a GGUF file.
 
     Raises:
-        UserError: The file is not a GGUF file, is truncated, has data after its last tensor, or is only a part of a
-            model.
+        UserError: The file is not a GGUF file, is truncated, or is only a part of a model.
     """
     gguf = library()
     with reading(f"{file} is not a readable GGUF file"):
@@ -123,50 +113,39 @@ def read_header(file: Path) -> GGUFHeader:
             for name, field in reader.fields.items()
             if name not in LONG
         }
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        rows = int(tensors["token_embd.weight"].shape[-1])
         tokens = reader.fields["tokenizer.ggml.tokens"]
-        rows = next(int(t.shape[-1]) for t in reader.tensors if t.name == "token_embd.weight")
         special = {
             name: str(tokens.contents(settings[key]))
             for name, key in SPECIAL.items()
             if key in settings
         }
-    if rows != len(tokens.data):
-        raise UserError(
-            f"{file} has embeddings for {rows:,} ids, but a tokenizer of {len(tokens.data):,} ids; download the file "
-            "again"
-        )
-    blocks = {t.name.split(".")[1] for t in reader.tensors if t.name.startswith("blk.")}
-    count = settings.get(f"{settings.get('general.architecture')}.block_count")
-    if count != len(blocks):
-        raise UserError(
-            f"{file} has tensors of {len(blocks)} layers, but block_count is {count}; download the file again"
-        )
-    end = max((int(t.data_offset + t.n_bytes) for t in reader.tensors), default=0)
-    if file.stat().st_size >= end + 2 * reader.alignment:
-        raise UserError(
-            f"{file} has more data after its last tensor, which ends at byte {end:,}; download the file again"
-        )
     if settings.get("split.count", 0) > 1:
         raise UserError(
             f"{file} is one of {settings['split.count']} parts of a model; run llama-gguf-split --merge on the first "
             "part, and import the result"
         )
+    if rows != len(tokens.data):
+        raise UserError(
+            f"{file} has embeddings for {rows:,} ids, but a tokenizer of {len(tokens.data):,} ids; download the file "
+            "again"
+        )
     types: Counter[str] = Counter()
-    for tensor in reader.tensors:
-        types[tensor.tensor_type.name] += int(tensor.n_elements) if len(tensor.shape) > 1 else 0
+    weights = 0
+    for name, tensor in tensors.items():
+        if len(tensor.shape) > 1:
+            types[tensor.tensor_type.name] += int(tensor.n_elements)
+        if not name.startswith(("rope_freqs", "rope_factors")):
+            weights += int(tensor.n_elements)
+    factors = tensors.get(ROPE_FACTORS)
     return GGUFHeader(
         file=file,
         settings=settings,
-        names=frozenset(t.name for t in reader.tensors),
-        types=+types,
-        weights=sum(
-            int(t.n_elements)
-            for t in reader.tensors
-            if not t.name.startswith(("rope_freqs", "rope_factors"))
-        ),
-        rope_factors=next(
-            (t.data.astype(float).tolist() for t in reader.tensors if t.name == ROPE_FACTORS), None
-        ),
+        names=frozenset(tensors),
+        types=types,
+        weights=weights,
+        rope_factors=None if factors is None else factors.data.astype(np.float64),
         special=special,
     )
 
@@ -185,7 +164,9 @@ def load_config(header: GGUFHeader) -> Any:
         )
     if header.architecture in COMPLETED:
         config = _completed(config, header)
-    elif header.setting("rope.scaling.type") not in (None, "none") or header.rope_factors:
+    elif (
+        header.setting("rope.scaling.type") not in (None, "none") or header.rope_factors is not None
+    ):
         raise UserError(
             f"{header.file}: transformers cannot read the rotary scaling of a {header.architecture} model from a GGUF "
             "file; use the model's original checkpoint"
@@ -235,15 +216,15 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
 
 def special_ids(header: GGUFHeader) -> dict[str, int | list[int]]:
     """Return bos_token_id, eos_token_id and pad_token_id, without missing ids. Several eos ids are a list."""
-    ids = {
-        name: header.settings.get(f"tokenizer.ggml.{name}_token_id")
-        for name in ("bos", "eos", "eot", "eom")
-    }
-    ends = list(dict.fromkeys(i for i in (ids["eos"], ids["eot"], ids["eom"]) if i is not None))
+    bos, eos, eot, eom, pad = (
+        header.settings.get(f"tokenizer.ggml.{name}_token_id")
+        for name in ("bos", "eos", "eot", "eom", "padding")
+    )
+    ends = [i for i in dict.fromkeys((eos, eot, eom)) if i is not None]
     named = {
-        "bos_token_id": ids["bos"],
+        "bos_token_id": bos,
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-        "pad_token_id": header.settings.get(SPECIAL["pad"]),
+        "pad_token_id": pad,
     }
     return {name: value for name, value in named.items() if value is not None}
 
@@ -326,65 +307,52 @@ def _completed(config: Any, header: GGUFHeader) -> Any:
 def _as(config: Any, kind: str) -> Any:
     from transformers import AutoConfig
 
-    fields = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in ("model_type", "architectures")
-    }
+    fields = config.to_dict()
+    for name in ("model_type", "architectures"):
+        fields.pop(name, None)
     return AutoConfig.for_model(kind, **fields)
 
 
 def _rope(header: GGUFHeader, config: Any) -> dict[str, Any]:
     theta = header.setting("rope.freq_base")
     theta = 10000.0 if theta is None else float(theta)
-    kind, base = header.setting("rope.scaling.type"), {"rope_theta": theta}
     if header.rope_factors is not None:
-        return base | _llama3_scaling(header, theta)
-    if kind in (None, "none"):
-        return base | {"rope_type": "default"}
-    scaled = base | {
-        "rope_type": kind,
-        "factor": float(header.setting("rope.scaling.factor") or 1.0),
-    }
+        return {"rope_theta": theta} | _llama3_scaling(header, header.rope_factors, theta)
+    kind = header.setting("rope.scaling.type") or "none"
+    if kind == "none":
+        return {"rope_theta": theta, "rope_type": "default"}
+    if kind not in ("linear", "yarn"):
+        raise UserError(
+            f"{header.file} has the rotary scaling {kind!r}, but draftlab import supports only linear, yarn and Llama "
+            "3's scaling; use the model's original checkpoint"
+        )
+    factor = float(header.setting("rope.scaling.factor") or 1.0)
+    rope = {"rope_theta": theta, "rope_type": kind, "factor": factor}
     if kind == "yarn":
         original = header.setting("rope.scaling.original_context_length")
-        return scaled | {
-            "original_max_position_embeddings": int(original or config.max_position_embeddings)
-        }
-    if kind == "linear":
-        return scaled
-    raise UserError(
-        f"{header.file} has the rotary scaling {kind!r}, but draftlab import supports only linear, yarn and Llama 3's "
-        "scaling; use the model's original checkpoint"
-    )
+        rope["original_max_position_embeddings"] = int(original or config.max_position_embeddings)
+    return rope
 
 
-def _llama3_scaling(header: GGUFHeader, theta: float) -> dict[str, Any]:
-    """Return the llama3 rotary settings that give the file's rope_factors.
+def _llama3_scaling(header: GGUFHeader, factors: np.ndarray, theta: float) -> dict[str, Any]:
+    """Return the llama3 rotary settings that give the file's rope_factors, [F].
 
     rope_factors are 1 for high frequencies, and the scaling factor for low frequencies. Several settings give the same
     factors. As in all known checkpoints, low_freq_factor is set to 1 and high_freq_factor to 4.
     """
-    factors = header.rope_factors or []
-    most, low, high = max(factors), 1.0, 4.0
-    wavelengths = [2 * math.pi * theta ** (i / len(factors)) for i in range(len(factors))]
-    between = [
-        wavelength * ((high - low) * (1 / f - 1 / most) / (1 - 1 / most) + low)
-        for f, wavelength in zip(factors, wavelengths, strict=True)
-        if 1.0001 < f < 0.9999 * most
-    ]
-    original = (
-        round(sum(between) / len(between))
-        if between
-        else int(header.setting("context_length") or 0)
-    )
-    for f, wavelength in zip(factors, wavelengths, strict=True):
-        smooth = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
-        if not math.isclose(1 / f, (1 - smooth) / most + smooth, rel_tol=1e-3):
-            raise UserError(
-                f"{header.file} has values in {ROPE_FACTORS} that are not of Llama 3's scaling, the only supported "
-                "scaling with such a tensor; use the model's original checkpoint"
-            )
+    most, low, high = float(factors.max()), 1.0, 4.0
+    wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
+    between = (factors > 1.0001) & (factors < 0.9999 * most)
+    original = int(header.setting("context_length") or 0)
+    if between.any():
+        smooth = (1 / factors[between] - 1 / most) / (1 - 1 / most)
+        original = round(float((wavelengths[between] * ((high - low) * smooth + low)).mean()))
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+    if not np.allclose(1 / factors, (1 - smooth) / most + smooth, rtol=1e-3, atol=0):
+        raise UserError(
+            f"{header.file} has values in {ROPE_FACTORS} that are not of Llama 3's scaling, the only supported scaling "
+            "with such a tensor; use the model's original checkpoint"
+        )
     return {
         "rope_type": "llama3",
         "factor": round(most, 4),
@@ -415,7 +383,7 @@ def _drop_extra_tokens(spec: dict[str, Any], header: GGUFHeader) -> None:
     spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < len(types)]
     vocabulary = spec["model"]["vocab"]
     if isinstance(vocabulary, dict):
-        padding = {f"[PAD{i}]" for i, kind in enumerate(types) if kind == UNUSED}
+        unused = {i for i, kind in enumerate(types) if kind == UNUSED}
         spec["model"]["vocab"] = {
-            t: i for t, i in vocabulary.items() if t not in padding or t != f"[PAD{i}]"
+            t: i for t, i in vocabulary.items() if i not in unused or t != f"[PAD{i}]"
         }

@@ -148,11 +148,8 @@ def convert(source: ImportSource, output: Output) -> None:
             # an adapter's own tokenizer replaces the base's
             for folder in (directory, source.layout.path):
                 saving.copy_tokenizer(folder, work)
-        fields = {
-            name: value
-            for name, value in fields.items()
-            if name not in ("torch_dtype", "quantization_config")
-        }
+        for name in ("torch_dtype", "quantization_config"):
+            fields.pop(name, None)
         fields["dtype"] = checkpoint.dtype_name(model.dtype)
         (work / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True))
         output.record(work, [source.layout.path, *([source.base] if source.base else [])])

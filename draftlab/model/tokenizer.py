@@ -45,14 +45,16 @@ def known_ids(*models: Path) -> int:
     return min(min(vocab_size(m), max(load_tokenizer(m).get_vocab().values()) + 1) for m in models)
 
 
-def check_embeds(model: Path) -> None:
-    """Raise UserError if a model's tokenizer has ids without an embedding. Added tokens are not counted."""
-    ids, embeddings = load_tokenizer(model).vocab_size, vocab_size(model)
+def check_embeds(model: Path) -> "PreTrainedTokenizerBase":
+    """Load a model's tokenizer. Raises UserError: it has ids without an embedding. Added tokens are not counted."""
+    tokenizer = load_tokenizer(model)
+    ids, embeddings = tokenizer.vocab_size, vocab_size(model)
     if ids > embeddings:
         raise UserError(
             f"{model} has embeddings for {embeddings:,} ids, but the tokenizer there has {ids:,} ids; copy the "
             "tokenizer files with which the model was trained"
         )
+    return tokenizer
 
 
 def common_vocabulary(draft: Path, target: Path) -> int:
@@ -65,17 +67,14 @@ def common_vocabulary(draft: Path, target: Path) -> int:
         UserError: an id stands for different tokens, a tokenizer has ids that its model does not embed, or the target's
             LM head is trimmed.
     """
-    for model in (draft, target):
-        check_embeds(model)
+    own, targets = (check_embeds(model).get_vocab() for model in (draft, target))
     if (target / HEAD_IDS).is_file():
         raise UserError(
             f"{target} has a trimmed LM head ({HEAD_IDS}), so it can be a draft but not a target; use --target with a "
             "complete model"
         )
     size = min(vocab_size(model) for model in (draft, target))
-    other = first_difference(
-        load_tokenizer(draft).get_vocab(), load_tokenizer(target).get_vocab(), size
-    )
+    other = first_difference(own, targets, size)
     if other is not None:
         raise UserError(different_tokenizers(draft, target, other))
     return size

@@ -1,7 +1,6 @@
 """The drafts, the target and the requests of a score, and all checks that need no loaded model."""
 
 import contextlib
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -15,8 +14,8 @@ from draftlab import provenance, turns
 from draftlab.config.kinds import DrafterSpec, RunFacts
 from draftlab.config.server_rules import Acceptance
 from draftlab.console import note
-from draftlab.errors import OtherArchitecture, Quantised, UserError, about
-from draftlab.exporting.hf import parse_quantized_name, write_fake_quantized
+from draftlab.errors import UserError, about
+from draftlab.exporting.hf import as_quantized, parse_quantized_name
 from draftlab.model import Mode, checkpoint, devices, hub, llama, parallel
 from draftlab.model.checkpoint import max_model_len
 from draftlab.model.modes import engine_runs
@@ -29,11 +28,8 @@ from draftlab.sampling import SamplingParams
 from draftlab.scoring.lm_eval import Tasks, check_chat_template
 from draftlab.target_outputs.store import MANIFEST, distinct_4grams, read_texts
 
-DEVICES = (
-    2,
-    4,
-    8,
-)  # numbers of devices for which a dry run shows the memory of a target with a device map
+# numbers of devices for which a dry run shows the memory of a target with a device map
+DEVICES = (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,28 +176,22 @@ class Comparison:
 
         If an input has no record of its commands, return None. A drafter without inputs gives [].
         """
-        known = [lineage(path, self.target) for path in self._paths(name)]
         stages: dict[Path, Stage] = {}
-        for made in known:
+        for path in self._paths(name):
+            made = lineage(path, self.target)
+            if not made:
+                return None
             stages |= made
-        return list(stages.values()) if all(known) else None
+        return list(stages.values())
 
-    def learnt_prompts(self) -> dict[str, int]:
-        """Return how many prompts of the score were in the training data of each draft and drafter, by name."""
-        asked = [tuple(prompt.ids) for prompt in self.requests.prompts.rows]
-        prompts_of: dict[Path, set[tuple[int, ...]]] = {}
-        counts: dict[str, int] = {}
-        for name in self.results:
-            learnt: set[tuple[int, ...]] = set()
-            for path in self._paths(name):
-                for store in lineage(path, self.target):
-                    if store not in prompts_of and (store / MANIFEST).exists():
-                        prompts_of[store] = {
-                            tuple(output.prompt.tolist()) for output in read_texts(store)
-                        }
-                    learnt |= prompts_of.get(store, set())
-            counts[name] = sum(ids in learnt for ids in asked)
-        return counts
+    def learnt_prompts(self, name: str) -> int:
+        """Return how many prompts of the score were in the training data of a draft or drafter."""
+        learnt: set[tuple[int, ...]] = set()
+        for path in self._paths(name):
+            for directory in lineage(path, self.target):
+                if (directory / MANIFEST).exists():
+                    learnt |= {tuple(output.prompt.tolist()) for output in read_texts(directory)}
+        return sum(tuple(prompt.ids) in learnt for prompt in self.requests.prompts.rows)
 
     def _paths(self, name: str) -> list[Path]:
         """Return the directory of the draft with this name, or the inputs of the drafter with this name."""
@@ -212,14 +202,14 @@ class Comparison:
         """Return the facts that a dry run shows."""
         ways = 1 + self.two_precisions + len(self.results) * len(self.ks)
         texts = self.requests.prompts.requests * self.requests.repeats * ways * len(self.batches)
-        read = {spec.name: spec.paths(self.default_draft) for spec in self.drafters}
+        reads: dict[str, str] = {}
+        for spec in self.drafters:
+            paths = ", ".join(map(str, spec.paths(self.default_draft)))
+            reads[spec.name] = f"reads {paths or 'no files'}"
         return {
             "target": _described(self.target),
             **{name: _described(path) for name, path in self.drafts.items()},
-            **{
-                name: f"reads {', '.join(map(str, paths)) or 'no files'}"
-                for name, paths in read.items()
-            },
+            **reads,
             "work": f"up to {texts} generations of {self.requests.sampling.max_tokens} tokens",
             **self._cost(texts),
             "memory": self._memory(),
@@ -378,20 +368,14 @@ def with_rounded_drafts(comparison: Comparison) -> Iterator[Comparison]:
         for name, path in comparison.drafts.items():
             _, kind = parse_quantized_name(name)
             if kind is not None:
-                drafts[name] = Path(stack.enter_context(tempfile.TemporaryDirectory())) / name
-                drafts[name].mkdir()
                 note(
                     f"{name}: the weights are rounded to {kind}, but the draft runs at the speed of draftlab's engine, "
                     "not at that of llama.cpp"
                 )
-                write_fake_quantized(path, drafts[name], kind)
+                drafts[name] = stack.enter_context(as_quantized(path, kind))
         yield replace(comparison, drafts=drafts)
 
 
 def _described(directory: Path) -> str:
-    try:
-        return llama.check_supported(directory).describe()
-    except OtherArchitecture as error:
-        return f"{read_size(directory).describe()}; {error}; transformers runs it"
-    except Quantised:
-        return f"{read_size(directory).describe()}; quantised; transformers runs it"
+    text = read_size(directory).describe()
+    return text if engine_runs(directory) else f"{text}; transformers runs it"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from draftlab.console import heartbeat
-from draftlab.errors import UserError, did_you_mean, one_line
+from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, hub
 from draftlab.model.native_cpu import round_int8
 from draftlab.results.score import TaskResult
@@ -29,7 +29,10 @@ if TYPE_CHECKING:  # takes seconds to import
 # number of bootstrap samples for metrics whose standard error has no formula; lm-eval's 100,000 take minutes
 BOOTSTRAP_SAMPLES = 1000
 SERVED_CONTEXT = 2048  # lm-eval's default context, for servers that do not report a context
-LOCAL_DATA = "; tasks download their data from the hub; for a local file, write a YAML task (docs/measuring.md)"
+LOCAL_DATA = (
+    "; lm-eval ls tasks lists the tasks, which download their data from the hub; for a local file, write a YAML task "
+    "(docs/measuring.md)"
+)
 UNSUPPORTED = ("unsafe_code", "doc_to_image", "doc_to_audio")
 
 log = logging.getLogger(__name__)
@@ -192,17 +195,9 @@ def load_tasks(
     with _running(f"--tasks {','.join(names)}", hint=LOCAL_DATA):
         from lm_eval.tasks import TaskManager
 
-        files = {name for name in names if Path(name).is_file()}
         index = TaskManager(include_path=include_path, include_defaults=False)
-        if not all(name in files or name in index.task_index for name in names):
+        if not all(Path(name).is_file() or name in index.task_index for name in names):
             index = TaskManager(include_path=include_path)  # this takes seven seconds
-        for name in names:
-            if name not in files and name not in index.task_index:
-                near = did_you_mean(name, index.all_tasks).partition("; known")[0]
-                raise UserError(
-                    f"--tasks {name} is neither a task of lm-eval nor a YAML file"
-                    f"{near or '; lm-eval ls tasks lists the tasks'}"
-                )
         scored = None
         for name, task in index.load(list(names))["tasks"].items():
             if any(task.get_config(key) for key in UNSUPPORTED):
@@ -250,7 +245,8 @@ def _task_results(
         samples: lm-eval's records of the items.
     """
     digest = hashlib.sha256()
-    for sample in sorted(samples, key=lambda s: s["doc_id"]):
+    samples = sorted(samples, key=lambda s: s["doc_id"])
+    for sample in samples:
         digest.update((sample["doc_hash"] + sample["prompt_hash"] + sample["target_hash"]).encode())
     for key, value in measured.items():
         metric, comma, filtered = key.partition(",")
@@ -278,10 +274,15 @@ def _task_results(
 
 
 def _items(samples: list[dict[str, Any]], metric: str, filtered: str) -> list[float]:
-    """Return the value of a metric for each item, in the order of the task, or [] if an item has no value."""
-    ordered = sorted((s for s in samples if s["filter"] == filtered), key=lambda s: s["doc_id"])
-    values = [_number(s.get(metric)) for s in ordered]
-    return [v for v in values if v is not None] if None not in values else []
+    """Return the value of a metric for each item, or [] if an item has no value."""
+    values: list[float] = []
+    for sample in samples:
+        if sample["filter"] == filtered:
+            value = _number(sample.get(metric))
+            if value is None:
+                return []
+            values.append(value)
+    return values
 
 
 def _number(value: object) -> float | None:

@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from draftlab import provenance, turns
+from draftlab import provenance
 from draftlab.console import heartbeat, note, progress
-from draftlab.engine.batch_generate import turn_answers
+from draftlab.engine.batch_generate import answer_turns
 from draftlab.engine.drafters.context import DrafterContext, DrafterRun
 from draftlab.engine.drafters.parallel import drafts_in_parallel, model_drafter
 from draftlab.engine.verify import rule_named
@@ -29,7 +30,6 @@ from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
 from draftlab.model.modes import load, with_mode
-from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output
 from draftlab.registry import REJECTION
 from draftlab.results.decoding import Generation
@@ -84,7 +84,7 @@ def measure(comparison: Comparison, command: str) -> list[Score]:
         tasks=tasks,
         environment=read_environment(),
         command=command,
-        learnt_prompts=comparison.learnt_prompts(),
+        learnt_prompts={name: comparison.learnt_prompts(name) for name in runs},
     )
     warn_if_busy(measurement.environment)
     return [score for batch in comparison.batches for score in measurement.scores(batch)]
@@ -140,11 +140,9 @@ class Models:
         Only plain decoding is timed with it. If plain decoding is timed at one precision only, return None, see
         Comparison.two_precisions.
         """
-        return (
-            self.running(self.comparison.target, not self.engine.target_int8)
-            if self.comparison.two_precisions
-            else None
-        )
+        if not self.comparison.two_precisions:
+            return None
+        return self.running(self.comparison.target, not self.engine.target_int8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,35 +166,50 @@ class Measurement:
 
     def scores(self, batch: int) -> list[Score]:
         """Time all drafts and drafters at a batch size, and return the score of each draft and drafter."""
+        comparison = self.comparison
         latency = self._latency(batch)
         before = read_core_time()
         measured = self._throughput(batch)
         environment = with_waiting(self.environment, before, read_core_time())
-        rounding = self._rounding(measured)
-        target = self._model("", self.models.target, self.comparison.target, latency)
+        target = self._model("", self.models.target, comparison.target, latency, {})
+        rounding, other_plain = None, dict[str, list[Generation]]()
+        other_target = self.models.other_target
+        if other_target is not None:
+            rounding = self._rounding(other_target, measured.tokens[PLAIN])
+            other_plain[self._weights(other_target)] = measured.generations[OTHER_PLAIN]
         scores = []
         for name, run in self.runs.items():
-            draft = self._model(name, run.model, self.comparison.drafts.get(name), latency)
-            draft = draft.model_copy(update=dict(run.facts))
-            score = self._score(name, target, draft, measured, environment, batch)
-            scores.append(score.model_copy(update={"rounding": rounding}))
+            draft = comparison.drafts.get(name)
+            score = Score(
+                name=self._label(name, batch),
+                target=target,
+                draft=self._model(name, run.model, draft, latency, run.facts),
+                conditions=self._conditions(name, batch),
+                environment=environment,
+                plain=measured.generations[PLAIN],
+                other_plain=other_plain,
+                rounding=rounding,
+                speculative={k: measured.generations[name, k] for k in run.ks},
+                command=self.command,
+                versions=provenance.versions(),
+                learnt=run.learnt,
+                made=comparison.made(name),
+                learnt_prompts=self.learnt_prompts[name],
+                **comparison.requests.score_facts(
+                    measured.tokens[PLAIN], [measured.tokens[name, k] for k in run.ks]
+                ),
+            )
+            scores.append(score)
         return scores
 
-    def _rounding(self, measured: TimedArms) -> Rounding | None:
-        """Compare the target with and without int8 weights, on the prompts and the answers of plain decoding.
-
-        If plain decoding was timed at one precision only, return None, see Comparison.two_precisions.
-        """
-        target, other = self.models.target, self.models.other_target
-        if other is None:
-            return None
-        whole, rounded = (other, target) if self.comparison.engine.target_int8 else (target, other)
+    def _rounding(self, other_target: Decoder, answers: list[list[int]]) -> Rounding:
+        """Compare the target with and without int8 weights, on the prompts and the answers of plain decoding."""
+        whole, rounded = self.models.target, other_target
+        if self.comparison.engine.target_int8:
+            whole, rounded = rounded, whole
         prompts = self.comparison.requests.prompts.rows
-        texts = [
-            [*prompt.ids, *answer]
-            for prompt, answer in zip(prompts, measured.tokens[PLAIN], strict=True)
-        ]
-        return compare(whole, rounded, texts)
+        pairs = zip(prompts, answers, strict=True)
+        return compare(whole, rounded, [[*prompt.ids, *answer] for prompt, answer in pairs])
 
     def _latency(self, batch: int) -> dict[str, list[Latency]]:
         """Time single passes of all models that draftlab's engine runs, and return the latencies by name.
@@ -244,38 +257,6 @@ class Measurement:
                 clock=steady_step_clock(comparison.engine.device),
             )
 
-    def _score(
-        self,
-        name: str,
-        target: Model,
-        draft: Model,
-        measured: TimedArms,
-        environment: Environment,
-        batch: int,
-    ) -> Score:
-        run, other = self.runs[name], dict[str, list[Generation]]()
-        if self.models.other_target is not None:
-            weights = self._weights(self.models.other_target)
-            other[weights] = measured.generations[OTHER_PLAIN]
-        return Score(
-            name=self._label(name, batch),
-            target=target,
-            draft=draft,
-            conditions=self._conditions(name, batch),
-            environment=environment,
-            plain=measured.generations[PLAIN],
-            other_plain=other,
-            speculative={k: measured.generations[name, k] for k in run.ks},
-            command=self.command,
-            versions=provenance.versions(),
-            learnt=run.learnt,
-            made=self.comparison.made(name),
-            learnt_prompts=self.learnt_prompts[name],
-            **self.comparison.requests.score_facts(
-                measured.tokens[PLAIN], [measured.tokens[name, k] for k in run.ks]
-            ),
-        )
-
     def _label(self, name: str, batch: int) -> str:
         """Return the name of a score: the name of the draft or drafter, with @int8 if its weights are rounded.
 
@@ -312,6 +293,7 @@ class Measurement:
         decoder: Decoder | None,
         path: Path | None,
         latency: Mapping[str, list[Latency]],
+        facts: Mapping[str, Any],
     ) -> Model:
         return Model(
             name=name if path is None else hub.checkpoint_name(path),
@@ -320,6 +302,7 @@ class Measurement:
             latency=latency.get(name, []),
             tasks=self.tasks.get(path, []) if path else [],
             via_transformers=decoder is not None and decoder.architecture is None,
+            **facts,
         )
 
     def _draft_weights(self, name: str, run: DrafterRun) -> str | None:
@@ -375,20 +358,9 @@ def _with_turns(comparison: Comparison, models: Models) -> Comparison:
     The prompt of a turn contains the earlier turns and the target's answers to them.
     """
     requests, target = comparison.requests, comparison.target
-    if requests.prompts.requests == len(requests.prompts.rows):
-        return comparison
-    model = (
-        models.running(target, False)
-        if comparison.engine.mode == "native"
-        else models.eager(target)
-    )
-    prompts = turns.answered(
-        requests.prompts,
-        checkpoint.load_tokenizer(target),
-        target=provenance.fingerprint(target),
-        sampling=requests.sampling,
-        answer=turn_answers(model, known_ids(target), requests.sampling),
-    )
+    native = comparison.engine.mode == "native"
+    model = models.running(target, False) if native else models.eager(target)
+    prompts = answer_turns(requests.prompts, target, model, requests.sampling)
     return replace(comparison, requests=replace(requests, prompts=prompts))
 
 

@@ -7,12 +7,12 @@ decoding and transport, which a client cannot separate.
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import Field
 
 from draftlab import provenance, turns
@@ -134,14 +134,13 @@ class ServerAnswers:
         """Return how much the server's counters of speculative decoding grew, or None if nothing was drafted."""
         if not self.answer_counters:
             return spec_decode_counters(self.before, self.after)
-        accepted = [0.0] * max(len(c.num_accepted_tokens_per_pos) for c in self.answer_counters)
-        for counters in self.answer_counters:
-            for position, tokens in enumerate(counters.num_accepted_tokens_per_pos):
-                accepted[position] += tokens
+        by_position = zip_longest(
+            *(c.num_accepted_tokens_per_pos for c in self.answer_counters), fillvalue=0.0
+        )
         return Counters(
             num_drafts=sum(c.num_drafts for c in self.answer_counters),
             num_draft_tokens=sum(c.num_draft_tokens for c in self.answer_counters),
-            num_accepted_tokens_per_pos=accepted,
+            num_accepted_tokens_per_pos=list(map(sum, by_position)),
         )
 
     @property
@@ -172,21 +171,15 @@ def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
         answers = measure(comparison, lambda done: advance(done, "of each server"))
     environment = with_waiting(environment, before, read_core_time())
     plain = comparison.stored or _plain_answers(comparison, answers[PLAIN])
-    scored = SPECULATIVE in comparison.servers
-    result = (
-        _score(comparison, plain, answers[SPECULATIVE], environment, output.command_line)
-        if scored
-        else plain
-    )
+    result, file = plain, PLAIN_FILE
+    if SPECULATIVE in comparison.servers:
+        served = answers[SPECULATIVE]
+        result = _score(comparison, plain, served, environment, output.command_line)
+        file = "score.json"
     with output.directory() as work:
-        (work / ("score.json" if scored else PLAIN_FILE)).write_text(
-            result.model_dump_json(indent=1)
-        )
-        read = [
-            comparison.tokenizer,
-            *([Path(comparison.draft)] if Path(comparison.draft).is_dir() else []),
-        ]
-        output.record(work, read)
+        (work / file).write_text(result.model_dump_json(indent=1))
+        drafts = [Path(comparison.draft)] if Path(comparison.draft).is_dir() else []
+        output.record(work, [comparison.tokenizer, *drafts])
     return result
 
 
@@ -209,7 +202,7 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
         completions = server.generate([p.ids for p in prompts], requests.sampling)
         vocab = logits_of(comparison.tokenizer)
         for completion in completions:
-            check_ids(np.array(completion.ids, np.int64), vocab)
+            check_ids(completion.ids, vocab)
         return [completion.ids for completion in completions]
 
     named = comparison.stored or server
@@ -246,7 +239,7 @@ def measure(
         ids, seconds = answers[role].ask(servers[role], prompt, requests.sampling, clock)
         answers[role].runs.append(ServedGeneration(prompt=index, tokens=len(ids), seconds=seconds))
         if repeat == 0:
-            check_ids(np.array(ids, np.int64), vocab)
+            check_ids(ids, vocab)
             answers[role].tokens.append(ids)
         advance(repeat * len(prompts) + index + 1)
     for role, server in servers.items():
@@ -259,10 +252,8 @@ def measure(
     return answers
 
 
-def check_alone(
-    runs: list[ServedGeneration], counters: Counters, url: str, *, cuts_last_step: bool
-) -> None:
-    """Check that a server's counters agree with the number of tokens that this client received.
+def check_alone(server: Server, counters: Counters, lengths: Sequence[int]) -> None:
+    """Check that a server's counters agree with the lengths of the answers that this client received.
 
     Each answer has one token from the prefill, one token per step, and the accepted tokens. A server with
     cuts_last_step drafts nothing in the step of an answer's last token, and does not count this step.
@@ -270,14 +261,15 @@ def check_alone(
     Raises:
         UserError: The counters do not agree, so the server answered other clients as well.
     """
-    tokens = sum(r.tokens for r in runs)
-    most = len(runs) + counters.num_drafts + sum(counters.num_accepted_tokens_per_pos)
-    uncounted = len(runs) * cuts_last_step
+    tokens, answers = sum(lengths), len(lengths)
+    most = answers + counters.num_drafts + sum(counters.num_accepted_tokens_per_pos)
+    uncounted = answers * server.adapter.cuts_last_step
     # the last step of each text may be cut
-    if not tokens - uncounted <= most <= tokens + len(runs) * (counters.k + 1):
+    if not tokens - uncounted <= most <= tokens + answers * (counters.k + 1):
         raise UserError(
-            f"{url} counted {counters.num_drafts:.0f} steps, for {most:.0f} tokens, but {tokens} tokens arrived here, "
-            "so the server also answered other clients; repeat the command while nothing else uses the server"
+            f"{server.http.url} counted {counters.num_drafts:.0f} steps, for {most:.0f} tokens, but {tokens} tokens "
+            "arrived here, so the server also answered other clients; repeat the command while nothing else uses the "
+            "server"
         )
 
 
@@ -366,17 +358,12 @@ def _score(
         raise UserError(
             f"{server.http.url} drafted nothing for these prompts; start the server with a draft"
         )
-    cut = server.adapter.cuts_last_step
-    check_alone(answers.runs, counters, server.http.url, cuts_last_step=cut)
-    draft = _model(Path(comparison.draft), comparison.draft)
-    draft = draft.model_copy(update={"tasks": _draft_tasks(comparison, draft)})
+    check_alone(server, counters, [run.tokens for run in answers.runs])
     with reading("--server: the answers contradict each other"):
         return Score(
             name=Path(comparison.draft).name,
-            target=_model(comparison.tokenizer, plain.model).model_copy(
-                update={"tasks": plain.tasks}
-            ),
-            draft=draft,
+            target=_model(comparison.tokenizer, plain.model, plain.tasks),
+            draft=_model(Path(comparison.draft), comparison.draft, _draft_tasks(comparison)),
             conditions=Conditions(
                 **comparison.requests.conditions(),
                 device=f"{server.kind} {server.version}".strip(),
@@ -399,14 +386,14 @@ def _score(
         )
 
 
-def _draft_tasks(comparison: ServedComparison, draft: Model) -> list[TaskResult]:
+def _draft_tasks(comparison: ServedComparison) -> list[TaskResult]:
     """Evaluate the draft on this machine with lm-eval, and return the results, or [] without a local checkpoint."""
     if comparison.tasks is None:
         return []
-    if draft.sha256 is None:
+    if not _is_checkpoint(Path(comparison.draft)):
         note(
-            f"--tasks: only the target is evaluated, because {draft.name} is not a checkpoint on this machine; name "
-            "the draft's directory by --draft"
+            f"--tasks: only the target is evaluated, because {comparison.draft} is not a checkpoint on this machine; "
+            "name the draft's directory by --draft"
         )
         return []
     device = checkpoint.resolve_device("auto")
@@ -415,11 +402,18 @@ def _draft_tasks(comparison: ServedComparison, draft: Model) -> list[TaskResult]
     )
 
 
-def _model(directory: Path, name: str) -> Model:
-    """Return a local checkpoint as the Model of a score. Without a checkpoint, the Model has only a name."""
-    if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
-        return Model(name=Path(name).name, sha256=None, shape=None, latency=[], tasks=[])
-    shape, digest = checkpoint.read_shape(directory), provenance.fingerprint(directory)
+def _is_checkpoint(directory: Path) -> bool:
+    return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
+
+
+def _model(directory: Path, name: str, tasks: list[TaskResult]) -> Model:
+    """Return a local checkpoint as the Model of a score. Without a checkpoint, the Model has only a name and tasks."""
+    if not _is_checkpoint(directory):
+        return Model(name=Path(name).name, sha256=None, shape=None, latency=[], tasks=tasks)
     return Model(
-        name=hub.checkpoint_name(directory), sha256=digest, shape=shape, latency=[], tasks=[]
+        name=hub.checkpoint_name(directory),
+        sha256=provenance.fingerprint(directory),
+        shape=checkpoint.read_shape(directory),
+        latency=[],
+        tasks=tasks,
     )

@@ -6,15 +6,13 @@ texts, n tokens in a text, K drafted tokens.
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from draftlab.acceptance import expected
 from draftlab.acceptance.token_logprobs import TokenLogprobs, score_tokens
 from draftlab.data.text import chat_ids
 from draftlab.engine.generate import decode, output_tokens
@@ -27,7 +25,7 @@ from draftlab.model import checkpoint, modes
 from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import MOST_DRAFTED
 from draftlab.model.sentencepiece import PROBES
-from draftlab.results.decoding import Counters, ServedGeneration
+from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.servers import ServerAnswers, check_alone, read_metrics
 from draftlab.servers.client import Server
@@ -46,13 +44,6 @@ TOKENS = 48  # length of each answer in tokens
 SAME = 1e-3
 # fraction of greedy tokens that must be the same here if the server computes in 16 bits
 SAME_TOKENS = 0.97
-
-
-class Asked(NamedTuple):
-    """The server's answers to all prompts, and the growth of its counters of speculative decoding during them."""
-
-    texts: TargetTexts
-    counters: Counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +115,9 @@ class ServedDraft:
             yield error("acceptance", "the server drafted nothing for these prompts", fix)
             return
         model = modes.load(self.target, torch.float32, self.device)
-        yield from self._target(asked.texts, model)
-        yield from self._acceptance(asked, model)
+        texts, counters = asked
+        yield from self._target(texts, model)
+        yield from self._acceptance(texts, counters, model)
 
     def _chat_template(self) -> Finding:
         about, tokenizer = "chat template", checkpoint.load_tokenizer(self.target)
@@ -139,21 +131,10 @@ class ServedDraft:
                 about, f"not compared: {failure}", "send only completion requests to the server"
             )
         if own == ids or (ids is None and len(own) == count):
-            return ok(
-                about,
-                f"the server and this machine give the same {count} ids for a chat"
-                if ids
-                else f"a chat has {count} tokens on the server and here",
-            )
-        text = f"a chat of one message has {count} ids on the server, but {len(own)} here"
-        if ids is not None and len(ids) == len(own):
-            at = next(i for i, (a, b) in enumerate(zip(ids, own, strict=True)) if a != b)
-            text = f"id number {at} of a chat is {ids[at]} on the server, but {own[at]} here"
-        return error(
-            about,
-            text,
-            f"serve with the chat template of {self.target}, or train with the server's template",
-        )
+            return ok(about, f"a chat of one message has {count} tokens on the server and here")
+        text = f"a chat of one message has {count} tokens on the server, and {len(own)} other tokens here"
+        fix = f"serve with the chat template of {self.target}, or train with the server's template"
+        return error(about, text, fix)
 
     def _context(self) -> Iterator[Finding]:
         served, own = self.server.max_length, self.artifact.context
@@ -164,33 +145,34 @@ class ServedDraft:
         elif served is not None:
             yield ok("context", f"the server reads {served:,} tokens, and the draft {own:,}")
 
-    def _ask(self, prompts: list[list[int]]) -> Asked | None:
-        """Send prompts to the server, one after the other, and return the answers, or None if nothing was drafted.
+    def _ask(self, prompts: list[list[int]]) -> tuple[TargetTexts, Counters] | None:
+        """Send prompts to the server, one after the other, and return the answers and the counters' growth.
+
+        If the server drafted nothing, return None.
 
         Raises:
             UserError: The server also answered other clients meanwhile.
         """
-        answers, texts, runs = ServerAnswers(before=read_metrics(self.server)), [], []
+        answers, completions = ServerAnswers(before=read_metrics(self.server)), []
         for number, prompt in enumerate(prompts):
             sampling = SamplingParams(max_tokens=TOKENS, temperature=self.temperature, seed=number)
-            ids, seconds = answers.ask(self.server, prompt, sampling, time.perf_counter)
-            check_ids(np.array(ids, np.int64), self.artifact.target_vocab)
-            texts.append(ids)
-            runs.append(ServedGeneration(prompt=number, tokens=len(ids), seconds=seconds))
+            ids, _ = answers.ask(self.server, prompt, sampling, time.perf_counter)
+            check_ids(ids, self.artifact.target_vocab)
+            completions.append(ids)
         answers.after = read_metrics(self.server)
         counters = answers.counters
         if counters is None:
             return None
-        cut = self.server.adapter.cuts_last_step
-        check_alone(runs, counters, self.server.http.url, cuts_last_step=cut)
-        asked = TargetTexts(
+        lengths = list(map(len, completions))
+        check_alone(self.server, counters, lengths)
+        texts = TargetTexts(
             prompts=prompts,
-            completions=texts,
-            tokens=list(map(len, texts)),
+            completions=completions,
+            tokens=lengths,
             k=counters.k,
             temperature=self.temperature,
         )
-        return Asked(asked, counters)
+        return texts, counters
 
     def _target(self, texts: TargetTexts, model: Decoder) -> Iterator[Finding]:
         """Compare the target in the server with the target here, by log-probabilities of the tokens of the answers."""
@@ -219,29 +201,25 @@ class ServedDraft:
                 "precision", f"{text}, as expected of {'float32' if gap < SAME else '16 bits'}"
             )
 
-    def _acceptance(self, asked: Asked, model: Decoder) -> Iterator[Finding]:
+    def _acceptance(
+        self, texts: TargetTexts, counters: Counters, model: Decoder
+    ) -> Iterator[Finding]:
         """Compare the acceptance by position in the draft, and find how the server's draft samples."""
-        texts, adapter, vocab = asked.texts, self.server.adapter, self.artifact.target_vocab
+        adapter, vocab = self.server.adapter, self.artifact.target_vocab
         if texts.temperature == 0:
             texts = extended(texts, model)
-            if not adapter.counts_end:
-                ends = checkpoint.eos_token_ids(self.target)
-                texts = replace(texts, tokens=verify.lengths_before_end(texts, ends))
+            texts = verify.before_end(texts, adapter, checkpoint.eos_token_ids(self.target))
         form = Form(to=adapter.name, server=adapter)
-        sampling = SamplingParams(temperature=texts.temperature)
-        scores = self.artifact.scores(
-            self.artifact.path, form, texts.pairs, sampling, texts.k, self.device
-        )
+        scores = self.artifact.scores(self.artifact.path, form, texts, self.device)
         chances = verify.chances_of(scores, texts, lambda: model, vocab)
-        counts = verify.counts_in(adapter, verify.counts_of(chances, texts), texts)
-        there = asked.counters.acceptance
-        measured = there.mean_acceptance_length
-        if adapter.cuts_last_step:
-            tokens = sum(texts.tokens) - len(texts.tokens)
-            measured = tokens / (tokens - there.num_accepted_draft_tokens)
+        counts = verify.counts_of(adapter, chances, texts)
+        there = counters.acceptance
+        measured = verify.measured_length(adapter, counters, texts.tokens)
         lengths: dict[SampleMethod, Interval] = {name: ratio(rows) for name, rows in counts.items()}
-        method, here = nearest(lengths, measured)
-        by_position = accepted_by_position(chances[method], texts.k)
+        method = min(lengths, key=lambda name: abs(lengths[name].value - measured))
+        here = lengths[method]
+        steps = verify.expected_steps(chances[method], texts.k)
+        by_position = steps.acceptance().per_position_acceptance
         positions = ", ".join(
             f"{a:.2f} / {b:.2f}"
             for a, b in zip(there.per_position_acceptance, by_position, strict=False)
@@ -256,21 +234,10 @@ class ServedDraft:
             yield error("acceptance", text, hint(there.per_position_acceptance, by_position))
         if texts.temperature:
             each = ", ".join(f"{name} {length.value:.3f}" for name, length in lengths.items())
-            best, _ = max(lengths.items(), key=lambda each: each[1].value)
+            best = max(lengths, key=lambda name: lengths[name].value)
             text = f"the server's {measured:.3f} is nearest to a {method} draft ({each})"
             fix = f"in vLLM, set draft_sample_method to {best}, with which more tokens are accepted"
             yield ok("rule", text) if best == method else warning("rule", text, fix)
-
-
-def nearest(
-    lengths: Mapping[SampleMethod, Interval], measured: float
-) -> tuple[SampleMethod, Interval]:
-    """Return the sampling method of drafts whose expected acceptance length is nearest to `measured`, and this length.
-
-    lengths: Expected acceptance length by sampling method.
-    """
-    ordered = sorted(lengths.items(), key=lambda each: abs(each[1].value - measured))
-    return ordered[0]
 
 
 def mean_difference(own: Sequence[TokenLogprobs], there: Sequence[Sequence[float]]) -> float:
@@ -296,17 +263,6 @@ def extended(texts: TargetTexts, model: Decoder) -> TargetTexts:
     rows = [p + c for p, c in zip(texts.prompts, texts.completions, strict=True)]
     more = output_tokens(decode(model, rows, SamplingParams(max_tokens=texts.k)))
     return replace(texts, completions=[c + m for c, m in zip(texts.completions, more, strict=True)])
-
-
-def accepted_by_position(chances: Sequence[np.ndarray], k: int) -> list[float]:
-    """Return the fraction of steps that accept at least i tokens, for i = 1..k.
-
-    chances: Acceptance probabilities of each text, as verify.chances_of returns them.
-    """
-    rows = [row[1:].astype(np.float64) for row in chances]
-    limits = np.array([len(row) + k for row in rows])
-    counts = expected.chain(expected.texts_of(rows, limits), k)
-    return counts.acceptance().per_position_acceptance
 
 
 def hint(there: Sequence[float], here: Sequence[float]) -> str:

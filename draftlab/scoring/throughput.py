@@ -174,9 +174,8 @@ def measure_throughput(
     to_the_end = replace(sampling, stop_token_ids=())
     for arm in sorted(arms, key=lambda arm: -arm[1]) if target.replays_passes else []:
         with note_if_slow(f"capturing CUDA graphs of {_arm_name(arm)}"):
-            for group in _first_of_each_length(
-                groups, prompts
-            ):  # the longest texts first, because a longer cache replaces the memory of a shorter cache
+            # the longest texts first, because a longer cache replaces the memory of a shorter cache
+            for group in _first_of_each_length(groups, prompts):
                 deque(steps(arm, group, to_the_end), maxlen=0)
     few = replace(sampling, max_tokens=min(sampling.max_tokens, WARM_UP_TOKENS))
     _warm_up(arms, lambda arm: steps(arm, groups[0], few))
@@ -198,12 +197,12 @@ def measure_throughput(
             f"the target answers all {len(prompts)} prompts with only the end-of-text token, so there is nothing "
             "to time; use other prompts, for example with --prompt-file FILE"
         )
-    tokens: dict[Arm, list[list[int]]] = {arm: [] for arm in arms}
-    for arm in arms:
-        for number in range(len(groups)):
-            tokens[arm] += [each.tokens for each in runs_of[arm][0, number]]
     _repeat_stalled(runs_of, run)
+    # the runs of an arm, all prompts of the first repeat first
     every = {arm: list(chain.from_iterable(runs.values())) for arm, runs in runs_of.items()}
+    tokens: dict[Arm, list[list[int]]] = {}
+    for arm, runs in every.items():
+        tokens[arm] = [each.tokens for each in runs[: len(prompts)]]
     _mend_prefills([(arm, run) for arm, runs in every.items() for run in runs])
     generations = {arm: _generations(runs) for arm, runs in every.items()}
     return TimedArms(generations=generations, tokens=tokens)

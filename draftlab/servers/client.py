@@ -7,6 +7,7 @@ server's kind (kinds.py) knows its protocol.
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -27,7 +28,7 @@ from draftlab.trust import check_address, checked_name, folder_name, without_sec
 
 WORKERS = 8  # concurrent requests
 TRIES = 6
-MAX_WAIT_SECONDS = 30.0  # longest wait between attempts
+FIRST_PAUSE = 0.5  # seconds before the second attempt; every further pause is twice as long
 ANSWER_SECONDS, CONNECT_SECONDS = 600.0, 10.0
 SILENT_SECONDS = 12.0  # if an answer takes longer, a note is printed
 BUSY = (429, 503)
@@ -109,33 +110,21 @@ class HttpClient:
         self, method: str, path: str, body: dict[str, Any] | None, tries: int
     ) -> httpx.Response:
         problem = ""
+        waiting = f"waiting up to {self.seconds:g} s for an answer from {self.url}{path}"
         for attempt in range(tries):
             if attempt:
-                pause = min(0.5 * 2 ** (attempt - 1), MAX_WAIT_SECONDS)
-                with note_if_slow(
-                    f"{self.url} is busy ({problem}); the request is repeated in {pause:g} s",
-                    SILENT_SECONDS,
-                ):
-                    self.wait(pause)
+                self.wait(FIRST_PAUSE * 2 ** (attempt - 1))
             try:
-                with note_if_slow(
-                    f"waiting up to {self.seconds:g} s for an answer from {self.url}{path}",
-                    SILENT_SECONDS,
-                ):
-                    answer = self._whole(method, path, body)
+                with note_if_slow(waiting, SILENT_SECONDS):
+                    answer = self.client.request(method, path, json=body)
             except DROPPED as error:
                 problem = str(error) or type(error).__name__
                 continue
             except httpx.TimeoutException:
                 raise UserError(
-                    f"{self.url}{path}: no complete answer within {self.seconds:g} s; the server may be "
-                    "overloaded or stopped"
+                    f"{self.url}{path}: no answer within {self.seconds:g} s; the server may be overloaded or stopped"
                 ) from None
-            except (
-                httpx.HTTPError,
-                httpx.InvalidURL,
-                ValueError,
-            ) as error:  # httpx's decoders raise ValueError
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
                 raise UserError(f"{self.url}{path}: {one_line(error)}") from None
             if answer.status_code not in BUSY:
                 return answer
@@ -143,16 +132,6 @@ class HttpClient:
         raise UserError(
             f"no answer from {self.url}{path}: {problem}; check that the server runs at this address"
         )
-
-    def _whole(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
-        """Return a complete answer. Raises httpx.ReadTimeout: the whole answer took too long."""
-        end, parts = time.monotonic() + self.seconds, []
-        with self.client.stream(method, path, json=body) as answer:
-            for part in answer.iter_bytes():
-                parts.append(part)
-                if time.monotonic() > end:
-                    raise httpx.ReadTimeout("")
-        return httpx.Response(answer.status_code, content=b"".join(parts))
 
     def _accepted(self, path: str, answer: httpx.Response) -> httpx.Response:
         if answer.status_code != 200:
@@ -217,7 +196,9 @@ class Server:
             )
         # the model's name is used for directories, scripts and pages
         folder_name(name, f"the model of {http.url}")
-        kind, adapter = _kind_of(cards[name].get("owned_by"))
+        owner = cards[name].get("owned_by")
+        known = [kind for kind in SERVERS.loadable() if kind.owned_by and kind.owned_by == owner]
+        kind, adapter = (owner, known[0]) if known else (OPENAI, SERVERS.get("vllm", "--server"))
         page = http.json("GET", adapter.about_path, default={})
         with reading(f"{http.url}{adapter.about_path} does not answer as a {kind} server should"):
             version, max_length = adapter.about(page, cards[name])
@@ -327,12 +308,13 @@ class Server:
         """
         path = "/v1/chat/completions"
         body = {
+            "model": self.model,
             "messages": [{"role": "user", "content": text}],
             "max_tokens": 1,
             "temperature": 0.0,
+            "return_token_ids": True,  # vLLM returns the ids
         }
-        told = {"model": self.model, "return_token_ids": True}  # vLLM returns the ids
-        answer = self.http.json("POST", path, body | told)
+        answer = self.http.json("POST", path, body)
         with self._reading(path):
             ids = answer.get("prompt_token_ids")
             ids = None if ids is None else TOKEN_IDS.validate_python(ids)
@@ -426,37 +408,31 @@ def spec_decode_counters(
     Raises:
         UserError: The counters contradict each other, for example because one decreased or is not finite.
     """
-    grown: dict[str, dict[str, float]] = {}  # keys: counter, series
+    totals: dict[str, float] = defaultdict(float)
+    accepted: dict[int, float] = {}
     for series, value in after.items():
         counter = re.search(r":spec_decode_(\w+)_total", series)
-        if counter is not None:
-            growth = value - before.get(series, 0.0)
-            if not (math.isfinite(growth) and growth >= 0):
-                raise UserError(
-                    f"the server's counter {counter[1]} decreased or is not finite; repeat the command without "
-                    "restarting the server"
-                )
-            grown.setdefault(counter[1], {})[series] = growth
-    drafts = sum(grown.get("num_drafts", {}).values())
-    if not drafts:
+        if counter is None:
+            continue
+        growth = value - before.get(series, 0.0)
+        if not (math.isfinite(growth) and growth >= 0):
+            raise UserError(
+                f"the server's counter {counter[1]} decreased or is not finite; repeat the command without restarting "
+                "the server"
+            )
+        label = re.search(r'position="([^"]*)"', series)
+        if label is None:
+            totals[counter[1]] += growth
+        else:
+            position = int(label[1])
+            accepted[position] = accepted.get(position, 0.0) + growth
+    if not totals["num_drafts"]:
         return None
-    accepted: dict[int, float] = {}
-    for series, value in grown.get("num_accepted_tokens_per_pos", {}).items():
-        position = int(series.partition('position="')[2].partition('"')[0])
-        accepted[position] = accepted.get(position, 0.0) + value
     return Counters(
-        num_drafts=drafts,
-        num_draft_tokens=sum(grown.get("num_draft_tokens", {}).values()),
+        num_drafts=totals["num_drafts"],
+        num_draft_tokens=totals["num_draft_tokens"],
         num_accepted_tokens_per_pos=[accepted[position] for position in range(len(accepted))],
     )
-
-
-def _kind_of(owner: object) -> tuple[str, ServerKind]:
-    """Return the name and the ServerKind of a server. owner: Value of owned_by in its /v1/models."""
-    known = next(
-        (kind for kind in SERVERS.loadable() if kind.owned_by and kind.owned_by == owner), None
-    )
-    return (OPENAI, SERVERS.get("vllm", "--server")) if known is None else (known.owned_by, known)
 
 
 def _check_count(ids: list[int], reason: Any, sampling: SamplingParams) -> None:

@@ -21,7 +21,6 @@ from draftlab.trust import printable
 if TYPE_CHECKING:
     from draftlab.model.eagle import HeadShape
     from draftlab.model.shape import Shape
-    from draftlab.servers.client import Server
 
 LARGEST_ID = 1 << 24
 
@@ -101,15 +100,9 @@ def completion(
     tops: Sequence[TopLogprobs],
 ) -> ServedCompletion:
     """Check and return a completion. Raises ValueError: a value is missing, is not an id, or is not finite."""
-    top_ids, top_logprobs = _columns(tops)
     ids, reason = written
     return ServedCompletion(
-        prompt_ids=prompt,
-        ids=ids,
-        logprobs=logprobs,
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
-        finish_reason=reason,
+        prompt_ids=prompt, ids=ids, logprobs=logprobs, finish_reason=reason, **_columns(tops)
     )
 
 
@@ -120,12 +113,11 @@ def prompt_logprobs(tops: Sequence[TopLogprobs], actual: list[float]) -> PromptL
         tops: The top tokens at each position.
         actual: Log-probability of each token of the text after the first.
     """
-    top_ids, top_logprobs = _columns(tops)
-    return PromptLogprobs(logprobs=actual, top_ids=top_ids, top_logprobs=top_logprobs)
+    return PromptLogprobs(logprobs=actual, **_columns(tops))
 
 
-def _columns(tops: Sequence[TopLogprobs]) -> tuple[list[list[int]], list[list[float]]]:
-    return [ids for ids, _ in tops], [values for _, values in tops]
+def _columns(tops: Sequence[TopLogprobs]) -> dict[str, Any]:
+    return {"top_ids": [ids for ids, _ in tops], "top_logprobs": [values for _, values in tops]}
 
 
 DraftKind = Literal["draft model", "parallel draft", "EAGLE-3 head", "prompt lookup"]
@@ -267,6 +259,7 @@ class ServerTrial:
     Args:
         k: Number of tokens to draft per step.
         longest: Number of tokens of the longest prompt and its answer together.
+        method: The draft's sampling method above temperature 0, for servers with several methods.
         own_target: Whether config.json of the head names its target and K, as in speculators' layout.
     """
 
@@ -275,6 +268,7 @@ class ServerTrial:
     kind: DraftKind
     k: int
     longest: int
+    method: SampleMethod = "greedy"
     own_target: bool = False
 
 
@@ -284,32 +278,32 @@ class ServerKind:
     name: ClassVar[str]  # set by @server
 
     # whether the server loads GGUF files instead of Hugging Face directories
-    loads_gguf: ClassVar[bool] = False
-    parallel: ClassVar[bool] = False  # whether a parallel draft drafts in one pass there
+    loads_gguf = False
+    parallel = False  # whether a parallel draft drafts in one pass there
     # how the server drafts if draft and target have different vocabularies; empty: the server cannot
-    translates: ClassVar[str] = ""
+    translates = ""
     # largest allowed difference between the draft's and the target's number of logits
-    vocab_slack: ClassVar[int] = 0
-    heads: ClassVar[str] = ""  # how the server loads an EAGLE-3 head; empty: the server cannot
+    vocab_slack = 0
+    heads = ""  # how the server loads an EAGLE-3 head; empty: the server cannot
     # fields in eagle.OPTIONAL_PARTS that the server computes
     head_parts: ClassVar[frozenset[str]] = frozenset()
-    one_stream: ClassVar[bool] = False  # whether the server decodes only one prompt at a time
+    one_stream = False  # whether the server decodes only one prompt at a time
     # kinds of drafts for which the server can change K with the number of requests
     changes_k: ClassVar[frozenset[DraftKind]] = frozenset()
 
     # acceptance rules by variant, as in --server-rule NAME-VARIANT; "" is the default variant
     rules: ClassVar[Mapping[str, Acceptance]] = {}
-    script_rule: ClassVar[str] = ""  # variant in `rules` that the script starts
+    script_rule = ""  # variant in `rules` that the script starts
 
-    program: ClassVar[str] = ""  # program that export --verify-with starts; empty: none
+    program = ""  # program that export --verify-with starts; empty: none
     # True: the server never drafts beyond max_tokens; False: it may, and then counts all tokens of the last step
-    cuts_last_step: ClassVar[bool] = False
-    counts_end: ClassVar[bool] = True  # whether the server counts a drafted end-of-text token
+    cuts_last_step = False
+    counts_end = True  # whether the server counts a drafted end-of-text token
 
-    owned_by: ClassVar[str] = ""  # name in /v1/models; empty: draftlab sends no requests
+    owned_by = ""  # name in /v1/models; empty: draftlab sends no requests
     path: ClassVar[str]  # address of completions and prompt log-probabilities
     about_path: ClassVar[str]  # address of a page with the version
-    has_prompt_logprobs: ClassVar[bool] = True
+    has_prompt_logprobs = True
 
     # loading
 
@@ -389,20 +383,8 @@ class ServerKind:
         """Return the name and the text of a script in the draft's directory that starts the server with the draft."""
         raise NotImplementedError
 
-    def command(self, program: Path, trial: ServerTrial, method: SampleMethod) -> list[object]:
+    def command(self, program: Path, trial: ServerTrial) -> list[object]:
         """Return the command that starts a server for a verification, without host and port."""
-        raise NotImplementedError
-
-    def served(
-        self, server: "Server", prompts: list[list[int]], limits: list[int], temperature: float
-    ) -> tuple[list[list[int]], float]:
-        """Send prompts to a running server. Return its answers as token ids, and its tokens per target pass.
-
-        limits: Largest number of tokens of each answer.
-
-        Raises:
-            UserError: The server counts no speculative steps.
-        """
         raise NotImplementedError
 
     # requests and answers

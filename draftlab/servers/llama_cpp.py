@@ -20,7 +20,6 @@ from draftlab.servers.kinds import (
     Artifact,
     Finding,
     Launch,
-    SampleMethod,
     ServedCompletion,
     ServerKind,
     ServerTrial,
@@ -32,7 +31,6 @@ from draftlab.servers.kinds import (
 
 if TYPE_CHECKING:
     from draftlab.model.eagle import HeadShape
-    from draftlab.servers.client import Server
 
 BLOCK, K_BLOCK = (32, 256)  # number of weights in a block that shares a scale: plain types, K types
 LEAST_CONTEXT = 256  # smallest context of llama-server
@@ -59,7 +57,7 @@ class LlamaCpp(ServerKind):
         try:
             pre, match = artifact.pre_tokenizer()
         except UserError as failure:
-            yield error(self.name, str(failure))
+            yield error(self.name, f"cannot run it: {failure}")
             return
         if match < 1:
             text = f"has no pre-tokenizer that splits text like this tokenizer; {pre!r} gives the same ids for "
@@ -92,7 +90,7 @@ class LlamaCpp(ServerKind):
         try:
             artifact.pre_tokenizer()
         except UserError as failure:
-            yield error(self.name, str(failure))
+            yield error(self.name, f"cannot run it: {failure}")
 
     def script(self, launch: Launch) -> tuple[str, str]:
         lines = [
@@ -126,7 +124,7 @@ class LlamaCpp(ServerKind):
         ]
         return shell_script(launch, lines)
 
-    def command(self, program: Path, trial: ServerTrial, method: SampleMethod) -> list[object]:
+    def command(self, program: Path, trial: ServerTrial) -> list[object]:
         options: dict[str, object] = {
             "model": trial.target,
             "spec-type": _spec_type(trial.kind == "EAGLE-3 head"),
@@ -138,29 +136,15 @@ class LlamaCpp(ServerKind):
             "threads": 1,
             "cache-ram": 0,
             "flash-attn": "off",
+            "cache-type-k": "f32",
+            "cache-type-v": "f32",
+            "spec-draft-type-k": "f32",
+            "spec-draft-type-v": "f32",
         }
-        for cache in ("cache-type", "spec-draft-type"):
-            options |= {f"{cache}-k": "f32", f"{cache}-v": "f32"}
         command: list[object] = [program.absolute(), "--metrics"]
         for name, value in options.items():
             command += [f"--{name}", value]
         return command
-
-    def served(
-        self, server: "Server", prompts: list[list[int]], limits: list[int], temperature: float
-    ) -> tuple[list[list[int]], float]:
-        before, written = server.metrics(), []
-        for seed, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-            sampling = SamplingParams(max_tokens=limit, temperature=temperature, seed=seed)
-            written.append(server.generate_ids(prompt, sampling)[0])
-        accepted = sum(server.grown(before).num_accepted_tokens_per_pos)
-        tokens = sum(len(ids) - 1 for ids in written)
-        if accepted >= tokens:  # every target pass adds a token of its own
-            raise UserError(
-                f"the server's counters contradict its answers: {accepted:g} drafted tokens were accepted, but the "
-                f"answers have {tokens} tokens after their first tokens; try another version of llama.cpp"
-            )
-        return written, tokens / (tokens - accepted)
 
     def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> tuple[str, int | None]:
         return page.get("build_info", "unknown"), page.get("default_generation_settings", {}).get(

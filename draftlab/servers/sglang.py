@@ -138,11 +138,13 @@ class SGLang(ServerKind):
         )
 
     def prompt_logprobs_request(self, ids: list[int], k: int) -> dict[str, Any]:
-        logprobs = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": k}
         return {
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
-        } | logprobs
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": k,
+        }
 
     def prompt_logprobs(self, ids: list[int], answer: Answer, k: int) -> PromptLogprobs:
         meta = answer["meta_info"]

@@ -36,7 +36,6 @@ from draftlab.servers.kinds import (
 if TYPE_CHECKING:
     from draftlab.model.eagle import HeadShape
     from draftlab.model.shape import Shape
-    from draftlab.servers.client import Server
 
 TOKEN_PREFIX = "token_id:"  # prefix of tokens with return_tokens_as_token_ids
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -132,7 +131,7 @@ class VLLM(ServerKind):
                 yield error(self.name, text, f"{export} writes the value into config.json")
             return
         layers = (artifact.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-        if len(head.layer_ids) != len(layers or "abc"):
+        if len(head.layer_ids) != (len(layers) if layers else 3):
             yield error(
                 self.name,
                 f"reads the layers from eagle_config in config.json, but finds {layers or 'none'} there",
@@ -170,49 +169,26 @@ class VLLM(ServerKind):
         ]
         return shell_script(launch, lines)
 
-    def command(self, program: Path, trial: ServerTrial, method: SampleMethod) -> list[object]:
-        target = trial.draft if trial.own_target else trial.target
-        command: list[object] = [
-            program.absolute(),
-            "serve",
-            target,
-            "--dtype",
-            "float32",
-            "--enforce-eager",
-        ]
-        command.append("--no-enable-prefix-caching")
+    def command(self, program: Path, trial: ServerTrial) -> list[object]:
+        options = ["--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"]
         if trial.own_target:
-            return command
-        config = speculative_config(str(trial.draft.absolute()), trial.k, trial.kind, method)
-        return [*command, "--speculative-config", json.dumps(config)]
-
-    def served(
-        self, server: "Server", prompts: list[list[int]], limits: list[int], temperature: float
-    ) -> tuple[list[list[int]], float]:
-        before = server.metrics()
-        written = server.generate(
-            prompts, SamplingParams(max_tokens=max(limits), temperature=temperature)
-        )
-        return [each.ids for each in written], server.grown(
-            before
-        ).acceptance.mean_acceptance_length
+            return [program.absolute(), "serve", trial.draft, *options]
+        draft = str(trial.draft.absolute())
+        config = speculative_config(draft, trial.k, trial.kind, trial.method)
+        options += ["--speculative-config", json.dumps(config)]
+        return [program.absolute(), "serve", trial.target, *options]
 
     def completion_request(
         self, prompt: list[int], sampling: SamplingParams, k: int | None
     ) -> dict[str, Any]:
         # every setting is sent, because vLLM takes missing settings from the model's generation_config.json
-        settings = {
-            name: value for name, value in asdict(sampling).items() if name != "stop_token_ids"
-        }
-        stops = {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
-        logprobs = {} if k is None else {"logprobs": k, "return_tokens_as_token_ids": True}
-        return (
-            settings
-            | stops
-            | NO_PENALTIES
-            | logprobs
-            | {"prompt": prompt, "return_token_ids": True}
-        )
+        body: dict[str, Any] = asdict(sampling) | NO_PENALTIES
+        body |= {"prompt": prompt, "return_token_ids": True}
+        if stops := body.pop("stop_token_ids"):
+            body["stop_token_ids"] = list(stops)
+        if k is not None:
+            body |= {"logprobs": k, "return_tokens_as_token_ids": True}
+        return body
 
     def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
         logprobs = answer["choices"][0]["logprobs"]

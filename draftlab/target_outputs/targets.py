@@ -272,7 +272,7 @@ class ServedTarget:
         )
         for completion in written:
             for ids in (completion.ids, *completion.top_ids):
-                check_ids(np.array(ids, np.int64), self.vocab)
+                check_ids(ids, self.vocab)
             if not self.probe.logprobs_mode.endswith("logits"):
                 self.server.check_logprobs(completion)
         categories, greedy = [prompt.category for prompt in prompts], sampling.temperature == 0
@@ -385,11 +385,12 @@ def outputs_of(
     return outputs
 
 
-def check_ids(ids: np.ndarray, vocab: int) -> None:
+def check_ids(ids: np.ndarray | Sequence[int], vocab: int) -> None:
     """Check that all token ids from a server are below vocab. Raises UserError if not."""
-    if ids.max(initial=0) >= vocab:
+    largest = int(np.max(ids, initial=0))
+    if largest >= vocab:
         raise UserError(
-            f"the server returned the token id {ids.max()}, but --target has only {vocab} ids; name the "
+            f"the server returned the token id {largest}, but --target has only {vocab} ids; name the "
             "server's model by --target"
         )
 

@@ -134,6 +134,13 @@ def test_an_end_beyond_the_vocabulary_is_named(pair):
     assert re.findall(r"\d+", error(pair, "special tokens")) == ["307", "0", "306"]
 
 
+def test_a_server_is_the_subject_of_the_reason_why_it_cannot_run_a_draft(pair):
+    edit(pair[0] / "config.json", hidden_act="gelu")
+    said = error(pair, "llama.cpp")
+    assert "gelu" in said
+    assert not said.startswith(str(pair[0]))
+
+
 def test_padded_vocabularies_are_refused_where_they_are(pair):
     resize(pair[1], 320)
     assert "307" in notes(pair, "vocabulary")

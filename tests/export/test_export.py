@@ -35,6 +35,7 @@ from draftlab.exporting.artifact import DraftModel, Form, open_artifact
 from draftlab.exporting.verify import running
 from draftlab.model import checkpoint, llama
 from draftlab.registry import SERVERS
+from draftlab.results.decoding import Counters
 from draftlab.results.score import read_score
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, ServerKind, ServerTrial
@@ -229,15 +230,6 @@ def test_a_directory_is_the_draft_at_the_targets_size_and_dtype(space, family_di
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("runtime", ["vllm", "llama.cpp"])
-def test_a_damaged_tokenizer_file_of_the_draft_is_refused_where_the_targets_is_written(
-    runtime, space
-):
-    Path("draft/generation_config.json").write_text("")
-    assert "generation_config.json" in export(f"--to {runtime} --out out", code=1).stderr
-    assert not Path("out").exists()
-
-
 @pytest.mark.parametrize("runtime", ["vllm", "sglang", "llama.cpp"])
 def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
     """Run by sh, with a program of the runtime's name that says what it was called with."""
@@ -376,10 +368,7 @@ def ranks_of(
 ) -> list[np.ndarray]:
     """Which of each text's tokens are the draft's most probable ones."""
     artifact = DraftModel(draft, target or draft)
-    how = SamplingParams(temperature=writing.temperature)
-    scores = artifact.scores(
-        draft, Form(to="hf"), writing.pairs, how, writing.k, torch.device("cpu")
-    )
+    scores = artifact.scores(draft, Form(to="hf"), writing, torch.device("cpu"))
     return [scored.ranks == 0 for scored in scores]
 
 
@@ -427,8 +416,9 @@ def test_steps_that_are_certain_are_expected_as_they_are(k):
         prompts=[[1]] * 60, completions=[[1] * len(h) for h in hits], tokens=[*map(len, hits)], k=k
     )
     for rows in (hits, [row[:, 0] for row in hits]):
-        expected = verify.expected_steps([row.astype(float) for row in rows], texts)
-        np.testing.assert_allclose(expected, verify.count_steps(rows, texts))
+        expected = verify.expected_steps(rows, k)
+        counts = np.stack([expected.tokens + expected.truncated, expected.steps], 1)
+        np.testing.assert_allclose(counts, verify.count_steps(rows, texts))
 
 
 def test_a_server_whose_draft_samples_takes_as_many_steps_as_expected(space, family_dirs):
@@ -438,10 +428,9 @@ def test_a_server_whose_draft_samples_takes_as_many_steps_as_expected(space, fam
     live = list(speculative_decode(target, ModelDrafter(draft), prompts, 3, how))
     served, _ = verify.as_served(verify.to_sample(prompts, 24, 3, 0.8), output_tokens(live))
     artifact = open_artifact(Path("draft"), Path("target"))
-    asked = (Form(to="vllm"), served.pairs, SamplingParams(temperature=0.8), 3, torch.device("cpu"))
-    scores = artifact.scores(Path("draft"), *asked)
+    scores = artifact.scores(Path("draft"), Form(to="vllm"), served, torch.device("cpu"))
     chances = verify.chances_of(scores, served, lambda: target, 307)
-    counts = verify.counts_of(chances, served)
+    counts = verify.counts_of(SERVERS.get("vllm", "--to"), chances, served)
     taken = np.bincount([step.row for step in live]) - 1
 
     def error(rows: np.ndarray) -> float:
@@ -494,12 +483,20 @@ def test_an_export_that_drafts_as_here_passes_and_another_fails(
         def command(self, *_: object) -> list[object]:
             return ["program"]
 
-        def served(self, *_: object) -> tuple[list[list[int]], float]:
-            return writing.completions, measured
+    counters = Counters(
+        num_drafts=6, num_draft_tokens=18, num_accepted_tokens_per_pos=[2 * (measured - 1)] * 3
+    )
+    answers = iter(writing.completions)
+    client = SimpleNamespace(
+        version="1",
+        metrics=lambda: {},
+        generate_ids=lambda *_: (next(answers), None),
+        grown=lambda _: counters,
+    )
 
     @contextmanager
     def started(command: object, environ: object):
-        yield SimpleNamespace(version="1"), None
+        yield client, None
 
     monkeypatch.setattr(verify, "running", started)
     trial = ServerTrial(target=draft, draft=draft, kind="draft model", k=3, longest=18)
@@ -510,9 +507,9 @@ def test_an_export_that_drafts_as_here_passes_and_another_fails(
 
     if other:
         with raises_option("--verify-with"):
-            verify.verify(*ask, count, (), "greedy")
+            verify.verify(*ask, count)
     else:
-        found = verify.verify(*ask, count, (), "greedy")
+        found = verify.verify(*ask, count)
         assert (found.expected.value, found.measured) == (4.0, 4.0)  # its own target: K + 1
 
 
@@ -535,10 +532,9 @@ def test_a_rounded_draft_is_a_row_of_its_own_in_a_score(space):
 
 def test_rounded_weights_are_the_files(family_dirs, tmp_path):
     """What is scored as DRAFT@q8_0 here is what llama.cpp reads in the GGUF."""
-    (tmp_path / "rounded").mkdir()
-    hf.write_fake_quantized(family_dirs["qwen3"], tmp_path / "rounded", "q8_0")
     _, held = written(family_dirs["qwen3"], tmp_path, "q8_0")
-    mine = checkpoint.Weights(tmp_path / "rounded")["model.layers.1.self_attn.k_proj.weight"]
+    with hf.as_quantized(family_dirs["qwen3"], "q8_0") as rounded:
+        mine = checkpoint.Weights(rounded)["model.layers.1.self_attn.k_proj.weight"]
     torch.testing.assert_close(mine, held["blk.1.attn_k.weight"], rtol=0, atol=0)
 
 

@@ -21,7 +21,7 @@ from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import speculative_decode
 from draftlab.exporting import verify
 from draftlab.exporting.artifact import Form, check_files, open_artifact
-from draftlab.model import eagle, llama
+from draftlab.model import eagle, eagle_llama, llama
 from draftlab.model.eagle import Head
 from draftlab.provenance import fingerprint
 from draftlab.registry import SERVERS
@@ -158,13 +158,7 @@ def test_sglang_drafts_with_the_k_of_a_prediction_in_each_of_its_tiers(folder, t
 
 
 def greedy_counts(artifact: Any, texts: verify.TargetTexts) -> np.ndarray:
-    asked = (
-        texts.pairs,
-        SamplingParams(temperature=texts.temperature),
-        texts.k,
-        torch.device("cpu"),
-    )
-    scores = artifact.scores(artifact.path, Form(to="hf"), *asked)
+    scores = artifact.scores(artifact.path, Form(to="hf"), texts, torch.device("cpu"))
     return verify.count_steps([scored.ranks == 0 for scored in scores], texts)
 
 
@@ -172,7 +166,7 @@ def test_steps_are_those_of_live_decoding(target, tmp_path):
     """To a limit as llama.cpp's server keeps it: the last step drafts no more than fits."""
     model = llama.load(target, torch.float32)
     artifact: Any = open_artifact(written(tmp_path / "head", target), target)
-    drafter = EagleDrafter(model, artifact.model(model, None))
+    drafter = EagleDrafter(model, eagle_llama.load(artifact.path, target, model, model.device))
     prompts = [np.random.default_rng(i).integers(3, 300, 6).tolist() for i in range(4)]
     texts = verify.generate_texts(model, prompts, SamplingParams(max_tokens=12), K)
     counts = greedy_counts(artifact, replace(texts, tokens=[12, 9, 2, 1]))
@@ -187,7 +181,8 @@ def test_steps_are_those_of_live_decoding(target, tmp_path):
 def test_the_end_of_a_text_is_not_asked_of_llama_cpp():
     written = {"completions": [[5, 6, 2, 9], [5, 6, 7, 9]], "tokens": [3, 3]}
     texts = verify.TargetTexts(prompts=[[1], [1]], k=1, **written)
-    assert verify.lengths_before_end(texts, (2,)) == [2, 3]
+    llama_cpp = SERVERS.get("llama.cpp", "--to")
+    assert verify.before_end(texts, llama_cpp, (2,)).tokens == [2, 3]
 
 
 def without(head: Path, name: str) -> None:

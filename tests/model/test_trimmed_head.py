@@ -54,9 +54,7 @@ def test_transformers_gives_the_same_logits(family, family_dirs, tmp_path):
 def test_an_export_has_every_row_and_its_other_ids_never_win(family, family_dirs, tmp_path):
     place, ids = halve(family_dirs[family], tmp_path / "halved"), torch.tensor([[0, 5, 9]])
     (tmp_path / "out").mkdir()
-    changed = hf.write(
-        place, tmp_path / "out", tokenizer_from=family_dirs[family], vocab=307, dtype=None
-    )
+    changed = hf.write(place, tmp_path / "out", tokenizer_from=family_dirs[family], dtype=None)
     assert "154" in changed[0]
     assert not (tmp_path / "out/head_ids.json").exists()
     own, exported = (llama.load(d, torch.float32) for d in (place, tmp_path / "out"))

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from draftlab.commands import COMMANDS
 from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.model import checkpoint, llama
-from draftlab.results.decoding import Counters, ServedGeneration
+from draftlab.results.decoding import Counters
 from draftlab.results.score import read_score
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.servers import check_alone
@@ -192,12 +193,13 @@ def test_counters_that_others_moved_are_refused(steps, cuts, fine):
 
     cuts: As llama.cpp, which drafts nothing for the last token of an answer (get_n_draft_max in server-context.cpp).
     """
-    runs = [ServedGeneration(prompt=i, tokens=20, seconds=1.0) for i in range(2)]
+    adapter = SimpleNamespace(cuts_last_step=cuts)
+    server: Any = SimpleNamespace(http=SimpleNamespace(url="http://here"), adapter=adapter)
     counters = Counters(
         num_drafts=steps, num_draft_tokens=4.0 * steps, num_accepted_tokens_per_pos=[7.0] * 4
     )
     with nullcontext() if fine else raises_option("http://here", "40"):
-        check_alone(runs, counters, "http://here", cuts_last_step=cuts)
+        check_alone(server, counters, [20, 20])
 
 
 def test_sglangs_counters_are_in_its_answers():

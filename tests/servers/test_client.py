@@ -365,8 +365,9 @@ def test_a_llama_cpp_that_accepted_as_many_tokens_as_it_wrote_is_refused(started
         return 200, "\n".join([*lines, f"{position} {count}"])
 
     server = Server.connect(started(counting))
+    texts = verifying.TargetTexts(prompts=[[1, 2]], completions=[], tokens=[2], k=1)
     with pytest.raises(UserError):
-        LlamaCpp().served(server, [[1, 2]], [2], 0.0)
+        verifying.ask(LlamaCpp(), server, texts)
 
 
 @contextmanager

@@ -257,20 +257,6 @@ def test_a_probability_of_0_is_stored_as_a_number_that_can_be_read():
     assert np.isfinite(stored.token.astype(np.float16)).all()
 
 
-def test_an_answer_that_comes_byte_by_byte_is_given_up_in_time():
-    def drip(request: BaseHTTPRequestHandler) -> None:
-        request.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")
-        for _ in range(100):
-            request.wfile.write(b" ")
-            time.sleep(0.1)
-
-    with raw_server(drip) as url:
-        started = time.monotonic()
-        with raises_option("/x"):
-            client(url, seconds=0.5).json("GET", "/x")
-        assert time.monotonic() - started < 5
-
-
 def test_an_answer_without_tokens_says_nothing_of_log_probabilities():
     with running(serving({"choices": [choice((), (), [], "stop")]})) as url, raises_option("/v1"):
         Server.connect(url).probe([1, 2])

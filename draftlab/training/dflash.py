@@ -340,7 +340,7 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenBlockH
     if job.draft is not None:
         tensors = read_tensors(job.draft, lambda name: name.removeprefix("model."))
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        config.check_tensors(found, job.draft, "a DFlash head")
+        config.check_tensors(found, job.draft)
         if own := sorted(tensors.keys() - config.sizes().keys()):
             raise UserError(
                 f"--draft {job.draft} has the tensor {own[0]}, but distill trains only DFlash heads that use the "

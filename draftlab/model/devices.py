@@ -67,15 +67,18 @@ def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> i
     return free
 
 
+def listed(needs: Mapping[str, float]) -> str:
+    """Return `needs`, bytes by purpose, as text for a message. Purposes that need less than 5 MB are left out."""
+    return ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in needs.items() if size >= 5e6)
+
+
 def check_fits(needs: Mapping[str, float], device: torch.device, advice: str) -> None:
     """Raise UserError if the sum of `needs`, bytes by purpose, exceeds the free memory of a device.
 
-    The message leaves out purposes that need less than 5 MB. advice: What to use instead, as the end of the message.
+    advice: What to use instead, as the end of the message.
     """
     free, total = free_bytes(device), sum(needs.values())
     if total > free:
-        large = [f"{name} {size / 1e9:.3g} GB" for name, size in needs.items() if size >= 5e6]
         raise UserError(
-            f"not enough memory on {device}: {free / 1e9:.3g} GB are free, but this needs {', '.join(large)}; use "
-            f"{advice}"
+            f"not enough memory on {device}: {free / 1e9:.3g} GB are free, but this needs {listed(needs)}; use {advice}"
         )

@@ -84,11 +84,9 @@ class Ranked:
         score, ratio, tpot = self.score, self.ratio_to_fastest, self.score.best_k_tpot_speedup
         tests = []
         for test in self.tasks:
-            difference = {
-                "difference": test.difference.model_dump(),
-                "significant": test.significant,
-            }
-            tests.append(asdict(test) | difference)
+            difference = test.difference.model_dump()
+            significant = {"significant": test.significant}
+            tests.append(asdict(test) | {"difference": difference} | significant)
         return {
             "draft": self.name,
             "target": score.target.name,
@@ -127,13 +125,10 @@ def read_scores(paths: Sequence[Path]) -> list[Score]:
         )
     scores = list(map(read_score, files))
     names = [score.name for score in scores]
-    distinct = []
-    for score, file in zip(scores, files, strict=True):
-        twice = names.count(score.name) > 1
-        distinct.append(
-            score.model_copy(update={"name": f"{score.name} in {file.parent}"}) if twice else score
-        )
-    return distinct
+    for i, file in enumerate(files):
+        if names.count(names[i]) > 1:
+            scores[i] = scores[i].model_copy(update={"name": f"{names[i]} in {file.parent}"})
+    return scores
 
 
 def rank(scores: Sequence[Score]) -> list[Ranked]:
@@ -183,9 +178,12 @@ def speedup_ratio(a: Score, b: Score) -> Interval:
 
 def paired_tests(a: Sequence[TaskResult], b: Sequence[TaskResult]) -> list[PairedTest]:
     """Return a significance test of two drafts for every metric that both have on the same items of a task."""
-    results = {(r.task, r.metric, r.items_sha256, len(r.items)): r for r in b if r.items}
-    pairs = [(r, results.get((r.task, r.metric, r.items_sha256, len(r.items)))) for r in a]
-    return [_paired_test(x, y) for x, y in pairs if y is not None]
+
+    def measured(result: TaskResult) -> tuple[str, str, str | None, int]:
+        return result.task, result.metric, result.items_sha256, len(result.items)
+
+    others = {measured(result): result for result in b if result.items}
+    return [_paired_test(r, others[measured(r)]) for r in a if measured(r) in others]
 
 
 def category_rows(score: Score) -> list[dict[str, Any]]:
@@ -194,28 +192,31 @@ def category_rows(score: Score) -> list[dict[str, Any]]:
     k = score.best_k
     for name, prompts in score.prompts_by_category.items():
         part = score.subset(prompts)
-        timed, counted = (
-            part.output_tps(0) > 0 and part.output_tps(k) > 0,
-            bool(part.generations(k)),
-        )
-        gain = part.speedup(k) if timed else None
+        length = per_pass = None
+        if part.generations(k):
+            length, per_pass = part.acceptance(k).mean_acceptance_length, part.tokens_per_pass(k)
+        timed = part.output_tps(0) > 0 and part.output_tps(k) > 0
         rows.append(
             {
                 "category": name,
                 "prompts": len(prompts),
                 "k": k,
-                "mean_acceptance_length": part.acceptance(k).mean_acceptance_length
-                if counted
-                else None,
-                "tokens_per_target_pass": part.tokens_per_pass(k) if counted else None,
+                "mean_acceptance_length": length,
+                "tokens_per_target_pass": per_pass,
                 "output_tps": part.output_tps(k) if timed else None,
-                "speedup": gain and gain.value,
-                "speedup_low": gain and gain.low,
-                "speedup_high": gain and gain.high,
+                **flat("speedup", part.speedup(k) if timed else None),
                 "tpot_speedup": part.tpot_speedup_value(k),
             }
         )
     return rows
+
+
+def flat(name: str, estimate: Interval | None) -> dict[str, float | None]:
+    """Return an estimate as the entries name, name_low and name_high of a flat row."""
+    names = (name, f"{name}_low", f"{name}_high")
+    if estimate is None:
+        return dict.fromkeys(names)
+    return dict(zip(names, (estimate.value, estimate.low, estimate.high), strict=True))
 
 
 def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
@@ -298,15 +299,16 @@ def _paired_test(a: TaskResult, b: TaskResult) -> PairedTest:
     won, lost = int((signed > 0).sum()), int((signed < 0).sum())
     binary = set(a.items) | set(b.items) <= {0.0, 1.0}
     n = len(differences)
+    p = None
+    if binary:  # McNemar 1947, exact
+        p = float(binomtest(won, won + lost).pvalue) if won + lost else 1.0
     return PairedTest(
         task=a.task,
         metric=a.metric,
         difference=interval(bootstrap(lambda counts: counts @ differences / n, n), n),
         won=won,
         lost=lost,
-        p=float(binomtest(won, won + lost).pvalue if won + lost else 1.0)
-        if binary
-        else None,  # McNemar 1947, exact
+        p=p,
     )
 
 
@@ -337,11 +339,8 @@ def score_warnings(scores: Sequence[Score]) -> list[str]:
     for text, names in drafts.items():
         concerned = "all drafts" if 1 < len(scores) == len(names) else ", ".join(names)
         texts.append(f"{concerned}: {text}")
-    differing: dict[str, None] = {}
-    first = _facts(scores[0]) if scores else {}
-    for score in scores:
-        facts = _facts(score)
-        differing |= dict.fromkeys(name for name in first if facts[name] != first[name])
+    facts = list(map(_facts, scores))
+    differing = [name for name in facts[0] if any(each[name] != facts[0][name] for each in facts)]
     if differing:
         names = ", ".join(differing).replace("_", " ")
         texts.append(

@@ -1,17 +1,16 @@
 """Rank drafts by their scores. Test which differences are significant, and list the doubts about scores."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draftlab import intervals
 from draftlab.errors import UserError
-from draftlab.intervals import Interval, bootstrap, interval
-from draftlab.results.score import Score, TaskResult, read_score, score_files
+from draftlab.intervals import Interval
+from draftlab.results.score import Score, read_score, score_files
 
 NO_DRAFT = "no draft"
-SIGNIFICANCE_LEVEL = 0.05
 REQUESTS = (
     "data",
     "prompts_sha256",
@@ -28,27 +27,6 @@ REQUESTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairedTest:
-    """A test of the accuracy of two drafts on the same items of a task.
-
-    p: p value of McNemar's exact test. None if the value of an item is neither 0 (wrong) nor 1 (right).
-    """
-
-    task: str
-    metric: str
-    difference: Interval  # mean over items of the first draft's metric minus the second draft's
-    won: int  # number of items on which the first draft is better
-    lost: int
-    p: float | None
-
-    @property
-    def significant(self) -> bool:
-        if self.p is not None:
-            return self.p < SIGNIFICANCE_LEVEL
-        return not self.difference.low <= 0 <= self.difference.high
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
     """A draft in a ranking, at its best K.
 
@@ -58,7 +36,6 @@ class Ranked:
         ratio_to_fastest: Speed-up of this draft divided by the speed-up of the fastest draft. None for the fastest
             draft itself.
         paired: Whether the requests of this draft and of the fastest draft were the same.
-        tasks: Significance tests of the difference in accuracy between this draft and the fastest draft.
     """
 
     score: Score
@@ -67,7 +44,6 @@ class Ranked:
     doubt: str | None
     ratio_to_fastest: Interval | None = None
     paired: bool = True
-    tasks: Sequence[PairedTest] = ()
 
     @property
     def name(self) -> str:
@@ -82,11 +58,6 @@ class Ranked:
     def as_dict(self) -> dict[str, Any]:
         """Return the row of this draft in the JSON output of `draftlab report`."""
         score, ratio, tpot = self.score, self.ratio_to_fastest, self.score.best_k_tpot_speedup
-        tests = []
-        for test in self.tasks:
-            difference = test.difference.model_dump()
-            significant = {"significant": test.significant}
-            tests.append(asdict(test) | {"difference": difference} | significant)
         return {
             "draft": self.name,
             "target": score.target.name,
@@ -105,7 +76,6 @@ class Ranked:
             "same_prompts": self.paired,
             "significant": self.significant,
             "accuracy": [result.model_dump(exclude={"items"}) for result in score.draft.tasks],
-            "tasks": tests,
             "categories": category_rows(score),
         }
 
@@ -156,7 +126,6 @@ def rank(scores: Sequence[Score]) -> list[Ranked]:
                 doubt=score.doubt,
                 ratio_to_fastest=speedup_ratio(score, fastest),
                 paired=same_requests(score, fastest),
-                tasks=paired_tests(score.draft.tasks, fastest.draft.tasks),
             )
         )
     return ranking
@@ -174,16 +143,6 @@ def speedup_ratio(a: Score, b: Score) -> Interval:
     return intervals.speedup_ratio(
         a.timings(a.speculative), b.timings(b.speculative), paired=same_requests(a, b)
     )
-
-
-def paired_tests(a: Sequence[TaskResult], b: Sequence[TaskResult]) -> list[PairedTest]:
-    """Return a significance test of two drafts for every metric that both have on the same items of a task."""
-
-    def measured(result: TaskResult) -> tuple[str, str, str | None, int]:
-        return result.task, result.metric, result.items_sha256, len(result.items)
-
-    others = {measured(result): result for result in b if result.items}
-    return [_paired_test(r, others[measured(r)]) for r in a if measured(r) in others]
 
 
 def category_rows(score: Score) -> list[dict[str, Any]]:
@@ -239,7 +198,6 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
             lines.append(
                 f"{name} does not differ significantly: {ratio} of the speed-up of {fastest}."
             )
-        lines += [f"  {_test_line(test, name, fastest)}" for test in ranked.tasks]
     return lines
 
 
@@ -288,40 +246,6 @@ def _first_line(ranked: Ranked) -> str:
 
 def _discounted(ranked: Ranked) -> str:
     return f"{ranked.score.label} changed the output: its speed-up of {ranked.speedup.value:.2f}x does not count."
-
-
-def _paired_test(a: TaskResult, b: TaskResult) -> PairedTest:
-    import numpy as np
-    from scipy.stats import binomtest
-
-    differences = np.subtract(a.items, b.items)
-    signed = differences if a.higher_is_better else -differences
-    won, lost = int((signed > 0).sum()), int((signed < 0).sum())
-    binary = set(a.items) | set(b.items) <= {0.0, 1.0}
-    n = len(differences)
-    p = None
-    if binary:  # McNemar 1947, exact
-        p = float(binomtest(won, won + lost).pvalue) if won + lost else 1.0
-    return PairedTest(
-        task=a.task,
-        metric=a.metric,
-        difference=interval(bootstrap(lambda counts: counts @ differences / n, n), n),
-        won=won,
-        lost=lost,
-        p=p,
-    )
-
-
-def _test_line(test: PairedTest, name: str, other: str) -> str:
-    difference = (
-        f"{test.difference.value:+.3f} ({test.difference.low:+.3f} to {test.difference.high:+.3f})"
-    )
-    method = f"McNemar p = {test.p:.2g}" if test.p is not None else "paired bootstrap"
-    verdict = "differs significantly" if test.significant else "does not differ significantly"
-    return (
-        f"{test.task}, {test.metric}: {name} {verdict} from {other}: {difference}, better on {test.won} and worse on "
-        f"{test.lost} of {test.difference.n} items, {method}"
-    )
 
 
 FEW_PROMPTS = 8

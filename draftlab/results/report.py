@@ -116,8 +116,7 @@ def accuracy_table(scores: Sequence[Score]) -> Table | None:
         heads=("task", "metric", "model", "value", "standard\nerror", "items"),
         rows=sorted(rows, key=lambda row: (row[0], row[1])),
         title="Accuracy",
-        caption="The standard errors are those of lm-eval. draftlab report tests whether two drafts differ on the same "
-        "items.",
+        caption="The standard errors are those of lm-eval.",
     )
 
 

@@ -47,10 +47,9 @@ def answered(
     file = place(prompts, target, sampling)
     if file is None:
         return prompts
-    try:
-        rows = _read(file) if file.exists() else _write(file, prompts.rows, tokenizer, answer)
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None
+    if not file.exists():
+        _write(file, _asked(prompts.rows, tokenizer, answer))
+    rows = _read(file)
     if len(rows) != prompts.requests:
         raise UserError(
             f"{file} has {len(rows)} requests, but the prompts need {prompts.requests}; remove the "
@@ -82,15 +81,14 @@ def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | Non
     return workspace.load().runs / FOLDER / f"{Path(prompts.source).stem}-{key[:12]}.jsonl"
 
 
-def _write(
-    file: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: Answer
-) -> list[Messages]:
-    """Let the target answer the turns, and write the messages of all requests to a file. Return these messages."""
-    asked = _asked(prompts, tokenizer, answer)
-    lines = [{"category": prompt.category, "messages": prompt.messages} for prompt in asked]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, "".join(json.dumps(line) + "\n" for line in lines))
-    return [prompt.messages for prompt in asked]
+def _write(file: Path, requests: list[Prompt]) -> None:
+    """Write the messages of requests to a prompt file. Raises UserError: the file cannot be written."""
+    lines = [{"category": prompt.category, "messages": prompt.messages} for prompt in requests]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, "".join(json.dumps(line) + "\n" for line in lines))
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from None
 
 
 def _asked(

@@ -44,11 +44,14 @@ class _Line(ServedCompletion):
             raise ValueError("a token of ids has no list in top_ids, or an empty list")
         return self
 
-    def completion(self) -> ServedCompletion:
-        """Return the request as a completion, with each list sorted by probability, the most probable token first."""
-        rows = zip(self.top_ids, self.top_logprobs, strict=True)
+    def completion(self, most: int | None = None) -> ServedCompletion:
+        """Return the request as a completion, with each list sorted by probability, the most probable token first.
+
+        most: Number of generated tokens to which the completion is cut.
+        """
+        rows = zip(self.top_ids[:most], self.top_logprobs[:most], strict=True)
         tops = [top_k(zip(*row, strict=True), len(row[0])) for row in rows]
-        return completion(self.prompt_ids, (self.ids, None), self.logprobs, tops)
+        return completion(self.prompt_ids, (self.ids[:most], None), self.logprobs[:most], tops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +117,9 @@ class ServerLog:
         with self.path.open("rb") as stream:
             for i in which:
                 stream.seek(self.starts[i])
-                written.append(self._cut(_Line.model_validate_json(stream.readline()).completion()))
+                line = _Line.model_validate_json(stream.readline())
+                written.append(line.completion(self.seq_len + 1 - len(line.prompt_ids)))
         return outputs_of(written, which, self.top_logprobs)
-
-    def _cut(self, w: ServedCompletion) -> ServedCompletion:
-        n = self.seq_len + 1 - len(w.prompt_ids)
-        cut = {
-            name: getattr(w, name)[:n] for name in ("ids", "logprobs", "top_ids", "top_logprobs")
-        }
-        return w.model_copy(update=cut)
 
 
 def _checked(text: bytes, where: str, vocab: int) -> _Line:

@@ -270,19 +270,16 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
         logits: [n, V].
         tokens: Ids of the tokens that follow, [n].
     """
-    pieces = [StoredLogprobs.empty(k, len(TEMPERATURES))]
+    pieces: list[StoredLogprobs] = []
     rows = CPU_ROWS if logits.device.type == "cpu" else GPU_ROWS
-    for start in range(0, len(logits), rows):
+    for start in range(0, max(1, len(logits)), rows):  # without positions, a piece of 0 rows
         log_p = torch.log_softmax(logits[start : start + rows].float(), -1).clamp_min(LEAST_LOGPROB)
         values, ids = log_p.topk(k)
         rest = log_p.scatter(1, ids, -torch.inf).logsumexp(-1).clamp_min(-80)
         own = log_p.gather(1, tokens[start : start + rows, None].to(log_p.device)).squeeze(1)
         normalizers = torch.stack([(log_p / t).logsumexp(-1) for t in TEMPERATURES], 1)
-        pieces.append(
-            StoredLogprobs(
-                *(column.cpu().numpy() for column in (ids, values, rest, own, normalizers))
-            )
-        )
+        columns = (ids, values, rest, own, normalizers)
+        pieces.append(StoredLogprobs(*(column.cpu().numpy() for column in columns)))
     return StoredLogprobs.joined(pieces)
 
 

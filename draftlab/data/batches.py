@@ -152,8 +152,8 @@ class Batch:
 
     def _picked(self, rows: list[int] | slice, length: int) -> "Batch":
         at = rows, slice(0, length)
-        optional = (self.top_logprobs, self.positions, self.depths)
-        top, positions, depths = (None if values is None else values[at] for values in optional)
+        top = None if self.top_logprobs is None else self.top_logprobs[at]
+        positions, depths = (None if x is None else x[at] for x in (self.positions, self.depths))
         ids = self.ids[rows, : length + 1]
         return Batch(ids, self.mask[at], top, positions, depths)
 

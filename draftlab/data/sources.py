@@ -75,11 +75,9 @@ def parse_mixture(spec: str) -> dict[str, float]:
     for part in spec.split(","):
         name, _, weight = part.strip().partition("=")
         try:
-            weights[name] = float(weight) if weight else 1.0
+            weights[name] = float(weight or 1)
         except ValueError:
-            raise UserError(
-                f"data {spec!r}: weight {weight!r} of {name!r} is not a number"
-            ) from None
+            weights[name] = math.nan
         if not name or not 0 < weights[name] < math.inf:
             raise UserError(
                 f"data {spec!r}: write SOURCE or SOURCE=WEIGHT with a finite weight above 0, not {part!r}"

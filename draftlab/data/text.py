@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -200,7 +200,7 @@ def prompt_of(value: Any, where: str) -> TextRow:
     return row
 
 
-def read_messages(value: object, where: str) -> list[Message]:
+def read_messages(value: Any, where: str) -> list[Message]:
     """Return the messages that have text and do not come from a tool.
 
     Raises:
@@ -208,7 +208,7 @@ def read_messages(value: object, where: str) -> list[Message]:
     """
     messages: list[Message] = []
     with reading(f"{where}: the messages must be a list of objects with role and content"):
-        for given in cast("list[Any]", value):
+        for given in value:
             role = given.get("role", given.get("from"))
             role = SHARE_GPT.get(role, role)
             content = given.get("content", given.get("value"))

@@ -30,10 +30,8 @@ DARK_COLOURS = (
     "#d48acb",
     "#c6c65c",
 )
-MARKERS, GLYPHS = (
-    "os^DvPXp",
-    "●■▲◆▼✚✖⬟",
-)  # matplotlib's markers, and the characters that look like them
+# matplotlib's markers, and the characters that look like them
+MARKERS, GLYPHS = "os^DvPXp", "●■▲◆▼✚✖⬟"
 LABEL_LENGTH = 34
 GREY = "#6b6b6b"
 VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)} | {GREY: "var(--soft)"}

@@ -8,22 +8,10 @@ from typing import Any
 from draftlab import intervals
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
-from draftlab.results.score import Score, read_score, score_files
+from draftlab.results.score import SAMPLING, Score, read_score, score_files
 
 NO_DRAFT = "no draft"
-REQUESTS = (
-    "data",
-    "prompts_sha256",
-    "prompts",
-    "prompt_tokens",
-    "chat",
-    "max_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-)
+REQUESTS = ("data", "prompts_sha256", "prompts", "prompt_tokens", "chat", *SAMPLING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,7 +216,7 @@ class Rounding(FileModel):
 
     tokens: PositiveInt
     kl: float
-    top1: float = Field(ge=0, le=1)
+    top1: Share
 
 
 DRAFTERS = {
@@ -227,6 +227,7 @@ DRAFTERS = {
     "eagle": "EAGLE-3 head",
 }
 Drafted = Annotated[int, Field(ge=1, le=MAX_K)]
+Runs = list[Generation] | list[ServedGeneration]
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
 
 
@@ -241,25 +242,23 @@ class Score(FileModel):
     environment: Environment | None = None
     prompts: list[PromptRecord] = Field(default=[])
     # generations of plain decoding, with the precision of verification
-    plain: list[Generation] | list[ServedGeneration]
+    plain: Runs
     # generations of plain decoding at another precision, by the name of the precision
     other_plain: dict[str, list[Generation]] = Field(default={})
     rounding: Rounding | None = None  # None: the target had no int8 weights
     # generations with a draft, by K
-    speculative: dict[Drafted, list[Generation] | list[ServedGeneration]] = Field(min_length=1)
+    speculative: dict[Drafted, Runs] = Field(min_length=1)
     # counters of the server by K, if a server decoded
     counters: dict[int, Counters] = Field(default={})
     # fraction of texts, over all K, that equal the texts of plain decoding; None when sampling
-    equal_texts: float | None = Field(ge=0, le=1)
+    equal_texts: Share | None
     # Fraction of distinct 4-grams in the target's output. It is low if the output repeats itself, and drafts predict
     # repetitions well.
-    distinct_4grams: float = Field(ge=0, le=1)
+    distinct_4grams: Share
     example: dict[str, Any] | None = None  # older files have this field; it is not written any more
     # value of --drafter, with the options that the drafter learnt when it was built
     learnt: str | None = None
-    learnt_prompts: int = Field(
-        default=0, ge=0
-    )  # number of prompts that are in the draft's training data
+    learnt_prompts: NonNegativeInt = 0  # number of prompts that are in the draft's training data
     # commands that made the draft; []: there was nothing to make; None: unknown
     made: list[Stage] | None = None
     command: str
@@ -321,11 +320,11 @@ class Score(FileModel):
         return max(speeds, key=lambda weights: speeds[weights])
 
     @property
-    def baseline(self) -> list[Generation] | list[ServedGeneration]:
+    def baseline(self) -> Runs:
         return self.other_plain.get(self.baseline_weights, self.plain)
 
     @property
-    def _arms(self) -> list[list[Generation] | list[ServedGeneration]]:
+    def _arms(self) -> list[Runs]:
         return [self.plain, *self.other_plain.values(), *self.speculative.values()]
 
     @property
@@ -405,11 +404,10 @@ class Score(FileModel):
 
     def request_ms(self, k: int) -> Interval:
         """Return the mean milliseconds of a whole request. k = 0 stands for the fastest plain decoding."""
-        return intervals.ratio(
-            [(1e3 * seconds, 1) for _, seconds in request_timings(self._runs(k))]
-        )
+        runs = request_timings(self._runs(k))
+        return intervals.ratio([(1e3 * seconds, 1) for _, seconds in runs])
 
-    def _runs(self, k: int) -> Sequence[Generation | ServedGeneration]:
+    def _runs(self, k: int) -> Runs:
         return self.speculative[k] if k else self.baseline
 
     def generations(self, k: int) -> list[Generation]:
@@ -480,9 +478,7 @@ class Score(FileModel):
         by _prefill_spreads if that is larger. The times of a prompt are uneven if its ratio is above UNEVEN.
         """
         arms = [repeats_by_prompt(runs, lambda g: g.request) for runs in self._arms]
-        worst = [
-            max(map(intervals.slowest_over_fastest, repeats)) for repeats in zip(*arms, strict=True)
-        ]
+        worst = [max(map(intervals.slowest_over_fastest, each)) for each in zip(*arms, strict=True)]
         worst = list(map(max, worst, self._prefill_spreads() or worst))
         return sum(ratio > UNEVEN for ratio in worst), max(worst)
 

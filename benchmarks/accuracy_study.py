@@ -13,7 +13,8 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from draftlab.results.plots import Panel, save_figure
+from benchmarks.figures import save_figure
+from draftlab.results.plots import Panel
 from draftlab.results.score import Score, read_score
 
 DRAWS = 4000

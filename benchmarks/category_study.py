@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from draftlab.results.plots import Panel, save_figure
+from benchmarks.figures import save_figure
+from draftlab.results.plots import Panel
 from draftlab.results.ranking import category_rows
 from draftlab.results.score import Score, read_score
 

@@ -17,6 +17,7 @@ import torch
 import typer
 
 from benchmarks import environment
+from benchmarks.figures import save_figure
 from draftlab.console import note
 from draftlab.engine.timing import bandwidth_gbs
 from draftlab.latency.cost_model import BYTES, active_params
@@ -26,7 +27,7 @@ from draftlab.model import Mode, checkpoint
 from draftlab.model.families import Budget, family
 from draftlab.model.shape import Shape, parse_count, parse_numbers
 from draftlab.pruning.source import prunable_shape
-from draftlab.results.plots import Panel, save_figure
+from draftlab.results.plots import Panel
 
 
 def main(

@@ -132,7 +132,7 @@ def _draw(tables: dict[str, Any], path: Path) -> None:
 
 
 def _curves(ax: Axes, found: dict[str, dict[float, dict[int, float]]], alpha: float) -> None:
-    for (name, label), colour, (marker, _) in zip(DRAFTS.items(), COLOURS, MARKERS, strict=False):
+    for (name, label), colour, marker in zip(DRAFTS.items(), COLOURS, MARKERS, strict=False):
         rates = found[name][alpha]
         ax.plot(KS, [rates[k] for k in KS], color=colour, marker=marker, markersize=4, label=label)
     ax.axhline(next(iter(found.values()))[alpha][0], color="black", linestyle="--", linewidth=1)

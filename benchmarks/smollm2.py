@@ -24,10 +24,11 @@ from typing import Any
 import yaml
 
 from benchmarks import bounds, child_environ, drafting_row, environment, mean, smollm2_prompts
+from benchmarks.figures import save_figure
 from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.results.plots import Panel, save_figure
+from draftlab.results.plots import Panel
 from draftlab.results.score import Score, read_score
 from draftlab.target_outputs.store import read_manifest
 

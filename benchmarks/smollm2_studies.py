@@ -20,12 +20,13 @@ import typer
 
 from benchmarks import bounds, environment
 from benchmarks.accuracy_study import correlation, panel
+from benchmarks.figures import save_figure
 from draftlab.intervals import ratio
 from draftlab.latency.cost_model import CostModel, Profile, read_profile
 from draftlab.latency.steps import expected_time, plain_ms, step_costs, steps
 from draftlab.latency.workload import workload_of_replay
 from draftlab.provenance import read_record
-from draftlab.results.plots import Panel, save_figure
+from draftlab.results.plots import Panel
 from draftlab.results.score import Score, read_score
 from draftlab.searching.schedule import read_search
 from draftlab.target_outputs.replay import read_replay

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from draftlab.data.sources import documents, parse_mixture, take_bytes
+from draftlab.data.sources import documents, parse_mixture
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
 from draftlab.model.shape import Shape, read_shape_file
@@ -55,11 +56,13 @@ def train_tokenizer(texts: list[str], vocab: int, out: Path) -> None:
 
 def sample_texts(spec: str, limit: int) -> list[str]:
     """Return texts of a mixture's train split, with bytes of each source by its weight. limit: Number of all bytes."""
-    return [
-        document.text
-        for name, weight in parse_mixture(spec).items()
-        for document in take_bytes(documents(name, "train"), int(limit * weight))
-    ]
+    texts: list[str] = []
+    for name, weight in parse_mixture(spec).items():
+        of_source = [document.text for document in documents(name, "train")]
+        sizes = np.cumsum([len(text.encode()) for text in of_source])
+        count = int(np.searchsorted(sizes, int(limit * weight), side="right"))
+        texts += of_source[: max(1, count)]
+    return texts
 
 
 def write_model(shape: Shape, out: Path, *, context: int, seed: int) -> None:

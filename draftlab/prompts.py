@@ -15,7 +15,7 @@ from draftlab.data.text import Message, TextRow, chat_ids, prompt_of, rows_of, t
 from draftlab.errors import UserError
 
 # default number of prompts from a data source, and their length
-FROM_DATA, FROM_DATA_TOKENS = (16, 64)
+FROM_DATA, FROM_DATA_TOKENS = 16, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +150,12 @@ def file_prompts(
             chat template. Or `chat` is "on", but the tokenizer has no chat template.
     """
     on = _has_chat(chat, tokenizer, system_prompt, tokens)
-    numbered = list(islice(rows_of(file, prompt_of), count))  # each row has at least one prompt
-    chosen = [
-        each
-        for each in numbered
-        if split is None or data.in_split(data.line_name(file, each[0]), split)
-    ]
+    chosen = list(islice(rows_of(file, prompt_of), count))  # each row has at least one prompt
+    if split is not None:
+        chosen = [row for row in chosen if data.in_split(data.line_name(file, row[0]), split)]
     if not chosen:
-        few = (
-            f" in its {split} split: the file has only {len(numbered)} rows; add rows"
-            if numbered
-            else ""
-        )
-        raise UserError(f"{file} has no prompts{few}")
+        where = "" if split is None else f" in its {split} split"
+        raise UserError(f"{file} has no prompts{where}; add rows")
     rows: list[Prompt] = []
     for conversation, (number, row) in enumerate(chosen):
         where = f"{file}:{number}"
@@ -224,12 +217,10 @@ def _ids(
     row: TextRow, where: str, tokenizer: PreTrainedTokenizerBase, tokens: int | None
 ) -> list[int]:
     if row.messages:
-        reason = (
-            "--chat is off; use --chat auto or rows of plain text"
-            if tokenizer.chat_template
-            else "the tokenizer has no chat template; use a chat model or rows of plain text"
+        raise UserError(
+            f"{where}: the row has messages, which need a tokenizer with a chat template and --chat auto; use a chat "
+            "model, or rows of plain text"
         )
-        raise UserError(f"{where}: the row has messages, but {reason}")
     ids = text_ids(row.text, tokenizer, where)
     if not ids:
         raise UserError(f"{where}: the prompt is empty; write a prompt, or remove this row")
@@ -258,15 +249,8 @@ def _chat_prompts(
     prompts: list[Prompt] = []
     for asked in row.asked or [({"role": "user", "content": row.text},)]:
         messages = (*system, *asked)
-        prompts.append(
-            Prompt(
-                chat_ids(messages, tokenizer, where),
-                row.category,
-                conversation,
-                messages,
-                row.later,
-            )
-        )
+        ids = chat_ids(messages, tokenizer, where)
+        prompts.append(Prompt(ids, row.category, conversation, messages, row.later))
     return prompts
 
 

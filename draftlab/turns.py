@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from itertools import chain, repeat
+from itertools import accumulate, chain
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -15,12 +15,10 @@ from draftlab.console import note
 from draftlab.data.text import Message, chat_ids, read_messages
 from draftlab.errors import UserError
 from draftlab.prompts import Prompt, Prompts, digest
-from draftlab.reading import read_json_lines
+from draftlab.reading import read_json_lines, reading
 from draftlab.sampling import SamplingParams
 
 FOLDER = "turns"  # folder under the workspace's runs
-# number of conversations that are answered together; if a run is killed, at most their answers are lost
-TOGETHER = 64
 Messages = tuple[Message, ...]
 Answer = Callable[[list[Prompt], list[int]], Sequence[Sequence[int]]]
 
@@ -49,32 +47,25 @@ def answered(
     file = place(prompts, target, sampling)
     if file is None:
         return prompts
-    try:
-        rows = _read(file) if file.exists() else _write(file, prompts.rows, tokenizer, answer)
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None
+    if not file.exists():
+        _write(file, _asked(prompts.rows, tokenizer, answer))
+    rows = _read(file)
     if len(rows) != prompts.requests:
         raise UserError(
             f"{file} has {len(rows)} requests, but the prompts need {prompts.requests}; remove the "
             "file, and draftlab writes it again"
         )
-    first = list(
-        chain.from_iterable(repeat(prompt, 1 + len(prompt.later)) for prompt in prompts.rows)
-    )
-    rows = [
-        replace(
-            prompt,
-            ids=chat_ids(messages, tokenizer, f"{file}:{number}"),
-            messages=messages,
-            later=(),
-        )
-        for number, (messages, prompt) in enumerate(zip(rows, first, strict=True), 1)
-    ]
+    requests: list[Prompt] = []
+    for prompt in prompts.rows:
+        for _ in range(1 + len(prompt.later)):
+            messages = rows[len(requests)]
+            ids = chat_ids(messages, tokenizer, f"{file}:{len(requests) + 1}")
+            requests.append(replace(prompt, ids=ids, messages=messages, later=()))
     note(
         f"{prompts.source}: {len(prompts.rows)} conversations give {len(rows)} requests, one for each turn; the "
         f"target's answers to earlier turns are in {file}"
     )
-    return replace(prompts, rows=rows, sha256=digest(rows))
+    return replace(prompts, rows=requests, sha256=digest(requests))
 
 
 def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | None:
@@ -90,51 +81,32 @@ def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | Non
     return workspace.load().runs / FOLDER / f"{Path(prompts.source).stem}-{key[:12]}.jsonl"
 
 
-def _write(
-    file: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: Answer
-) -> list[Messages]:
-    """Let the target answer the turns, and write the messages of all requests to a file. Return these messages.
-
-    TOGETHER conversations are answered at a time. Answers that a killed run stored are not generated again.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".unfinished")
-    rows = _read(unfinished) if unfinished.exists() else []
-    first = 0
-    for start in range(0, len(prompts), TOGETHER):
-        talks = prompts[start : start + TOGETHER]
-        if first == len(rows):
-            asked = _asked(talks, first, tokenizer, answer)
-            rows += [prompt.messages for prompt in asked]
-            lines = [{"category": prompt.category, "messages": prompt.messages} for prompt in asked]
-            before = unfinished.read_text() if start else ""
-            write_atomic(unfinished, before + "".join(json.dumps(line) + "\n" for line in lines))
-        first += sum(1 + len(prompt.later) for prompt in talks)
-    unfinished.replace(file)
-    return rows
+def _write(file: Path, requests: list[Prompt]) -> None:
+    """Write the messages of requests to a prompt file. Raises UserError: the file cannot be written."""
+    lines = [{"category": prompt.category, "messages": prompt.messages} for prompt in requests]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, "".join(json.dumps(line) + "\n" for line in lines))
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from None
 
 
 def _asked(
-    prompts: list[Prompt], first: int, tokenizer: PreTrainedTokenizerBase, answer: Answer
+    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: Answer
 ) -> list[Prompt]:
     """Return the requests of conversations: all turns of the first conversation, then of the second, and so on.
 
-    first: Number of the first request. The number of a request seeds its sampling.
+    The number of a request seeds its sampling.
     """
-    sizes = [1 + len(prompt.later) for prompt in prompts]
     talks = [[prompt] for prompt in prompts]
-    numbers = [first + sum(sizes[:i]) for i in range(len(prompts))]
+    numbers = list(accumulate((1 + len(prompt.later) for prompt in prompts), initial=0))
     while waiting := [i for i, talk in enumerate(talks) if talk[-1].later]:
-        texts = answer(
-            [talks[i][-1] for i in waiting], [numbers[i] + len(talks[i]) - 1 for i in waiting]
-        )
+        requests = [numbers[i] + len(talks[i]) - 1 for i in waiting]
+        texts = answer([talks[i][-1] for i in waiting], requests)
         for i, ids in zip(waiting, texts, strict=True):
             prompt, said = talks[i][-1], tokenizer.decode(list(ids), skip_special_tokens=True)
-            turn = (
-                {"role": "assistant", "content": said},
-                {"role": "user", "content": prompt.later[0]},
-            )
-            messages = (*prompt.messages, *turn)
+            reply = {"role": "assistant", "content": said}
+            messages = (*prompt.messages, reply, {"role": "user", "content": prompt.later[0]})
             ids = chat_ids(messages, tokenizer, f"turn {len(talks[i]) + 1} after {said[:40]!r}")
             talks[i].append(replace(prompt, ids=ids, messages=messages, later=prompt.later[1:]))
     return list(chain.from_iterable(talks))
@@ -142,13 +114,8 @@ def _asked(
 
 def _read(file: Path) -> list[Messages]:
     """Return the messages of each request in a file. Raises UserError: the file is damaged."""
-    try:
-        rows: list[Messages] = [
-            tuple(read_messages(row["messages"], f"{file}:{number}"))
-            for number, row in read_json_lines(file)
-        ]
-    except (UserError, KeyError, TypeError):
-        rows = []
-    if not rows:
-        raise UserError(f"{file} is damaged; remove the file, and draftlab writes it again")
+    rows: list[Messages] = []
+    with reading(f"{file} is damaged; remove the file, and draftlab writes it again"):
+        for number, row in read_json_lines(file):
+            rows.append(tuple(read_messages(row["messages"], f"{file}:{number}")))
     return rows

@@ -42,6 +42,9 @@ class TopLogprobs:
     log_p: np.ndarray
     tail: np.ndarray
 
+    def __getitem__(self, at: Any) -> "TopLogprobs":
+        return TopLogprobs(self.ids[at], self.log_p[at], self.tail[at])
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -54,8 +57,6 @@ class Batch:
         positions: Position of each token in its sequence, [B, T], if a row has several sequences.
         depths: Number of tokens that a parallel draft predicts from each position, [B, T]. If None, each position with
             mask 1 predicts its next token.
-        together: Number of rows in a group. The rows of a group are consecutive. `parts` and `shard` never split a
-            group.
     """
 
     ids: np.ndarray
@@ -63,7 +64,6 @@ class Batch:
     top_logprobs: TopLogprobs | None = None
     positions: np.ndarray | None = None
     depths: np.ndarray | None = None
-    together: int = 1
 
     @property
     def lengths(self) -> np.ndarray:
@@ -121,17 +121,14 @@ class Batch:
         ids = np.where(number < 0, 0, self.ids[number, place])
         # a sequence's last token must not predict the first token of the next sequence
         ends = (number < 0) | (place >= needed[number] - 1)
-        at, top = (
-            (number[:, :-1], place[:, :-1].clip(max=self.mask.shape[1] - 1)),
-            self.top_logprobs,
-        )
-        top = None if top is None else TopLogprobs(top.ids[at], top.log_p[at], top.tail[at])
+        at = number[:, :-1], place[:, :-1].clip(max=self.mask.shape[1] - 1)
+        top = None if self.top_logprobs is None else self.top_logprobs[at]
         return Batch(ids, np.where(ends[:, :-1], 0, self.mask[at]), top, place[:, :-1])
 
     def parts(self, tokens: int) -> "list[Batch]":
         """Split the batch into parts of at most `tokens` tokens each. A part has rows of similar length.
 
-        If a single group of rows has more tokens, it is a part by itself. With tokens=0, there is a single part.
+        If a single row has more tokens, it is a part by itself. With tokens=0, there is a single part.
         """
         return [part for _, part in self.numbered_parts(tokens)]
 
@@ -143,37 +140,31 @@ class Batch:
         """
         lengths = self.lengths
         fed = lengths if self.depths is None else lengths + np.maximum(self.depths - 1, 0).sum(1)
-        each = self.together
-        longest = fed.reshape(-1, each).max(1)  # number of tokens of each group's longest row
         parts: list[list[int]] = []
         limit = 0  # largest number of rows that the last part may have
-        for group in np.argsort(-longest, kind="stable").tolist():
-            rows = list(range(group * each, (group + 1) * each))
-            if parts and (tokens == 0 or len(parts[-1]) + each <= limit):
-                parts[-1] += rows
+        for row in np.argsort(-fed, kind="stable").tolist():
+            if parts and (tokens == 0 or len(parts[-1]) < limit):
+                parts[-1].append(row)
             else:
-                parts.append(rows)
-                limit = tokens // max(1, int(longest[group]))
+                parts.append([row])
+                limit = tokens // int(fed[row])
         return [(rows, self._picked(rows, int(lengths[rows].max()))) for rows in parts]
 
     def _picked(self, rows: list[int] | slice, length: int) -> "Batch":
-        top, index = self.top_logprobs, (rows, slice(0, length))
-        top = (
-            None if top is None else TopLogprobs(top.ids[index], top.log_p[index], top.tail[index])
-        )
-        positions, depths = (None if x is None else x[index] for x in (self.positions, self.depths))
-        ids, together = self.ids[rows, : length + 1], self.together
-        return Batch(ids, self.mask[index], top, positions, depths, together)
+        at = rows, slice(0, length)
+        top = None if self.top_logprobs is None else self.top_logprobs[at]
+        positions, depths = (None if x is None else x[at] for x in (self.positions, self.depths))
+        ids = self.ids[rows, : length + 1]
+        return Batch(ids, self.mask[at], top, positions, depths)
 
     def shard(self, index: int, count: int) -> "Batch":
-        """Return the rows of process `index` out of `count` processes: every count-th group, from group `index` on.
+        """Return the rows of process `index` out of `count` processes: every count-th row, from row `index` on.
 
-        A group has `together` rows. If there is no group for the process, it gets the first group with a mask of zeros.
+        If there is no row for the process, it gets the first row with a mask of zeros.
         """
-        groups = np.arange(len(self.ids)).reshape(-1, self.together)
-        if index < len(groups):
-            return self._picked(groups[index::count].ravel().tolist(), self.mask.shape[1])
-        spare = self.rows(slice(0, self.together))
+        if index < len(self.ids):
+            return self.rows(slice(index, None, count))
+        spare = self.rows(slice(0, 1))
         depths = None if spare.depths is None else np.zeros_like(spare.depths)
         return replace(spare, mask=np.zeros_like(spare.mask), depths=depths)
 
@@ -221,9 +212,7 @@ def tokenize(
     for start in range(0, len(docs), 64):
         batch = [_ids(doc, tokenizer, ends) for doc in docs[start : start + 64]]
         parts += [np.asarray(ids, dtype=np.uint32) for ids in batch]
-        count = (
-            sum(len(p) for p in parts) if limit is None else count + sum(len(i) + 1 for i in batch)
-        )
+        count += sum(len(ids) + 1 for ids in batch)
         if limit is not None and count >= limit:
             break
     return np.concatenate(parts)[:limit]
@@ -257,9 +246,8 @@ class TokenBatches:
         """Return the number of rows of each source in a batch. weights: None uses the weights of the mixture."""
         exact = {name: weight * self.rows for name, weight in (weights or self.weights).items()}
         rows = {name: int(value) for name, value in exact.items()}
-        for name in sorted(exact, key=lambda n: rows[n] - exact[n])[
-            : self.rows - sum(rows.values())
-        ]:
+        missing = self.rows - sum(rows.values())
+        for name in sorted(exact, key=lambda n: rows[n] - exact[n])[:missing]:
             rows[name] += 1
         return rows
 
@@ -268,32 +256,23 @@ class TokenBatches:
 
     def picked(self, places: list[tuple[str, int]]) -> Batch:
         """Return a batch of chosen rows. places: Source and index of each row."""
-        if not self.conversations:
-            return text_batch([self.row(*place) for place in places])
-        parts = [
-            self._conversation(*place)
-            if place[0] in self.conversations
-            else text_batch([self.row(*place)])
-            for place in places
-        ]
+        parts = [self._row(*place) for place in places]
         return Batch(
             np.concatenate([p.ids for p in parts]), np.concatenate([p.mask for p in parts])
         )
 
-    def _conversation(self, name: str, index: int) -> Batch:
-        talks = self.conversations[name]
-        epoch, position = divmod(index, len(talks.ids))
-        row = _permuted(position, len(talks.ids), f"{self.seed}:{name}:{epoch}")
-        return talks.rows(slice(row, row + 1))
-
-    def row(self, name: str, index: int) -> np.ndarray:
-        """Return the token ids of a row of a source of plain text, [seq_len + 1].
+    def _row(self, name: str, index: int) -> Batch:
+        """Return a batch of a single row.
 
         index: Number of rows of this source that were read before, in all epochs.
 
         Raises:
             UserError: The source has fewer tokens than a row.
         """
+        if name in self.conversations:
+            talks = self.conversations[name]
+            row = self._permuted(name, index, len(talks.ids))
+            return talks.rows(slice(row, row + 1))
         stream = self.streams[name]
         chunks = (len(stream) - 1) // self.seq_len
         if chunks < 1:
@@ -301,9 +280,20 @@ class TokenBatches:
                 f"data {name!r}: the source has only {len(stream)} tokens, but a sequence needs more than "
                 f"{self.seq_len}; add text, or lower --seq-len"
             )
-        epoch, position = divmod(index, chunks)
-        start = _permuted(position, chunks, f"{self.seed}:{name}:{epoch}") * self.seq_len
-        return stream[start : start + self.seq_len + 1]
+        start = self._permuted(name, index, chunks) * self.seq_len
+        return text_batch([stream[start : start + self.seq_len + 1]])
+
+    def _permuted(self, name: str, index: int, n: int) -> int:
+        """Return which of the n rows of a source is read after `index` other rows.
+
+        The rows of an epoch are permuted by an affine map modulo n, whose step and shift are hashes.
+        """
+        epoch, position = divmod(index, n)
+        key = f"{self.seed}:{name}:{epoch}"
+        step = int(unit_hash(key + ":step") * n) | 1
+        while np.gcd(step, n) != 1:
+            step += 2
+        return (position * step + int(unit_hash(key + ":shift") * n)) % n
 
 
 def places(rows: dict[str, int], step: int, read: dict[str, int]) -> list[tuple[str, int]]:
@@ -367,9 +357,8 @@ class DynamicBatches:
         }
         total, floor = sum(scaled.values()), 1e-4
         shares = {name: (1 - floor) * w / total + floor / len(scaled) for name, w in scaled.items()}
-        self.phases.append(
-            (step, shares, {name: read[name] + (step - start) * n for name, n in rows.items()})
-        )
+        read = {name: read[name] + (step - start) * n for name, n in rows.items()}
+        self.phases.append((step, shares, read))
 
     def state_dict(self) -> dict[str, object]:
         return {"phases": self.phases}
@@ -488,14 +477,27 @@ class HeldOut:
     batches: list[Batch]
     bytes_per_token: float
 
+    @classmethod
+    def of_counted(cls, windows: Batch, tokenizer: PreTrainedTokenizerBase, rows: int) -> "HeldOut":
+        """Return windows in batches of `rows`. Only tokens that count are included in bytes_per_token."""
+        counted = [ids[1:][mask > 0] for ids, mask in zip(windows.ids, windows.mask, strict=True)]
+        text = tokenizer.batch_decode(counted, skip_special_tokens=True)
+        size = sum(len(t.encode()) for t in text)
+        return cls(windows.split(rows), size / float(windows.mask.sum()))
+
     @property
     def ids(self) -> np.ndarray:
         """Return the ids of all N windows, [N, T + 1]."""
         return np.concatenate([batch.ids for batch in self.batches])
 
+    @property
+    def mask(self) -> np.ndarray:
+        """Return the masks of all N windows, [N, T]."""
+        return np.concatenate([batch.mask for batch in self.batches])
+
     def subset(self, count: int) -> "HeldOut":
         """Return at most `count` windows, spread evenly over the text, in a single batch."""
-        ids, mask = self.ids, np.concatenate([batch.mask for batch in self.batches])
+        ids, mask = self.ids, self.mask
         count = min(count, len(ids))
         chosen = [i * len(ids) // count for i in range(count)]
         return HeldOut([Batch(ids[chosen], mask[chosen])], self.bytes_per_token)
@@ -505,8 +507,7 @@ class HeldOut:
 
         The prompt of a conversation ends before the first token that counts, so its length may differ from `length`.
         """
-        masks = itertools.chain.from_iterable(batch.mask for batch in self.batches)
-        rows = zip(self.ids[:count], masks, strict=False)
+        rows = zip(self.ids[:count], self.mask[:count], strict=True)
         return [ids[:length] if mask.all() else ids[: int(mask.argmax()) + 1] for ids, mask in rows]
 
     def batched(self, rows: int) -> "HeldOut":
@@ -547,11 +548,7 @@ def open_heldout(
     docs = documents(source, "heldout")
     if loss_on is not None and has_conversations(source):
         talks = _conversations(source, docs[:most_rows], tokenizer, seq_len, loss_on)
-        counted = [ids[1:][mask > 0] for ids, mask in zip(talks.ids, talks.mask, strict=True)]
-        text = tokenizer.batch_decode(counted, skip_special_tokens=True)
-        return HeldOut(
-            talks.split(rows), sum(len(t.encode()) for t in text) / float(talks.mask.sum())
-        )
+        return HeldOut.of_counted(talks, tokenizer, rows)
     stream = tokenize(docs, tokenizer)
     if least is not None and least < len(stream) <= seq_len:
         note(
@@ -566,9 +563,8 @@ def open_heldout(
             f"data {source!r}: its held-out split has {len(stream)} tokens, but a window needs more than {needed}; add "
             f"text until the source has about {math.ceil(needed / HELDOUT_SHARE):,} tokens, or use --data stdlib"
         )
-    windows = [stream[i * seq_len : (i + 1) * seq_len + 1] for i in range(count)]
-    batches = [text_batch(windows[i : i + rows]) for i in range(0, count, rows)]
-    return HeldOut(batches, sum(len(d.text.encode()) for d in docs) / len(stream))
+    windows = text_batch([stream[i * seq_len : (i + 1) * seq_len + 1] for i in range(count)])
+    return HeldOut(windows.split(rows), sum(len(d.text.encode()) for d in docs) / len(stream))
 
 
 def heldout_prompts(
@@ -594,17 +590,6 @@ def heldout_prompts(
             f"{count}; add text, or lower --num-prompts or --prompt-tokens (options of score and outputs build)"
         )
     return [prompts[i] for i in np.random.default_rng(seed).permutation(count)]
-
-
-def _permuted(position: int, n: int, key: str) -> int:
-    """Return the image of `position` under a pseudo-random permutation of range(n).
-
-    The permutation is an affine map modulo n, whose step and shift are hashes of `key`.
-    """
-    step = int(unit_hash(key + ":step") * n) | 1
-    while np.gcd(step, n) != 1:
-        step += 2
-    return (position * step + int(unit_hash(key + ":shift") * n)) % n
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

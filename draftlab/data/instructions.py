@@ -7,13 +7,19 @@ import ast
 import itertools
 import json
 import random
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-TOPICS = (
-    """
+
+def _phrases(text: str) -> list[str]:
+    """Return the phrases in a text, which line breaks and bars separate."""
+    return re.split(r"[\n|]", text.strip())
+
+
+TOPICS = _phrases("""
 photosynthesis|the water cycle|plate tectonics|black holes|vaccines|the immune system|supply and demand|inflation
 climate change|renewable energy|solar panels|electric cars|the French Revolution|the Roman Empire|the Silk Road
 the Industrial Revolution|World War I|the Cold War|democracy|human rights|the scientific method|natural selection
@@ -29,12 +35,8 @@ learning a language|learning the guitar|reading books|writing letters|keeping a 
 bees|whales|rain forests|deserts|coral reefs|volcanoes|earthquakes|hurricanes|rivers|the Moon|Mars|satellites
 telescopes
 space travel|robots|3D printing|drones|smart phones|remote work|online courses|schools|universities|libraries|museums
-""".replace("\n", "|")
-    .strip("|")
-    .split("|")
-)
-TASKS = (
-    """
+""")
+TASKS = _phrases("""
 Explain {} to a ten-year-old.|Write a short paragraph about {}.|What are the main ideas behind {}?
 Give me five facts about {}.
 List three advantages and three disadvantages of {}.|Write an email to a colleague about {}.
@@ -51,38 +53,28 @@ Argue for and against {} in a short essay.
 Extract the key terms from this request and define each: tell me about {} and {}.
 Rewrite this sentence in a formal style: "I really want to know more about {}."
 Tell a short story in which {} plays a part.
-""".replace("\n", "|")
-    .strip("|")
-    .split("|")
-)
-QUESTIONS = (
-    """
+""")
+QUESTIONS = _phrases("""
 What is the capital of {country}?|Which language is spoken in {country}?|Where is {country}?
 What is {country} famous for?
 How many people live in {country}?|What is the currency of {country}?|Who leads the government of {country}?
 When did {country} become independent?|What do people eat in {country}?|What is the largest city in {country}?
 Who invented the {thing}?|When was the {thing} invented?|What is a {thing} used for?|How does a {thing} work?
 What is a {thing} made of?|Where can I buy a {thing}?|Who made the first {thing}?|How much does a {thing} cost?
-""".replace("\n", "|")
-    .strip("|")
-    .split("|")
-)
-COUNTRIES = """France|Germany|Spain|Italy|Portugal|Greece|Poland|Sweden|Norway|Finland|Turkey|Egypt|Kenya|Nigeria
+""")
+COUNTRIES = _phrases("""
+France|Germany|Spain|Italy|Portugal|Greece|Poland|Sweden|Norway|Finland|Turkey|Egypt|Kenya|Nigeria
 Ghana|Morocco
 South Africa|Ethiopia|India|Pakistan|China|Japan|South Korea|Vietnam|Thailand|Indonesia|Australia|New Zealand
 Canada|Mexico
-Brazil|Argentina|Chile|Peru|Colombia|Cuba|Russia|Ukraine|Ireland|the Netherlands""".replace(
-    "\n", "|"
-).split("|")
-THINGS = (
-    """telephone|bicycle|steam engine|light bulb|printing press|microscope|telescope|compass|camera|radio|television
+Brazil|Argentina|Chile|Peru|Colombia|Cuba|Russia|Ukraine|Ireland|the Netherlands
+""")
+THINGS = _phrases("""
+telephone|bicycle|steam engine|light bulb|printing press|microscope|telescope|compass|camera|radio|television
 computer|transistor|battery|refrigerator|washing machine|sewing machine|typewriter|airplane|helicopter|rocket
 submarine
 piano|violin|guitar|clock|thermometer|barometer|zipper|umbrella|elevator|tractor|laser|microwave oven|parachute|pencil
-""".replace("\n", "|")
-    .strip("|")
-    .split("|")
-)
+""")
 
 
 def instructions(rng: random.Random) -> Iterator[str]:
@@ -102,11 +94,10 @@ def code(rng: random.Random) -> Iterator[str]:
     rng.shuffle(files)
     for file in files:
         for node in ast.walk(ast.parse(file.read_bytes())):
-            if (
-                isinstance(node, ast.FunctionDef)
-                and (text := ast.get_docstring(node))
-                and 40 < len(text) < 400
-            ):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            text = ast.get_docstring(node) or ""
+            if 40 < len(text) < 400:
                 arguments = ", ".join(a.arg for a in node.args.args)
                 yield f"Write a Python function {node.name}({arguments}) that does this:\n{text}"
 
@@ -122,20 +113,13 @@ def mixed(seed: int, count: int) -> list[dict[str, str]]:
     rows: list[dict[str, str]] = []
     for category, source in sources.items():
         distinct = dict.fromkeys(itertools.islice(source, 4 * share))
-        rows += [
-            {"prompt": text, "category": category} for text in itertools.islice(distinct, share)
-        ]
+        for text in itertools.islice(distinct, share):
+            rows.append({"prompt": text, "category": category})
     rng.shuffle(rows)
     return rows[:count]
 
 
 if __name__ == "__main__":
     for row in mixed(0, int(sys.argv[1])):
-        print(
-            json.dumps(
-                {
-                    "messages": [{"role": "user", "content": row["prompt"]}],
-                    "category": row["category"],
-                }
-            )
-        )
+        messages = [{"role": "user", "content": row["prompt"]}]
+        print(json.dumps({"messages": messages, "category": row["category"]}))

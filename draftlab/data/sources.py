@@ -14,24 +14,21 @@ import hashlib
 import math
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
-from draftlab.data.text import Message, TextRow, checked_rows, row_of, rows_of
+from draftlab.data.text import Message, Parse, TextRow, checked_rows, row_of, rows_of
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.model.hub import ROW_FILES
 from draftlab.reading import reading
 
 Split = Literal["train", "heldout"]
-Parse = Callable[
-    [Any, str], TextRow
-]  # takes the content of a row and its name for errors, and returns its text
 HELDOUT_SHARE = 0.08  # expected share of held-out documents, which a hash of their names selects
 # largest number of rows streamed from a hub data set, enough to calibrate or distil
 HUB_ROWS = 50_000
@@ -78,11 +75,9 @@ def parse_mixture(spec: str) -> dict[str, float]:
     for part in spec.split(","):
         name, _, weight = part.strip().partition("=")
         try:
-            weights[name] = float(weight) if weight else 1.0
+            weights[name] = float(weight or 1)
         except ValueError:
-            raise UserError(
-                f"data {spec!r}: weight {weight!r} of {name!r} is not a number"
-            ) from None
+            weights[name] = math.nan
         if not name or not 0 < weights[name] < math.inf:
             raise UserError(
                 f"data {spec!r}: write SOURCE or SOURCE=WEIGHT with a finite weight above 0, not {part!r}"
@@ -105,10 +100,10 @@ def split_domains(weights: dict[str, float]) -> dict[str, float]:
         if column is None or domain:
             split[source] = weight
             continue
-        sizes: dict[str, int] = {}
+        sizes = Counter[str]()
         for doc in documents(source, "train"):
-            sizes[doc.domain] = sizes.get(doc.domain, 0) + len(doc.text.encode())
-        total = sum(sizes.values())
+            sizes[doc.domain] += len(doc.text.encode())
+        total = sizes.total()
         split |= {f"{source}:{name}": weight * size / total for name, size in sizes.items()}
     return split
 
@@ -136,12 +131,6 @@ def documents(source: str, split: Split | None = None) -> list[Document]:
     return sorted(selected, key=lambda d: unit_hash("order:" + d.name))
 
 
-def take_bytes(docs: list[Document], limit: int) -> list[Document]:
-    """Return the first documents, with at most `limit` bytes of text in total, but at least one document."""
-    sizes = np.cumsum([len(d.text.encode()) for d in docs])
-    return docs[: max(1, int(np.searchsorted(sizes, limit, side="right")))]
-
-
 def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -> list[Document]:
     """Return the candidates that share at most a fifth of their long lines with the held-out documents.
 
@@ -149,7 +138,12 @@ def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -
     example, has a copy of distutils. Training on such copies would make held-out losses too low.
     """
     heldout_lines: set[str] = set().union(*(_long_lines(d.text) for d in heldout))
-    return [d for d in candidates if _overlap(_long_lines(d.text), heldout_lines) <= 0.2]
+    kept: list[Document] = []
+    for document in candidates:
+        lines = _long_lines(document.text)
+        if len(lines & heldout_lines) <= 0.2 * len(lines):
+            kept.append(document)
+    return kept
 
 
 def in_split(name: str, split: Split) -> bool:
@@ -174,41 +168,31 @@ def has_conversations(source: str) -> bool:
 def _read(source: str) -> Iterator[Document]:
     name, column, domain = hub.split_column(source)
     if column is not None:
-        parse = partial(_row_with_domain, column)
-        on_hub = name.startswith("hf:")
-        every = _hub_domains(name, column) if on_hub else _row_file(Path(name), parse)
-        yield from (doc for doc in every if domain in ("", doc.domain))
-        return
+        if name.startswith("hf:"):
+            every = _hub_domains(name, column)
+        else:
+            every = _row_file(Path(name), partial(_row_with_domain, column))
+        return (doc for doc in every if domain in ("", doc.domain))
     if source in PYTHON_SOURCES:
-        yield from PYTHON_SOURCES[source]()
-        return
+        return PYTHON_SOURCES[source]()
     if source.startswith("hf:"):
-        yield from _hub_dataset(source.removeprefix("hf:"))
-        return
+        return _hub_dataset(source)
     hub.check_local_text(source)
     path = Path(source)
+    if not path.is_dir():
+        return _file(path)
     suffixes = set(hub.TEXT_SUFFIXES) - {".json"}  # .json files in folders are rarely text
-    files = (
-        [f for f in sorted(path.rglob("*")) if f.suffix in suffixes] if path.is_dir() else [path]
-    )
-    for file in files:
-        yield from _row_file(file) if file.suffix in ROW_FILES else _text_file(file)
+    files = (file for file in sorted(path.rglob("*")) if file.suffix in suffixes)
+    return chain.from_iterable(map(_file, files))
 
 
-def _stdlib() -> Iterator[Document]:
-    return (d for d in _python_files(_stdlib_root(), "stdlib") if not _is_test(d.name))
-
-
-def _stdlib_tests() -> Iterator[Document]:
-    return (d for d in _python_files(_stdlib_root(), "stdlib") if _is_test(d.name))
+def _stdlib(*, tests: bool) -> Iterator[Document]:
+    files = _python_files(Path(sysconfig.get_paths()["stdlib"]), "stdlib")
+    return (document for document in files if _is_test(document.name) == tests)
 
 
 def _packages() -> Iterator[Document]:
     return _python_files(Path(sysconfig.get_paths()["purelib"]), "packages")
-
-
-def _stdlib_root() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
 
 
 def _is_test(name: str) -> bool:
@@ -220,12 +204,14 @@ def _python_files(root: Path, label: str) -> Iterator[Document]:
         relative = file.relative_to(root)
         if label == "stdlib" and NOT_STDLIB & set(relative.parts):
             continue
-        if (
-            200 <= file.stat().st_size <= 400_000
-        ):  # shorter files are empty modules, longer files are generated tables
-            yield Document(
-                f"{label}/{relative.as_posix()}", file.read_text("utf-8", errors="replace")
-            )
+        # shorter files are empty modules, longer files are generated tables
+        if 200 <= file.stat().st_size <= 400_000:
+            text = file.read_text("utf-8", errors="replace")
+            yield Document(f"{label}/{relative.as_posix()}", text)
+
+
+def _file(path: Path) -> Iterator[Document]:
+    return _row_file(path) if path.suffix in ROW_FILES else _text_file(path)
 
 
 def _text_file(path: Path) -> Iterator[Document]:
@@ -251,8 +237,7 @@ def _text_file(path: Path) -> Iterator[Document]:
 @functools.lru_cache(maxsize=1)
 def _hub_domains(name: str, column: str) -> list[Document]:
     """Return the documents of a hub data set with their domains. Without the cache, each domain would read it all."""
-    parse = partial(_row_with_domain, column)
-    return list(_hub_dataset(name.removeprefix("hf:"), parse))
+    return list(_hub_dataset(name, partial(_row_with_domain, column)))
 
 
 def _row_with_domain(column: str, value: Any, where: str) -> TextRow:
@@ -274,10 +259,11 @@ def _row_file(path: Path, parse: Parse = row_of) -> Iterator[Document]:
     return (_document(line_name(path, number), row) for number, row in rows_of(path, parse))
 
 
-def _hub_dataset(name: str, parse: Parse = row_of) -> Iterator[Document]:
+def _hub_dataset(source: str, parse: Parse = row_of) -> Iterator[Document]:
     from datasets import load_dataset
 
-    hub.check_data(f"hf:{name}")  # without a connection, the hub client retries for half a minute
+    hub.check_data(source)  # without a connection, the hub client retries for half a minute
+    name = source.removeprefix("hf:")
     with reading(f"data set {name!r} could not be loaded"):
         values = load_dataset(name, split="train", streaming=True)
     rows = checked_rows(name, enumerate(values.take(HUB_ROWS)), parse)
@@ -296,8 +282,8 @@ def _long_lines(text: str) -> set[str]:
     return {line for line in map(str.strip, text.splitlines()) if len(line) >= 24}
 
 
-def _overlap(lines: set[str], others: set[str]) -> float:
-    return len(lines & others) / len(lines) if lines else 0.0
-
-
-PYTHON_SOURCES = dict(zip(hub.BUILT_IN_TEXT, (_stdlib, _stdlib_tests, _packages), strict=True))
+PYTHON_SOURCES = {
+    "stdlib": partial(_stdlib, tests=False),
+    "stdlib-tests": partial(_stdlib, tests=True),
+    "packages": _packages,
+}

@@ -56,6 +56,10 @@ class TextRow:
         return prompts_of(self.messages)
 
 
+# takes the content of a row and its name for errors, and returns its text
+Parse = Callable[[Any, str], TextRow]
+
+
 def prompts_of(messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
     """Return the prompts of a conversation: the messages before each answer of the assistant to the user.
 
@@ -69,7 +73,7 @@ def prompts_of(messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
     ]
 
 
-def rows_of(file: Path, parse: "Callable[[Any, str], TextRow]") -> Iterator[tuple[int, TextRow]]:
+def rows_of(file: Path, parse: Parse) -> Iterator[tuple[int, TextRow]]:
     """Yield the number and the parsed content of every row of a file. Blank lines are skipped.
 
     Rows are numbered from 1; a row of JSON lines has the number of its line. Bad rows are left out, as in checked_rows.
@@ -77,7 +81,27 @@ def rows_of(file: Path, parse: "Callable[[Any, str], TextRow]") -> Iterator[tupl
     Raises:
         UserError: The file cannot be read, or too many rows are bad (see checked_rows).
     """
-    return checked_rows(str(file), _values(file), parse)
+
+    def parse_line(line: bytes, where: str) -> TextRow:
+        with reading(f"{where}: not JSON"):
+            value = parse_json(line)
+        return parse(value, where)
+
+    if file.suffix == ".parquet":
+        return checked_rows(str(file), enumerate(_parquet_rows(file), 1), parse)
+    if file.suffix == ".json":
+        content = read_json(file)
+        rows = content if isinstance(content, list) else [content]
+        return checked_rows(str(file), enumerate(rows, 1), parse)
+    lines = ((number, line) for number, _, line in read_lines(file))
+    return checked_rows(str(file), lines, parse_line)
+
+
+def _parquet_rows(file: Path) -> Iterator[Any]:
+    from datasets import load_dataset
+
+    with reading(file):
+        yield from load_dataset("parquet", data_files=str(file), split="train", streaming=True)
 
 
 def check_prompts(file: Path) -> None:
@@ -90,7 +114,7 @@ def check_prompts(file: Path) -> None:
 
 
 def checked_rows(
-    name: str, values: Iterable[tuple[int, Any]], parse: "Callable[[Any, str], TextRow]"
+    name: str, values: Iterable[tuple[int, Any]], parse: Parse
 ) -> Iterator[tuple[int, TextRow]]:
     """Yield the number and the parsed content of each row of a source. Bad rows are left out.
 
@@ -105,8 +129,6 @@ def checked_rows(
     for number, value in values:
         total += 1
         try:
-            if isinstance(value, UserError):
-                raise value
             row = parse(value, f"{name}:{number}")
         except UserError as error:
             if total == 1:
@@ -178,29 +200,25 @@ def prompt_of(value: Any, where: str) -> TextRow:
     return row
 
 
-def read_messages(value: object, where: str) -> list[Message]:
+def read_messages(value: Any, where: str) -> list[Message]:
     """Return the messages that have text and do not come from a tool.
 
     Raises:
         UserError: `value` is not a list of messages, or all messages are left out.
     """
     messages: list[Message] = []
-    for each in value if isinstance(value, list) else [None]:
-        given = each if isinstance(each, dict) else {}
-        role, content = (
-            given.get("role", given.get("from")),
-            given.get("content", given.get("value")),
-        )
-        role = SHARE_GPT.get(role, role) if isinstance(role, str) else None
-        if isinstance(content, list):
-            parts = [part.get("text") for part in content if isinstance(part, dict)]
-            content = "".join(part for part in parts if isinstance(part, str)) or None
-        if role is None or not isinstance(content, str | None):
-            raise UserError(
-                f"{where}: the messages must be a list, and each message needs a role and a content that is text"
-            )
-        if role not in TOOLS and content is not None:
-            messages.append({"role": role, "content": content})
+    with reading(f"{where}: the messages must be a list of objects with role and content"):
+        for given in value:
+            role = given.get("role", given.get("from"))
+            role = SHARE_GPT.get(role, role)
+            content = given.get("content", given.get("value"))
+            if isinstance(content, list):
+                parts = [part.get("text") for part in content if isinstance(part, dict)]
+                content = "".join(part for part in parts if isinstance(part, str)) or None
+            if not isinstance(role, str) or not isinstance(content, str | None):
+                raise ValueError(f"a message has the role {role!r} or a content that is no text")
+            if role not in TOOLS and content is not None:
+                messages.append({"role": role, "content": content})
     if not messages:
         raise UserError(
             f"{where}: the row needs a list of messages, and at least one of them must have text and a role other than "
@@ -219,35 +237,8 @@ def _messages(value: dict[str, Any]) -> list[Any] | None:
     messages: list[Any] = []
     for name, role in (("prompt", "user"), ("completion", "assistant")):
         said = value[name]
-        messages += (
-            said
-            if isinstance(said, list)
-            else [{"role": role, "content": said} if said is not None else None]
-        )
+        messages += said if isinstance(said, list) else [{"role": role, "content": said}]
     return messages
-
-
-def _values(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the raw content of every row. For a line that is not JSON, the content is a UserError."""
-    if file.suffix == ".parquet":
-        from datasets import load_dataset
-
-        with reading(file):
-            yield from enumerate(
-                load_dataset("parquet", data_files=str(file), split="train", streaming=True), 1
-            )
-        return
-    if file.suffix == ".json":
-        content = read_json(file)
-        yield from enumerate(content if isinstance(content, list) else [content], 1)
-        return
-    for number, _, line in read_lines(file):
-        try:
-            with reading(f"{file}:{number}: not JSON"):
-                value = parse_json(line)
-        except UserError as error:
-            value = error
-        yield number, value
 
 
 # the tag by which a chat template marks the assistant's text

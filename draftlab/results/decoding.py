@@ -36,13 +36,6 @@ class Generation(FileModel):
 
     @model_validator(mode="after")
     def _adds_up(self) -> "Generation":
-        if not len(self.drafted) == len(self.accepted) == len(self.emitted):
-            raise ValueError(
-                "drafted, accepted and emitted must have the same length, but have "
-                f"{len(self.drafted)}, {len(self.accepted)} and {len(self.emitted)} entries"
-            )
-        if any(a > d for a, d in zip(self.accepted, self.drafted, strict=True)):
-            raise ValueError("a step has more accepted tokens than drafted tokens")
         if self.tokens != 1 + sum(self.emitted):
             raise ValueError(
                 f"tokens is {self.tokens}, but the prefill emits 1 token and the steps emit {sum(self.emitted)}"

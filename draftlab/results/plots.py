@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
@@ -15,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from draftlab.errors import UserError
 from draftlab.intervals import Interval
 from draftlab.results.ranking import NO_DRAFT
 from draftlab.trust import printable
@@ -32,21 +30,11 @@ DARK_COLOURS = (
     "#d48acb",
     "#c6c65c",
 )
-MARKERS = (
-    ("o", "●"),
-    ("s", "■"),
-    ("^", "▲"),
-    ("D", "◆"),
-    ("v", "▼"),
-    ("P", "✚"),
-    ("X", "✖"),
-    ("p", "⬟"),
-)
+# matplotlib's markers, and the characters that look like them
+MARKERS, GLYPHS = "os^DvPXp", "●■▲◆▼✚✖⬟"
 LABEL_LENGTH = 34
-PHASES = {"draft": "#c04c00", "verify": "#0072b2", "host": "#6b6b6b"}
-VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)} | {
-    PHASES["host"]: "var(--soft)"
-}
+GREY = "#6b6b6b"
+VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)} | {GREY: "var(--soft)"}
 WIDTH = 4.6  # inches; text of 9 pt stays readable when a phone shrinks the plot to 300 px
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -68,24 +56,25 @@ class Mark:
     @classmethod
     def of(cls, name: str, number: int) -> "Mark":
         """Return the mark with this number. Marks 0 to 63 all differ. name: Name of the draft."""
-        at = number % len(COLOURS)
-        return cls(name, COLOURS[at], *MARKERS[(at + number // len(COLOURS)) % len(MARKERS)])
+        colour = number % len(COLOURS)
+        marker = (colour + number // len(COLOURS)) % len(MARKERS)
+        return cls(name, COLOURS[colour], MARKERS[marker], GLYPHS[marker])
 
 
 def short(name: str) -> str:
     """Return a name that fits into a plot. The middle of a long name is left out, because names differ least there."""
     # keeps the name of a drafter, which comes before its options
     begin = 23 if " (" in name else 10
-    return (
-        name if len(name) <= LABEL_LENGTH else f"{name[:begin]}…{name[begin + 1 - LABEL_LENGTH :]}"
-    )
+    if len(name) <= LABEL_LENGTH:
+        return name
+    return f"{name[:begin]}…{name[begin + 1 - LABEL_LENGTH :]}"
 
 
-PHASE_MARKS = [
-    Mark("draft", PHASES["draft"], "s", "■"),
-    Mark("target verifies", PHASES["verify"], "s", "■"),
-    Mark("sampling and other", PHASES["host"], "s", "■"),
-]
+PHASES = {
+    "draft": Mark("draft", "#c04c00", "s", "■"),
+    "verify": Mark("target verifies", "#0072b2", "s", "■"),
+    "host": Mark("sampling and other", GREY, "s", "■"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,45 +97,18 @@ class Panel:
     bottom: float = 0
 
 
-def save_figure(path: Path, panels: Sequence[Panel]) -> None:
-    """Draw panels side by side, and write them as SVG or PNG, by the ending of the file's name.
-
-    Raises:
-        UserError: The name of the file does not end in .svg or .png, or the file cannot be written.
-    """
-    if path.suffix not in (".svg", ".png"):
-        raise UserError(f"{path} must end in .svg or .png, the formats of figures")
-    figure = draw_panels(panels)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with rc_context({"svg.hashsalt": path.name}):
-            figure.savefig(
-                path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None
-            )
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from None
-
-
 def draw_panels(panels: Sequence[Panel]) -> Figure:
     """Return a figure with the panels side by side."""
     with rc_context(STYLE):
         figure = Figure(figsize=(4.8 * len(panels), 3.6), layout="constrained")
-        for ax, panel in zip(
-            figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
-        ):
+        axes = figure.subplots(1, len(panels), squeeze=False)[0]
+        for ax, panel in zip(axes, panels, strict=True):
             ax.grid(color="black", alpha=0.12)
-            styles = zip(COLOURS, MARKERS, strict=True)
             joined = panel.series if panel.lines is None else panel.lines
-            for (name, points), (colour, (marker, _)) in zip(
-                panel.series.items(), styles, strict=False
-            ):
-                ax.plot(
-                    *zip(*points, strict=True),
-                    color=colour,
-                    marker=marker,
-                    linestyle="",
-                    label=name,
-                )
+            styles = zip(panel.series.items(), COLOURS, MARKERS, strict=False)
+            for (name, points), colour, marker in styles:
+                x, y = zip(*points, strict=True)
+                ax.plot(x, y, color=colour, marker=marker, linestyle="", label=name)
                 ax.plot(*zip(*joined[name], strict=True), color=colour)
             ax.set(xlabel=panel.x, ylabel=panel.y)
             # the legend needs room above the points, and more room if there are points at every x
@@ -156,13 +118,8 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
             if all(float(x).is_integer() for x, _ in points):
                 ax.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
             if panel.names is not None:
-                ax.set_xticks(
-                    range(len(panel.names)),
-                    panel.names,
-                    rotation=60,
-                    ha="right",
-                    rotation_mode="anchor",
-                )
+                turned = {"rotation": 60, "ha": "right", "rotation_mode": "anchor"}
+                ax.set_xticks(range(len(panel.names)), panel.names, **turned)
             if len(panel.series) > 1:
                 ax.legend(frameon=False)
     return figure
@@ -207,12 +164,8 @@ def plot_by_k(speedups: Sequence[tuple[Mark, Mapping[int, Interval]]]) -> Markup
             if len(ks) == 1:  # with one K a band has no width
                 ax.vlines(ks, low, high, color=mark.colour)
         ks = sorted(set().union(*(by_k for _, by_k in speedups)))
-        ax.set(
-            xlabel="K, drafted tokens per step",
-            ylabel="speed-up",
-            xticks=ks,
-            xlim=(ks[0] - 0.5, ks[-1] + 0.5),
-        )
+        ax.set(xlabel="K, drafted tokens per step", ylabel="speed-up")
+        ax.set(xticks=ks, xlim=(ks[0] - 0.5, ks[-1] + 0.5))
 
     return _svg(draw, "Speed-up against K")
 
@@ -242,8 +195,8 @@ def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
     def draw(ax: Axes) -> None:
         for row, (label, ms) in enumerate(steps):
             left = 0.0
-            for phase, colour in PHASES.items():
-                ax.barh(row, ms[phase], left=left, height=0.4, color=colour)
+            for phase, mark in PHASES.items():
+                ax.barh(row, ms[phase], left=left, height=0.4, color=mark.colour)
                 left += ms[phase]
             ax.annotate(label, (0, row - 0.28), (3, 0), textcoords="offset points", va="bottom")
         widest = max(sum(ms.values()) for _, ms in steps)
@@ -270,16 +223,10 @@ def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:
         draw(ax)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True)
-    body = re.sub(
-        r"(?s)^.*?<svg[^>]*>|<metadata>.*?</metadata>|<style.*?</style>",
-        "",
-        printable(file.getvalue(), keep="\n"),
-    )
-    body = (
-        re.sub(r'<g id="[^"]*"', "<g", body)
-        .replace("xlink:href", "href")
-        .replace(": #000000", ": currentColor")
-    )
+    body = printable(file.getvalue(), keep="\n")
+    body = re.sub(r"(?s)^.*?<svg[^>]*>|<metadata>.*?</metadata>|<style.*?</style>", "", body)
+    body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")
+    body = body.replace(": #000000", ": currentColor")
     for colour, variable in VARIABLES.items():
         body = body.replace(colour, variable)
     width, height = (round(72 * inches) for inches in figure.get_size_inches())

@@ -1,51 +1,17 @@
 """Rank drafts by their scores. Test which differences are significant, and list the doubts about scores."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draftlab import intervals
 from draftlab.errors import UserError
-from draftlab.intervals import Interval, bootstrap, interval
-from draftlab.results.score import Score, TaskResult, read_score, score_files
+from draftlab.intervals import Interval
+from draftlab.results.score import SAMPLING, Score, read_score, score_files
 
 NO_DRAFT = "no draft"
-SIGNIFICANCE_LEVEL = 0.05
-REQUESTS = (
-    "data",
-    "prompts_sha256",
-    "prompts",
-    "prompt_tokens",
-    "chat",
-    "max_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairedTest:
-    """A test of the accuracy of two drafts on the same items of a task.
-
-    p: p value of McNemar's exact test. None if the value of an item is neither 0 (wrong) nor 1 (right).
-    """
-
-    task: str
-    metric: str
-    difference: Interval  # mean over items of the first draft's metric minus the second draft's
-    won: int  # number of items on which the first draft is better
-    lost: int
-    p: float | None
-
-    @property
-    def significant(self) -> bool:
-        if self.p is not None:
-            return self.p < SIGNIFICANCE_LEVEL
-        return not self.difference.low <= 0 <= self.difference.high
+REQUESTS = ("data", "prompts_sha256", "prompts", "prompt_tokens", "chat", *SAMPLING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +24,6 @@ class Ranked:
         ratio_to_fastest: Speed-up of this draft divided by the speed-up of the fastest draft. None for the fastest
             draft itself.
         paired: Whether the requests of this draft and of the fastest draft were the same.
-        tasks: Significance tests of the difference in accuracy between this draft and the fastest draft.
     """
 
     score: Score
@@ -67,7 +32,6 @@ class Ranked:
     doubt: str | None
     ratio_to_fastest: Interval | None = None
     paired: bool = True
-    tasks: Sequence[PairedTest] = ()
 
     @property
     def name(self) -> str:
@@ -82,13 +46,6 @@ class Ranked:
     def as_dict(self) -> dict[str, Any]:
         """Return the row of this draft in the JSON output of `draftlab report`."""
         score, ratio, tpot = self.score, self.ratio_to_fastest, self.score.best_k_tpot_speedup
-        tests = []
-        for test in self.tasks:
-            difference = {
-                "difference": test.difference.model_dump(),
-                "significant": test.significant,
-            }
-            tests.append(asdict(test) | difference)
         return {
             "draft": self.name,
             "target": score.target.name,
@@ -107,7 +64,6 @@ class Ranked:
             "same_prompts": self.paired,
             "significant": self.significant,
             "accuracy": [result.model_dump(exclude={"items"}) for result in score.draft.tasks],
-            "tasks": tests,
             "categories": category_rows(score),
         }
 
@@ -127,13 +83,10 @@ def read_scores(paths: Sequence[Path]) -> list[Score]:
         )
     scores = list(map(read_score, files))
     names = [score.name for score in scores]
-    distinct = []
-    for score, file in zip(scores, files, strict=True):
-        twice = names.count(score.name) > 1
-        distinct.append(
-            score.model_copy(update={"name": f"{score.name} in {file.parent}"}) if twice else score
-        )
-    return distinct
+    for i, file in enumerate(files):
+        if names.count(names[i]) > 1:
+            scores[i] = scores[i].model_copy(update={"name": f"{names[i]} in {file.parent}"})
+    return scores
 
 
 def rank(scores: Sequence[Score]) -> list[Ranked]:
@@ -161,7 +114,6 @@ def rank(scores: Sequence[Score]) -> list[Ranked]:
                 doubt=score.doubt,
                 ratio_to_fastest=speedup_ratio(score, fastest),
                 paired=same_requests(score, fastest),
-                tasks=paired_tests(score.draft.tasks, fastest.draft.tasks),
             )
         )
     return ranking
@@ -181,41 +133,37 @@ def speedup_ratio(a: Score, b: Score) -> Interval:
     )
 
 
-def paired_tests(a: Sequence[TaskResult], b: Sequence[TaskResult]) -> list[PairedTest]:
-    """Return a significance test of two drafts for every metric that both have on the same items of a task."""
-    results = {(r.task, r.metric, r.items_sha256, len(r.items)): r for r in b if r.items}
-    pairs = [(r, results.get((r.task, r.metric, r.items_sha256, len(r.items)))) for r in a]
-    return [_paired_test(x, y) for x, y in pairs if y is not None]
-
-
 def category_rows(score: Score) -> list[dict[str, Any]]:
     """Return one row for each category of prompts. K is the best K over all prompts; speeds are of whole requests."""
     rows = []
     k = score.best_k
     for name, prompts in score.prompts_by_category.items():
         part = score.subset(prompts)
-        timed, counted = (
-            part.output_tps(0) > 0 and part.output_tps(k) > 0,
-            bool(part.generations(k)),
-        )
-        gain = part.speedup(k) if timed else None
+        length = per_pass = None
+        if part.generations(k):
+            length, per_pass = part.acceptance(k).mean_acceptance_length, part.tokens_per_pass(k)
+        timed = part.output_tps(0) > 0 and part.output_tps(k) > 0
         rows.append(
             {
                 "category": name,
                 "prompts": len(prompts),
                 "k": k,
-                "mean_acceptance_length": part.acceptance(k).mean_acceptance_length
-                if counted
-                else None,
-                "tokens_per_target_pass": part.tokens_per_pass(k) if counted else None,
+                "mean_acceptance_length": length,
+                "tokens_per_target_pass": per_pass,
                 "output_tps": part.output_tps(k) if timed else None,
-                "speedup": gain and gain.value,
-                "speedup_low": gain and gain.low,
-                "speedup_high": gain and gain.high,
+                **flat("speedup", part.speedup(k) if timed else None),
                 "tpot_speedup": part.tpot_speedup_value(k),
             }
         )
     return rows
+
+
+def flat(name: str, estimate: Interval | None) -> dict[str, float | None]:
+    """Return an estimate as the entries name, name_low and name_high of a flat row."""
+    names = (name, f"{name}_low", f"{name}_high")
+    if estimate is None:
+        return dict.fromkeys(names)
+    return dict(zip(names, (estimate.value, estimate.low, estimate.high), strict=True))
 
 
 def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
@@ -238,7 +186,6 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
             lines.append(
                 f"{name} does not differ significantly: {ratio} of the speed-up of {fastest}."
             )
-        lines += [f"  {_test_line(test, name, fastest)}" for test in ranked.tasks]
     return lines
 
 
@@ -289,39 +236,6 @@ def _discounted(ranked: Ranked) -> str:
     return f"{ranked.score.label} changed the output: its speed-up of {ranked.speedup.value:.2f}x does not count."
 
 
-def _paired_test(a: TaskResult, b: TaskResult) -> PairedTest:
-    import numpy as np
-    from scipy.stats import binomtest
-
-    differences = np.subtract(a.items, b.items)
-    signed = differences if a.higher_is_better else -differences
-    won, lost = int((signed > 0).sum()), int((signed < 0).sum())
-    binary = set(a.items) | set(b.items) <= {0.0, 1.0}
-    n = len(differences)
-    return PairedTest(
-        task=a.task,
-        metric=a.metric,
-        difference=interval(bootstrap(lambda counts: counts @ differences / n, n), n),
-        won=won,
-        lost=lost,
-        p=float(binomtest(won, won + lost).pvalue if won + lost else 1.0)
-        if binary
-        else None,  # McNemar 1947, exact
-    )
-
-
-def _test_line(test: PairedTest, name: str, other: str) -> str:
-    difference = (
-        f"{test.difference.value:+.3f} ({test.difference.low:+.3f} to {test.difference.high:+.3f})"
-    )
-    method = f"McNemar p = {test.p:.2g}" if test.p is not None else "paired bootstrap"
-    verdict = "differs significantly" if test.significant else "does not differ significantly"
-    return (
-        f"{test.task}, {test.metric}: {name} {verdict} from {other}: {difference}, better on {test.won} and worse on "
-        f"{test.lost} of {test.difference.n} items, {method}"
-    )
-
-
 FEW_PROMPTS = 8
 LOOPING_4GRAMS = 0.5
 MANY_STEPS = 0.1  # fraction of truncated steps above which a warning is given
@@ -337,11 +251,8 @@ def score_warnings(scores: Sequence[Score]) -> list[str]:
     for text, names in drafts.items():
         concerned = "all drafts" if 1 < len(scores) == len(names) else ", ".join(names)
         texts.append(f"{concerned}: {text}")
-    differing: dict[str, None] = {}
-    first = _facts(scores[0]) if scores else {}
-    for score in scores:
-        facts = _facts(score)
-        differing |= dict.fromkeys(name for name in first if facts[name] != first[name])
+    facts = list(map(_facts, scores))
+    differing = [name for name in facts[0] if any(each[name] != facts[0][name] for each in facts)]
     if differing:
         names = ", ".join(differing).replace("_", " ")
         texts.append(

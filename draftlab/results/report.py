@@ -14,6 +14,7 @@ from draftlab.results.ranking import (
     NO_DRAFT,
     Ranked,
     category_rows,
+    flat,
     rank,
     score_warnings,
     verdict_lines,
@@ -76,10 +77,8 @@ def ranking_table(ranking: Sequence[Ranked]) -> Table:
         rows.append((ranked.score.output_differs, -ranked.speedup.value, _board_row(ranked, shown)))
     plain = scores[0].plain_tps
     for weights, speed in plain.items():
-        name, gain = (
-            (f"{NO_DRAFT}, {weights}" if len(plain) > 1 else NO_DRAFT),
-            speed / max(plain.values()),
-        )
+        name = f"{NO_DRAFT}, {weights}" if len(plain) > 1 else NO_DRAFT
+        gain = speed / max(plain.values())
         cells = {
             "draft": name,
             "tokens\nper pass": "1.00",
@@ -117,8 +116,7 @@ def accuracy_table(scores: Sequence[Score]) -> Table | None:
         heads=("task", "metric", "model", "value", "standard\nerror", "items"),
         rows=sorted(rows, key=lambda row: (row[0], row[1])),
         title="Accuracy",
-        caption="The standard errors are those of lm-eval. draftlab report tests whether two drafts differ on the same "
-        "items.",
+        caption="The standard errors are those of lm-eval.",
     )
 
 
@@ -129,17 +127,13 @@ def category_table(score: Score) -> Table | None:
     """
     rows = []
     for row in sorted(category_rows(score), key=lambda row: -(row["speedup"] or 0)):
-        gain = optional(row["speedup"], ".2f")
+        gain = "–"
         if row["speedup"] is not None:
-            gain += "x" + (
-                f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
-                if row["prompts"] > 1
-                else ""
-            )
-        passes, speed = (
-            optional(row["tokens_per_target_pass"], ".2f"),
-            optional(row["output_tps"], ".4g"),
-        )
+            gain = f"{row['speedup']:.2f}x"
+            if row["prompts"] > 1:
+                gain += f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
+        passes = optional(row["tokens_per_target_pass"], ".2f")
+        speed = optional(row["output_tps"], ".4g")
         rows.append([row["category"], str(row["prompts"]), passes, speed, gain])
     if not rows:
         return None
@@ -226,30 +220,26 @@ def export_command(fastest: Ranked) -> str:
     measured on servers, or if it is not a checkpoint that the score's command names with --draft.
     """
     score = fastest.score
-    if (
-        fastest.doubt
-        or score.output_differs
-        or fastest.speedup.low <= 1
-        or score.draft.sha256 is None
-        or score.served
-    ):
+    if fastest.doubt or score.output_differs or fastest.speedup.low <= 1:
         return ""
-    options, named = list(pairwise(shlex.split(score.command))), target_named(score)
-    drafts = [value for name, value in options if name == "--draft"]
-    target = f" --target {shlex.quote(named)}" if named else ""
-    path = next((draft for draft in drafts if draft.endswith(score.draft.name)), None)
-    return (
-        ""
-        if path is None
-        else f"draftlab export {shlex.quote(path)}{target} --to vllm --k {fastest.k}"
-    )
+    named = _named(score, "--draft")
+    drafts = [draft for draft in named if draft.endswith(score.draft.name)]
+    if not drafts or score.draft.sha256 is None or score.served:
+        return ""
+    words = ["draftlab", "export", drafts[0]]
+    if target := target_named(score):
+        words += ["--target", target]
+    return shlex.join([*words, "--to", "vllm", "--k", str(fastest.k)])
 
 
 def target_named(score: Score) -> str | None:
     """Return the value of --target in the command that made a score, or None if the command has no --target."""
-    return next(
-        (value for name, value in pairwise(shlex.split(score.command)) if name == "--target"), None
-    )
+    return next(iter(_named(score, "--target")), None)
+
+
+def _named(score: Score, option: str) -> list[str]:
+    """Return all values of an option in the command that made a score."""
+    return [value for name, value in pairwise(shlex.split(score.command)) if name == option]
 
 
 def json_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
@@ -276,17 +266,16 @@ def _accuracy(tasks: Sequence[TaskResult], shown: tuple[str, str] | None) -> Tas
 def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
     """Return the cells of a draft's row in the ranking, by column head."""
     score, k = ranked.score, ranked.k
+    tie = "~ " if ranked.significant is False and not score.output_differs else ""
+    ratio = ranked.ratio_to_fastest
     row = {
-        "draft": ("~ " if ranked.significant is False and not score.output_differs else "")
-        + score.label,
+        "draft": f"{tie}{score.label}",
         "K": str(k),
         "tokens\nper pass": f"{score.tokens_per_pass(k):.2f}",
         "accept\nrate": f"{score.acceptance(k).draft_acceptance_rate:.1%}",
         "tok/s": three_digits(score.output_tps(k)),
         "speed-up\n(95%)": ranked.speedup.as_speedup(),
-        "relative\nto best": ""
-        if ranked.ratio_to_fastest is None
-        else str(ranked.ratio_to_fastest),
+        "relative\nto best": "" if ratio is None else str(ratio),
         "TPOT\n(95%)": speedup_text(score.best_k_tpot_speedup),
         "TTFT,\nms": milliseconds(score.ttft_ms(k)),
         "accu-\nracy": "",
@@ -377,27 +366,24 @@ def _time_figure(scores: Sequence[Score]) -> Figure | None:
     steps: list[tuple[str, Mapping[str, float]]] = []
     rows = []
     for score, k in [(scores[0], 0), *((score, score.best_k) for score in scores)]:
-        tokens, speed = score.tokens_per_pass(k) if k else 1.0, score.decode_tps(k)
-        if not speed:
+        tokens = score.tokens_per_pass(k) if k else 1.0
+        if not (speed := score.decode_tps(k)):
             continue
         ms = {phase: 1000 * tokens / speed * share for phase, share in score.time_shares(k).items()}
-        name, total = f"{score.label}, K = {k}" if k else NO_DRAFT, sum(ms.values())
+        name = f"{score.label}, K = {k}" if k else NO_DRAFT
+        total = sum(ms.values())
         each = three_digits(total / tokens)
         steps.append((f"{plots.short(name)}: {tokens:.2f} tokens, {each} ms each", ms))
-        phases = {
-            f"{mark.name}, ms": three_digits(ms[phase])
-            for mark, phase in zip(plots.PHASE_MARKS, ms, strict=True)
-        }
-        rows.append(
-            {"draft": name}
-            | phases
-            | {"step, ms": three_digits(total), "tokens": f"{tokens:.2f}", "ms per token": each}
-        )
+        row = {"draft": name}
+        for phase, mark in plots.PHASES.items():
+            row[f"{mark.name}, ms"] = three_digits(ms[phase])
+        row |= {"step, ms": three_digits(total), "tokens": f"{tokens:.2f}", "ms per token": each}
+        rows.append(row)
     if not steps:
         return None
     caption = "Time of one step at the best K: drafting, the target's pass that verifies, and all other work."
     table = Table.of(rows, title="Where the time of a step goes", caption=caption)
-    return Figure(svg=plots.plot_time(steps), table=table, key=plots.PHASE_MARKS)
+    return Figure(svg=plots.plot_time(steps), table=table, key=list(plots.PHASES.values()))
 
 
 def _k_table(score: Score, speedups: Mapping[int, Interval]) -> Table:
@@ -466,24 +452,21 @@ def _conditions_table(scores: Sequence[Score]) -> Table:
 
 
 def _json_row(score: Score, k: int, shown: tuple[str, str] | None) -> dict[str, Any]:
-    shape, accuracy, shares = (
-        score.draft.shape,
-        _accuracy(score.draft.tasks, shown),
-        score.time_shares(k),
-    )
+    shape, shares = score.draft.shape, score.time_shares(k)
+    accuracy = _accuracy(score.draft.tasks, shown)
     bits = re.search(r"\d+", score.conditions.dtype)  # the name of a dtype has its number of bits
     estimates = {
         "speedup": score.speedup(k),
         "tpot_speedup": score.tpot_speedup(k),
         "best_k_speedup": score.best_k_speedup,
         "best_k_tpot_speedup": score.best_k_tpot_speedup,
+        "request_ms": score.request_ms(k),
+        "ttft_ms": score.ttft_ms(k),
+        "tpot_ms": score.tpot_ms(k),
+        "plain_request_ms": score.request_ms(0),
+        "plain_ttft_ms": score.ttft_ms(0),
+        "plain_tpot_ms": score.tpot_ms(0),
     }
-    for prefix, arm in {"": k, "plain_": 0}.items():
-        estimates |= {
-            f"{prefix}request_ms": score.request_ms(arm),
-            f"{prefix}ttft_ms": score.ttft_ms(arm),
-        }
-        estimates[f"{prefix}tpot_ms"] = score.tpot_ms(arm)
     row: dict[str, Any] = {
         "draft": score.name,
         "target": score.target.name,
@@ -519,9 +502,5 @@ def _json_row(score: Score, k: int, shown: tuple[str, str] | None) -> dict[str, 
     if score.rounding is not None:
         row |= {"int8_kl": score.rounding.kl, "int8_top1": score.rounding.top1}
     for name, estimate in estimates.items():
-        row[name] = estimate and estimate.value
-        row |= {
-            f"{name}_low": estimate and estimate.low,
-            f"{name}_high": estimate and estimate.high,
-        }
+        row |= flat(name, estimate)
     return row

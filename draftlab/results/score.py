@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
-from typing_extensions import Self
 
 from draftlab import intervals
 from draftlab.config.base import MAX_K
@@ -95,13 +94,11 @@ class Environment(FileModel):
 
 # a larger ratio between implied and measured speed-up means that one of the two is wrong
 DISAGREE = 1.25
-LEAST_SECONDS = 1e-9  # shortest possible time of a request
 MANY_STALLS = 0.1  # fraction of stalled passes above which times are in doubt
 UNEVEN = 1.5  # ratio of the slowest to the fastest repeat of a prompt above which the machine must have been busy
 # Fraction of uneven prompts above which times are in doubt. About one prompt in twenty is then slow in two of three
 # repeats, so that its median is slow.
 MANY_UNEVEN = 1 / 3
-
 
 Milliseconds = Annotated[float, Field(ge=0, le=1e12)]
 
@@ -114,12 +111,6 @@ class Latency(FileModel):
     low_ms: Milliseconds
     high_ms: Milliseconds
     n: NonNegativeInt
-
-    @model_validator(mode="after")
-    def _ascends(self) -> Self:
-        if not self.low_ms <= self.median_ms <= self.high_ms:
-            raise ValueError("median_ms must lie between low_ms and high_ms")
-        return self
 
 
 class TaskResult(FileModel):
@@ -208,12 +199,10 @@ class Conditions(FileModel):
         """Return text about the sampling parameters and the verify rule."""
         if self.temperature == 0 or self.mode == "served":
             return self.sampling.describe()
-        own = (
-            ""
-            if self.draft_temperature is None
-            else f", drafts at temperature {self.draft_temperature:g}"
-        )
-        return f"{self.sampling.describe()}, rule {self.rule}{own}"
+        text = f"{self.sampling.describe()}, rule {self.rule}"
+        if self.draft_temperature is None:
+            return text
+        return f"{text}, drafts at temperature {self.draft_temperature:g}"
 
 
 class Rounding(FileModel):
@@ -227,7 +216,7 @@ class Rounding(FileModel):
 
     tokens: PositiveInt
     kl: float
-    top1: float = Field(ge=0, le=1)
+    top1: Share
 
 
 DRAFTERS = {
@@ -238,6 +227,7 @@ DRAFTERS = {
     "eagle": "EAGLE-3 head",
 }
 Drafted = Annotated[int, Field(ge=1, le=MAX_K)]
+Runs = list[Generation] | list[ServedGeneration]
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
 
 
@@ -252,25 +242,23 @@ class Score(FileModel):
     environment: Environment | None = None
     prompts: list[PromptRecord] = Field(default=[])
     # generations of plain decoding, with the precision of verification
-    plain: list[Generation] | list[ServedGeneration]
+    plain: Runs
     # generations of plain decoding at another precision, by the name of the precision
     other_plain: dict[str, list[Generation]] = Field(default={})
     rounding: Rounding | None = None  # None: the target had no int8 weights
     # generations with a draft, by K
-    speculative: dict[Drafted, list[Generation] | list[ServedGeneration]] = Field(min_length=1)
+    speculative: dict[Drafted, Runs] = Field(min_length=1)
     # counters of the server by K, if a server decoded
     counters: dict[int, Counters] = Field(default={})
     # fraction of texts, over all K, that equal the texts of plain decoding; None when sampling
-    equal_texts: float | None = Field(ge=0, le=1)
+    equal_texts: Share | None
     # Fraction of distinct 4-grams in the target's output. It is low if the output repeats itself, and drafts predict
     # repetitions well.
-    distinct_4grams: float = Field(ge=0, le=1)
+    distinct_4grams: Share
     example: dict[str, Any] | None = None  # older files have this field; it is not written any more
     # value of --drafter, with the options that the drafter learnt when it was built
     learnt: str | None = None
-    learnt_prompts: int = Field(
-        default=0, ge=0
-    )  # number of prompts that are in the draft's training data
+    learnt_prompts: NonNegativeInt = 0  # number of prompts that are in the draft's training data
     # commands that made the draft; []: there was nothing to make; None: unknown
     made: list[Stage] | None = None
     command: str
@@ -285,16 +273,8 @@ class Score(FileModel):
                 raise ValueError("plain and speculative decoding must have the same prompts")
             if max(g.tokens for g in runs) <= 1:
                 raise ValueError("every text has one token, so no decoding was timed")
-            if (least := min(g.request[1] for g in runs)) < LEAST_SECONDS:
-                raise ValueError(
-                    f"a request took {least:g} s, but the shortest possible time is {LEAST_SECONDS:g} s"
-                )
-        if self.prompts and prompts[-1] >= len(self.prompts):
-            raise ValueError(f"prompts has no entry for prompt {prompts[-1]}")
         for k in self.speculative:
             self.acceptance(k)  # raises ValueError where the counts of a step contradict each other
-        if self.served and set(self.counters) != set(self.speculative):
-            raise ValueError("a score of servers must have counters for every K")
         return self
 
     @property
@@ -340,11 +320,11 @@ class Score(FileModel):
         return max(speeds, key=lambda weights: speeds[weights])
 
     @property
-    def baseline(self) -> list[Generation] | list[ServedGeneration]:
+    def baseline(self) -> Runs:
         return self.other_plain.get(self.baseline_weights, self.plain)
 
     @property
-    def _arms(self) -> list[list[Generation] | list[ServedGeneration]]:
+    def _arms(self) -> list[Runs]:
         return [self.plain, *self.other_plain.values(), *self.speculative.values()]
 
     @property
@@ -392,10 +372,8 @@ class Score(FileModel):
         return self._tpot_speedup([k])
 
     def _tpot_speedup(self, ks: Collection[int]) -> Interval | None:
-        drafted, plain = (
-            [decode_timings(self.generations(k)) for k in ks],
-            decode_timings(self.generations(0)),
-        )
+        drafted = [decode_timings(self.generations(k)) for k in ks]
+        plain = decode_timings(self.generations(0))
         if not any(tokens for tokens, _ in plain):
             return None
         return intervals.speedup((drafted, plain), chosen_by=self.timings(ks)[0])
@@ -412,10 +390,8 @@ class Score(FileModel):
 
         k = 0 stands for the fastest plain decoding.
         """
-        runs = decode_timings(self.generations(k))
-        return (
-            intervals.ratio([(1e3 * seconds, tokens) for tokens, seconds in runs]) if runs else None
-        )
+        pairs = [(1e3 * seconds, n) for n, seconds in decode_timings(self.generations(k))]
+        return intervals.ratio(pairs) if pairs else None
 
     def ttft_ms(self, k: int) -> Interval | None:
         """Return the mean milliseconds to the first token (TTFT), or None if servers decoded.
@@ -423,19 +399,15 @@ class Score(FileModel):
         The time includes the prefill of the draft. k = 0 stands for the fastest plain decoding.
         """
         repeats = repeats_by_prompt(self.generations(k), lambda g: g.prefill_seconds)
-        return (
-            intervals.ratio([(1e3 * sorted(each)[(len(each) - 1) // 2], 1) for each in repeats])
-            if repeats
-            else None
-        )
+        pairs = [(1e3 * sorted(each)[(len(each) - 1) // 2], 1) for each in repeats]
+        return intervals.ratio(pairs) if pairs else None
 
     def request_ms(self, k: int) -> Interval:
         """Return the mean milliseconds of a whole request. k = 0 stands for the fastest plain decoding."""
-        return intervals.ratio(
-            [(1e3 * seconds, 1) for _, seconds in request_timings(self._runs(k))]
-        )
+        runs = request_timings(self._runs(k))
+        return intervals.ratio([(1e3 * seconds, 1) for _, seconds in runs])
 
-    def _runs(self, k: int) -> Sequence[Generation | ServedGeneration]:
+    def _runs(self, k: int) -> Runs:
         return self.speculative[k] if k else self.baseline
 
     def generations(self, k: int) -> list[Generation]:
@@ -446,11 +418,9 @@ class Score(FileModel):
         return [g for g in self._runs(k) if isinstance(g, Generation)]
 
     def acceptance(self, k: int) -> AcceptanceMetrics:
-        return (
-            self.counters[k].acceptance
-            if k in self.counters
-            else count_acceptance(self.generations(k), k)
-        )
+        if k in self.counters:
+            return self.counters[k].acceptance
+        return count_acceptance(self.generations(k), k)
 
     def tokens_per_pass(self, k: int) -> float:
         """Return the mean number of tokens per target pass after the prefill.
@@ -497,12 +467,8 @@ class Score(FileModel):
 
         The time of a stalled pass was replaced by the median of similar passes. If servers decoded, both numbers are 0.
         """
-        stalled = passes = 0
-        for generation in chain.from_iterable(self._arms):
-            if isinstance(generation, Generation):
-                stalled += generation.stalled_passes
-                passes += 1 + len(generation.drafted)
-        return stalled, passes
+        runs = [g for g in chain.from_iterable(self._arms) if isinstance(g, Generation)]
+        return sum(g.stalled_passes for g in runs), sum(1 + len(g.drafted) for g in runs)
 
     @property
     def uneven_prompts(self) -> tuple[int, float]:
@@ -512,9 +478,7 @@ class Score(FileModel):
         by _prefill_spreads if that is larger. The times of a prompt are uneven if its ratio is above UNEVEN.
         """
         arms = [repeats_by_prompt(runs, lambda g: g.request) for runs in self._arms]
-        worst = [
-            max(map(intervals.slowest_over_fastest, repeats)) for repeats in zip(*arms, strict=True)
-        ]
+        worst = [max(map(intervals.slowest_over_fastest, each)) for each in zip(*arms, strict=True)]
         worst = list(map(max, worst, self._prefill_spreads() or worst))
         return sum(ratio > UNEVEN for ratio in worst), max(worst)
 
@@ -566,11 +530,9 @@ class Score(FileModel):
 
         If one of the times is unknown, return None.
         """
-        return (
-            self.draft_ms / self.target.latency[0].median_ms
-            if self.draft_ms and self.target.latency
-            else None
-        )
+        if not self.draft_ms or not self.target.latency:
+            return None
+        return self.draft_ms / self.target.latency[0].median_ms
 
     def implied_speedup(self, k: int) -> float | None:
         """Return the TPOT speed-up that follows from tokens per pass and the latencies of single passes.
@@ -638,27 +600,22 @@ class Score(FileModel):
                 f"Cannot tell whether the draft helps, because {doubt}; measure again on a machine without "
                 "other work. Measured"
             )
-        changed = "The output differs from the target's own. " if self.output_differs else ""
-        over = (
-            f" over the target alone with {self.baseline_weights} weights"
-            if self.other_plain
-            else ""
-        )
-        return (
-            f"{changed}{opening}: {gain.as_speedup()} in whole requests at K = {self.best_k}{over}"
-        )
+        text = f"{opening}: {gain.as_speedup()} in whole requests at K = {self.best_k}"
+        if self.output_differs:
+            text = f"The output differs from the target's own. {text}"
+        if self.other_plain:
+            text += f" over the target alone with {self.baseline_weights} weights"
+        return text
 
     def verdict(self) -> str:
         """Return text about the gain of the draft, and about the phase of a step that takes the most time."""
         k, said = self.best_k, [f"{self.headline()}."]
         tpot, implied = self.best_k_tpot_speedup, self.implied_speedup(k)
         if tpot is not None:
-            implies = (
-                ""
-                if implied is None
-                else f" (by latencies and acceptance it should be {implied:.2f}x)"
-            )
-            said.append(f"TPOT, the time per token after the first: {tpot.as_speedup()}{implies}.")
+            text = f"TPOT, the time per token after the first: {tpot.as_speedup()}"
+            if implied is not None:
+                text += f" (by latencies and acceptance it should be {implied:.2f}x)"
+            said.append(f"{text}.")
         with_draft, alone = self.ttft_ms(k), self.ttft_ms(0)
         if with_draft is not None and alone is not None:
             said.append(

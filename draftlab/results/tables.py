@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -13,17 +14,6 @@ from rich.text import Text
 from draftlab.intervals import Interval
 from draftlab.model.shape import Shape, format_count
 from draftlab.trust import printable
-
-SHAPE_HEADS = (
-    "layers\nx width",
-    "heads",
-    "ffn",
-    "para-\nmeters",
-    "in\nlayers",
-    "embed-\ndings",
-    "KV bytes\nper token",
-    "MFLOP\nper token",
-)
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -63,11 +53,11 @@ class Table:
 
         records: Mappings from the head of a column to a cell.
         """
-        heads: dict[str, bool] = {}  # column head -> whether any record has content there
+        filled: set[str] = set()  # heads of columns with content
         for record in records:
-            for head, cell in record.items():
-                heads[head] = heads.get(head, False) or cell not in EMPTY
-        shown = [head for head, filled in heads.items() if filled]
+            filled.update(head for head, cell in record.items() if cell not in EMPTY)
+        heads = dict.fromkeys(chain.from_iterable(records))
+        shown = [head for head in heads if head in filled]
         rows = []
         for record in records:
             rows.append([record.get(head) or "–" for head in shown])
@@ -125,27 +115,29 @@ def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> Termi
 
     latency_ms: Predicted milliseconds of a one-token pass for each shape, or {} without a latency law.
     """
-    rows = []
+    records = []
     for name, shape in shapes.items():
-        cells = [
-            name,
-            f"{shape.heads}/{shape.kv_heads}",
-            str(shape.ffn),
-            format_count(shape.params()),
-        ]
-        cells += [
-            format_count(shape.body_params()),
-            f"{1 - shape.body_params() / shape.params():.0%}",
-        ]
-        cells += [f"{shape.kv_bytes_per_token():,}", f"{shape.flops_per_token(0) / 1e6:,.1f}"]
-        rows.append(cells + ([f"{latency_ms[name]:.3g}"] if latency_ms else []))
-    table = terminal_table([*SHAPE_HEADS, *(["ms, pre-\ndicted"] if latency_ms else [])], rows)
-    table.caption = Text(
+        whole, body = shape.params(), shape.body_params()
+        record = {
+            "layers\nx width": name,
+            "heads": f"{shape.heads}/{shape.kv_heads}",
+            "ffn": str(shape.ffn),
+            "para-\nmeters": format_count(whole),
+            "in\nlayers": format_count(body),
+            "embed-\ndings": f"{1 - body / whole:.0%}",
+            "KV bytes\nper token": f"{shape.kv_bytes_per_token():,}",
+            "MFLOP\nper token": f"{shape.flops_per_token(0) / 1e6:,.1f}",
+        }
+        if latency_ms:
+            record["ms, pre-\ndicted"] = f"{latency_ms[name]:.3g}"
+        records.append(record)
+    caption = (
         "heads: query heads/KV heads. embeddings: share of the parameters that are in the embedding, lm_head and last "
         "norm. The KV cache is in bf16."
-        + (" ms: time of a one-token pass, by the latency law." if latency_ms else "")
     )
-    return table
+    if latency_ms:
+        caption += " ms: time of a one-token pass, by the latency law."
+    return Table.of(records, title="", caption=caption).terminal()
 
 
 def three_digits(value: float) -> str:

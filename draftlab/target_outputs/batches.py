@@ -42,10 +42,7 @@ def open_stored(
         )
     heldout_size = finished_manifest(directory / HELDOUT).sequences
     heldout = StoredBatches(directory / HELDOUT, heldout_size, temperature).batch(0)
-    counted = [ids[1:][mask > 0] for ids, mask in zip(heldout.ids, heldout.mask, strict=True)]
-    text = checkpoint.load_tokenizer(draft).batch_decode(counted, skip_special_tokens=True)
-    bytes_per_token = sum(len(t.encode()) for t in text) / float(heldout.mask.sum())
-    return batches, HeldOut(heldout.split(batch_size), bytes_per_token)
+    return batches, HeldOut.of_counted(heldout, checkpoint.load_tokenizer(draft), batch_size)
 
 
 class StoredBatches:

@@ -5,11 +5,11 @@ A log has one JSON line per request, with the target's top log-probabilities (do
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -22,14 +22,12 @@ from draftlab.output import Output
 from draftlab.prompts import Prompt, Prompts
 from draftlab.reading import parse_json, read_lines, reading
 from draftlab.sampling import SamplingParams
-from draftlab.servers import kinds
 from draftlab.servers.kinds import ServedCompletion, TokenId, completion, top_k
 from draftlab.target_outputs.outputs import TEMPERATURES, TargetOutput, split
-from draftlab.target_outputs.store import ABOVE_ZERO, Manifest, vocabulary_sha256, write_store
+from draftlab.target_outputs.store import Manifest, vocabulary_sha256, write_store
 from draftlab.target_outputs.targets import ServedTarget, Target, outputs_of
 
 HELD_OUT = 12  # every 12th line of a log is held out
-Logprob = Annotated[kinds.Logprob, Field(le=ABOVE_ZERO)]
 
 
 class _Line(ServedCompletion):
@@ -39,22 +37,21 @@ class _Line(ServedCompletion):
 
     # a prompt has at least one token, such as bos
     prompt_ids: list[TokenId] = Field(min_length=1)
-    logprobs: list[Logprob]
-    top_logprobs: list[list[Logprob]]
 
     @model_validator(mode="after")
     def _has_a_list_for_each_token(self) -> "_Line":
         if len(self.top_ids) < len(self.ids) or not all(self.top_ids):
             raise ValueError("a token of ids has no list in top_ids, or an empty list")
-        if "finish_reason" in self.model_fields_set:
-            raise ValueError("finish_reason is not a key of a server log; remove it")
         return self
 
-    def completion(self) -> ServedCompletion:
-        """Return the request as a completion, with each list sorted by probability, the most probable token first."""
-        rows = zip(self.top_ids, self.top_logprobs, strict=True)
+    def completion(self, most: int | None = None) -> ServedCompletion:
+        """Return the request as a completion, with each list sorted by probability, the most probable token first.
+
+        most: Number of generated tokens to which the completion is cut.
+        """
+        rows = zip(self.top_ids[:most], self.top_logprobs[:most], strict=True)
         tops = [top_k(zip(*row, strict=True), len(row[0])) for row in rows]
-        return completion(self.prompt_ids, (self.ids, None), self.logprobs, tops)
+        return completion(self.prompt_ids, (self.ids[:most], None), self.logprobs[:most], tops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +65,7 @@ class ServerLog:
     vocab: int
     seq_len: int
     top_logprobs: int
-    starts: list[tuple[int, int]]  # number and first byte of each line
+    starts: list[int]  # first byte of each line
 
     @classmethod
     def open(cls, path: Path, *, vocab: int, seq_len: int, top_logprobs: int) -> "ServerLog":
@@ -80,36 +77,35 @@ class ServerLog:
         Raises:
             UserError: There is no such file, a line is invalid, or fewer than two lines are usable.
         """
-        starts, shortest, empty = [], (top_logprobs, 0), 0
+        starts: list[int] = []
+        shortest, left_out = top_logprobs, 0
         for number, start, text in read_lines(path):
             line = _checked(text, f"{path}:{number}", vocab)
-            if not line.ids or len(line.prompt_ids) > seq_len:
-                empty += 1
-                continue
-            starts.append((number, start))
-            shortest = min(
-                shortest, (min(map(len, line.top_ids)), number), key=lambda pair: pair[0]
-            )
-        if empty:
+            if line.ids and len(line.prompt_ids) <= seq_len:
+                starts.append(start)
+                shortest = min(shortest, *map(len, line.top_ids))
+            else:
+                left_out += 1
+        if left_out:
             note(
-                f"{path}: {empty} lines are left out, because they have no generated tokens, or a prompt of more than "
-                f"{seq_len} tokens (--seq-len)"
+                f"{path}: {left_out} lines are left out, because they have no generated tokens, or a prompt of more "
+                f"than {seq_len} tokens (--seq-len)"
             )
         if len(starts) < 2:
             raise UserError(
                 f"{path} has {len(starts)} usable lines, but needs 2 or more, because at least 1 is held out; add lines"
             )
-        if shortest[0] < top_logprobs:
+        if shortest < top_logprobs:
             note(
-                f"{path}: only {shortest[0]} tokens per list are stored, not {top_logprobs}, because line "
-                f"{shortest[1]} lists no more"
+                f"{path}: only {shortest} tokens per list are stored, not {top_logprobs}, because the shortest list "
+                "has no more"
             )
-        return cls(path=path, vocab=vocab, seq_len=seq_len, top_logprobs=shortest[0], starts=starts)
+        return cls(path=path, vocab=vocab, seq_len=seq_len, top_logprobs=shortest, starts=starts)
 
-    def split(self, most: int) -> tuple[list[int], list[int]]:
-        """Return the indices of the lines to train on, and the indices of up to `most` lines to hold out."""
+    def split(self) -> tuple[list[int], list[int]]:
+        """Return the indices of the lines to train on, and of up to HELDOUT_SEQUENCES lines to hold out."""
         every = range(len(self.starts))
-        heldout = list(every[HELD_OUT - 1 :: HELD_OUT][:most]) or [every[-1]]
+        heldout = list(every[HELD_OUT - 1 :: HELD_OUT][:HELDOUT_SEQUENCES]) or [every[-1]]
         return sorted(set(every) - set(heldout)), heldout
 
     def outputs(self, which: Sequence[int]) -> list[TargetOutput]:
@@ -119,17 +115,11 @@ class ServerLog:
         """
         written = []
         with self.path.open("rb") as stream:
-            for _, start in (self.starts[i] for i in which):
-                stream.seek(start)
-                written.append(self._cut(_Line.model_validate_json(stream.readline()).completion()))
+            for i in which:
+                stream.seek(self.starts[i])
+                line = _Line.model_validate_json(stream.readline())
+                written.append(line.completion(self.seq_len + 1 - len(line.prompt_ids)))
         return outputs_of(written, which, self.top_logprobs)
-
-    def _cut(self, w: ServedCompletion) -> ServedCompletion:
-        n = self.seq_len + 1 - len(w.prompt_ids)
-        cut = {
-            name: getattr(w, name)[:n] for name in ("ids", "logprobs", "top_ids", "top_logprobs")
-        }
-        return w.model_copy(update=cut)
 
 
 def _checked(text: bytes, where: str, vocab: int) -> _Line:
@@ -151,9 +141,8 @@ DISTILL_SHARD, REPLAY_SHARD = 256, 32  # sequences per shard; a kill loses at mo
 DISTILL_BATCH, REPLAY_BATCH = 64, 16  # prompts decoded together
 DISTILL_TOP_LOGPROBS = 64
 HELDOUT_SEQUENCES = 64
-LEAST_PROMPTS = (
-    10  # at most one prompt in ten is held out, so of fewer prompts no prompt could be held out
-)
+# at most one prompt in ten is held out, so of fewer prompts no prompt could be held out
+LEAST_PROMPTS = 10
 Use = Literal["distill", "replay"]
 
 
@@ -180,23 +169,17 @@ class Rows:
 
         k: Number of most probable tokens to store at each position.
         """
-        tokenizer, loss_on = (
-            checkpoint.load_tokenizer(target.directory),
-            loss_on_of(self.data, None),
+        tokenizer = checkpoint.load_tokenizer(target.directory)
+        loss_on = loss_on_of(self.data, None)
+        batches = open_batches(
+            self.data,
+            tokenizer,
+            rows=DISTILL_SHARD,
+            seq_len=self.seq_len,
+            steps=-(-self.count // DISTILL_SHARD),
+            seed=self.seed,
+            loss_on=loss_on,
         )
-
-        @functools.cache
-        def batches() -> Callable[[int], Batch]:
-            steps = -(-self.count // DISTILL_SHARD)
-            return open_batches(
-                self.data,
-                tokenizer,
-                rows=DISTILL_SHARD,
-                seq_len=self.seq_len,
-                steps=steps,
-                seed=self.seed,
-                loss_on=loss_on,
-            ).batch
 
         def outputs(batch: Batch, first: int) -> list[TargetOutput]:
             if self.sampling is None:
@@ -206,7 +189,7 @@ class Rows:
 
         def shard(number: int) -> list[TargetOutput]:
             first = number * DISTILL_SHARD
-            return outputs(batches()(number).rows(slice(0, self.count - first)), first)
+            return outputs(batches.batch(number).rows(slice(0, self.count - first)), first)
 
         def heldout() -> list[TargetOutput]:
             windows = open_heldout(
@@ -225,7 +208,6 @@ class Rows:
             text="data" if self.sampling is None else "target",
             data=self.data,
             loss_on=loss_on,
-            data_sha256=None,
             prompt_tokens=self.prompt_tokens,
             sampling=self.sampling,
             top_logprobs=k,
@@ -260,11 +242,13 @@ class TargetAnswers:
         Raises:
             UserError: There are fewer than LEAST_PROMPTS prompts, or k is 0.
         """
-        if self.use == "distill" and not k:
+        if self.use == "replay":
+            return
+        if not k:
             raise UserError(
                 "--top-logprobs 0 stores no probabilities to distil from; use 1 or more, or --use replay"
             )
-        if self.use == "distill" and self.prompts.requests < LEAST_PROMPTS:
+        if self.prompts.requests < LEAST_PROMPTS:
             few = f"{self.prompts.source}: {self.prompts.requests} prompts are too few"
             raise UserError(
                 f"{few} to distil on, because some prompts are held out; give {LEAST_PROMPTS} prompts or more"
@@ -281,14 +265,13 @@ class TargetAnswers:
         self.check(k)
         prompts = self._with_all_turns(target)
         target.check_length(prompts.longest, self.sampling.max_tokens)
-        order = sorted(range(len(prompts.rows)), key=lambda i: -len(prompts.rows[i].ids))
-        size, apart = REPLAY_SHARD, 0
+        written = sorted(range(len(prompts.rows)), key=lambda i: -len(prompts.rows[i].ids))
+        size, heldout = REPLAY_SHARD, list[int]()
         if self.use == "distill":
-            size, apart = DISTILL_SHARD, min(HELDOUT_SEQUENCES, len(prompts.rows) // LEAST_PROMPTS)
-            random.Random(self.seed).shuffle(order)
-        heldout = _whole_conversations(prompts, order[:apart])
-        set_aside = set(heldout)
-        written = [number for number in order if number not in set_aside]
+            size, apart = DISTILL_SHARD, min(HELDOUT_SEQUENCES, len(written) // LEAST_PROMPTS)
+            random.Random(self.seed).shuffle(written)
+            heldout = _whole_conversations(prompts, written[:apart])
+            written = [number for number in written if number not in heldout]
 
         def answers(numbers: Sequence[int]) -> list[TargetOutput]:
             return target.generate([prompts.rows[i] for i in numbers], numbers, self.sampling, k)
@@ -306,11 +289,10 @@ class TargetAnswers:
             categories=prompts.categories,
             sampling=self.sampling,
             top_logprobs=k,
-            seq_len=None,
             seed=self.seed,
             planned=len(written),
         )
-        held_out = functools.partial(answers, heldout) if apart else None
+        held_out = functools.partial(answers, heldout) if heldout else None
         return write_store(out, manifest, shard, tokenizer=target.directory, heldout=held_out)
 
     def _with_all_turns(self, target: Target) -> Prompts:
@@ -345,25 +327,23 @@ def build(
     if isinstance(text, Rows):
         output.check_space(text.tokens * bytes_per_token(text, k, served), "the outputs")
     manifest = text.write(output.out, target, k)
-    about = {"server": target.describe()} if isinstance(target, ServedTarget) else {}
-    output.record(
-        output.out,
-        [*([] if served else [target.directory]), *inputs],
-        tokens=manifest.tokens,
-        **about,
-    )
+    if isinstance(target, ServedTarget):
+        output.record(output.out, inputs, tokens=manifest.tokens, server=target.describe())
+    else:
+        output.record(output.out, [target.directory, *inputs], tokens=manifest.tokens)
     return manifest
 
 
 def bytes_per_token(text: Rows | TargetAnswers, k: int, served: bool) -> int:
     """Return the bytes stored for a token: its id, the log-probability of a sampled token, and the list of k tokens."""
+    size = 4 if text.sampling is None else 8
     temperatures = 1 if served else len(TEMPERATURES)
-    return 4 + (0 if text.sampling is None else 4) + (6 * k + 6 + 4 * temperatures if k else 0)
+    return size + 6 * k + 6 + 4 * temperatures if k else size
 
 
 def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
     """Write a store of the sequences in a server's log. directory: Checkpoint or tokenizer of the server's model."""
-    trained, heldout = log.split(HELDOUT_SEQUENCES)
+    trained, heldout = log.split()
     manifest = Manifest(
         source="log",
         target=hub.checkpoint_name(directory),
@@ -375,8 +355,6 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
         text="target",
         data=log.path.name,
         data_sha256=provenance.file_sha256(log.path),
-        prompt_tokens=None,
-        sampling=None,
         logprobs="raw",
         top_logprobs=log.top_logprobs,
         temperatures=(1.0,),
@@ -398,9 +376,9 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
 
 def _whole_conversations(prompts: Prompts, numbers: list[int]) -> list[int]:
     """Return the prompt numbers `numbers`, followed by the numbers of all other turns in the same conversations."""
-    talks, already = [prompt.conversation for prompt in prompts.rows], set(numbers)
-    chosen = {talks[number] for number in numbers}
-    return numbers + [i for i, talk in enumerate(talks) if talk in chosen and i not in already]
+    chosen = {prompts.rows[number].conversation for number in numbers}
+    talks = [i for i, prompt in enumerate(prompts.rows) if prompt.conversation in chosen]
+    return numbers + [i for i in talks if i not in numbers]
 
 
 def _manifest(target: Target, *, sampling: SamplingParams | None, **facts: Any) -> Manifest:

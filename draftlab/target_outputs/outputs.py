@@ -13,13 +13,8 @@ import numpy as np
 from draftlab.data import Batch
 from draftlab.sampling import FinishReason
 
-TEMPERATURES = (
-    0.6,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-)  # distillation temperatures; their log-normalisers are stored
+# distillation temperatures; their log-normalisers are stored
+TEMPERATURES = (0.6, 0.8, 1.0, 1.5, 2.0)
 # Largest difference, in nats, between a token's log-probability and its entry in the list of the same server answer.
 # The probabilities in a list may sum to at most 1 + ROUNDING.
 ROUNDING = 0.01
@@ -36,16 +31,8 @@ class StoredLogprobs:
     logprobs: np.ndarray  # [n, k], never renormalised
     rest: np.ndarray  # [n] log-probability of all other tokens together
     token: np.ndarray  # [n] log-probability of the token that follows in the text
-    normalizers: (
-        np.ndarray
-    )  # [n, temperatures]; at temperature t, the log-probability is logprob / t - normalizer
-
-    @classmethod
-    def empty(cls, k: int, temperatures: int) -> "StoredLogprobs":
-        shapes = ((0, k), (0, k), (0,), (0,), (0, temperatures))
-        return cls(
-            np.empty(shapes[0], np.int64), *(np.empty(shape, np.float32) for shape in shapes[1:])
-        )
+    # [n, temperatures]; at temperature t, the log-probability is logprob / t - normalizer
+    normalizers: np.ndarray
 
     @classmethod
     def joined(cls, parts: "Sequence[StoredLogprobs]") -> "StoredLogprobs":
@@ -67,9 +54,8 @@ class StoredLogprobs:
         Raises:
             ValueError: Probabilities sum to more than 1, or a next token's log-probability contradicts the list.
         """
-        logprobs, token_logprobs = (
-            np.maximum(values, LEAST_LOGPROB) for values in (logprobs, token_logprobs)
-        )
+        logprobs = np.maximum(logprobs, LEAST_LOGPROB)
+        token_logprobs = np.maximum(token_logprobs, LEAST_LOGPROB)
         total = np.exp(logprobs.astype(np.float64)).sum(1).max(initial=0.0)
         if total > 1 + ROUNDING:
             raise ValueError(f"the listed probabilities sum to {total:.3f}, more than 1")
@@ -142,10 +128,8 @@ def padded(outputs: Sequence[TargetOutput], seq_len: int | None = None) -> Batch
     output has `counted`, the mask selects only the tokens where it is True.
     """
     width = max(map(len, outputs)) if seq_len is None else seq_len + 1
-    ids, mask = (
-        np.zeros((len(outputs), width), np.int64),
-        np.zeros((len(outputs), width - 1), np.float32),
-    )
+    ids = np.zeros((len(outputs), width), np.int64)
+    mask = np.zeros((len(outputs), width - 1), np.float32)
     for row, counted, output in zip(ids, mask, outputs, strict=True):
         whole = np.concatenate([output.prompt, output.ids])[:width]
         row[: len(whole)] = whole
@@ -161,14 +145,13 @@ def split(batch: Batch, top: StoredLogprobs, first: int) -> list[TargetOutput]:
 
     top: The most probable tokens at all positions in the mask, row by row.
     """
-    outputs, parts = [], top.parts(batch.mask.sum(1))
-    for i, (row, mask, length, part) in enumerate(
-        zip(batch.ids, batch.mask > 0, batch.lengths, parts, strict=True)
-    ):
+    outputs = []
+    rows = zip(batch.ids, batch.mask > 0, batch.lengths, top.parts(batch.mask.sum(1)), strict=True)
+    for number, (row, mask, length, part) in enumerate(rows, first):
         counted = mask[:length]
         outputs.append(
             TargetOutput(
-                number=first + i,
+                number=number,
                 prompt=row[:1],
                 ids=row[1 : length + 1],
                 top=part,

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeInt
 
 from draftlab import provenance
 from draftlab.acceptance import expected
@@ -74,8 +74,6 @@ class ReplayContext:
 
 FILE = "replay.json"
 Rule = Literal["rejection", "match"]
-
-
 Chance = Annotated[float, Field(ge=0, le=1.001)]  # a probability, which rounding may lift above 1
 
 
@@ -127,16 +125,6 @@ class Replay(FileModel):
     command: str
     versions: dict[str, str]
     created: str
-
-    @model_validator(mode="after")
-    def _has_a_chance_for_each_offset(self) -> "Replay":
-        self.padded()  # raises ValueError where lists differ in length
-        for text in self.texts:
-            if not self.sampling.allows(len(text.chances), text.finish_reason):
-                raise ValueError(
-                    f"text {text.number} is longer than max_tokens, or is shorter although it did not stop"
-                )
-        return self
 
     def chances(self) -> list[np.ndarray]:
         """Return the acceptance probabilities of the tokens of each text except the first token.
@@ -216,11 +204,9 @@ class Drafting:
 
     def draft_sampling(self, sampling: SamplingParams) -> SamplingParams:
         """Return the draft's sampling parameters: the target's, except for the temperature of the draft."""
-        return (
-            sampling
-            if self.temperature is None
-            else replace(sampling, temperature=self.temperature)
-        )
+        if self.temperature is None:
+            return sampling
+        return replace(sampling, temperature=self.temperature)
 
 
 def replay(
@@ -268,28 +254,23 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
         raise UserError(
             f"--drafter {spec.text} has no corpus in a replay; add data=SOURCE or outputs=STORE"
         )
-    fits = sampling.temperature == 0 or store.manifest.logprobs == "sampled"
-    fits = fits or (store.manifest.logprobs == "raw" and sampling.unmodified)
-    if (
-        drafting.rule == "rejection"
-        and drafting.draft_sampling(sampling).temperature > 0
-        and not fits
-    ):
+    logprobs = store.manifest.logprobs
+    fits = sampling.temperature == 0 or logprobs == "sampled"
+    fits = fits or (logprobs == "raw" and sampling.unmodified)
+    samples = drafting.draft_sampling(sampling).temperature > 0
+    if drafting.rule == "rejection" and samples and not fits:
         raise UserError(
             f"{store.directory} was sampled at {sampling.describe()}, but has no log-probabilities of that "
             "distribution, which --rule rejection needs; use --rule match, or build the outputs again at "
             "--temperature 1, without top_k, top_p and min_p"
         )
-    drafts = spec.paths(None, models_only=True)
-    size = (
-        common_vocabulary(drafts[0], store.vocabulary)
-        if drafts
-        else _target_vocabulary(store, spec, drafting)
-    )
+    if drafts := spec.paths(None, models_only=True):
+        named, size = drafts[0], common_vocabulary(drafts[0], store.vocabulary)
+    else:
+        named, size = drafting.target, _target_vocabulary(store, spec, drafting)
     for text in store.outputs:
         largest = max(int(text.prompt.max()), int(text.ids.max(initial=0)))
         if largest >= size:
-            named = drafts[0] if drafts else drafting.target
             raise UserError(
                 f"text {text.number} of {store.directory} has the token id {largest}, but {named} has only {size} "
                 "ids; use outputs with the same vocabulary"
@@ -301,17 +282,14 @@ def replay_draft(
     store: StoredOutputs, spec: DrafterSpec, drafting: Drafting, command: str = ""
 ) -> Replay:
     """Replay a drafter, with one pass over each text of the store."""
-    vocab, sampling, manifest = (
-        check(store, spec, drafting),
-        _target_sampling(store),
-        store.manifest,
-    )
-    draft_sampling, target = drafting.draft_sampling(sampling), drafting.target
+    vocab = check(store, spec, drafting)
+    manifest, sampling = store.manifest, _target_sampling(store)
+    draft_sampling = drafting.draft_sampling(sampling)
     with progress(f"replay {spec.name}", len(store.outputs)) as advance:
         scores = spec.acceptance(
             ReplayContext(
                 texts=[(t.prompt, t.ids) for t in store.outputs],
-                target_path=target or Path(),
+                target_path=drafting.target or Path(),
                 sampling=draft_sampling,
                 vocab=vocab,
                 most=drafting.k,
@@ -409,7 +387,8 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
     """
     target = drafting.target
     assert target is not None  # the caller locates the target for such a drafter
-    vocab, layers = common_vocabulary(target, store.vocabulary), None
+    vocab = common_vocabulary(target, store.vocabulary)
+    layers = None
     with contextlib.suppress(OtherArchitecture, Quantised):  # transformers runs the model
         layers = llama.check_supported(target).layers
     spec.check(RunFacts(target=target, layers=layers, vocab=vocab, rule=drafting.rule, draft=None))

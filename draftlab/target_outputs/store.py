@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, NonNegativeInt, PositiveInt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -24,11 +24,11 @@ from draftlab.atomic import check_free, replacing, write_atomic
 from draftlab.config.outputs import MANIFEST, check_store
 from draftlab.config.shared import LossOn
 from draftlab.console import note
-from draftlab.errors import UserError
+from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, saving
 from draftlab.reading import FileModel, read_model, reading
 from draftlab.sampling import SamplingParams
-from draftlab.target_outputs.outputs import ROUNDING, StoredLogprobs, TargetOutput
+from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
 from draftlab.trust import folder_name
 
 LOOP = 0.5  # a text with a smaller fraction of distinct 4-grams is mostly a repetition loop
@@ -49,7 +49,6 @@ def distinct_4grams(texts: Sequence[Sequence[int]]) -> float:
 
 HELDOUT = "heldout"
 OFF_ONE = 0.02  # rounding to fp16 may move the sum of probabilities this far from 1
-ABOVE_ZERO = 1e-3  # nats by which rounding may raise a log-probability above 0
 Logprobs = Literal["sampled", "raw", "none"]
 TOP: dict[str, type] = {  # arrays of StoredLogprobs in a shard, in the order of its fields
     "top_ids": np.uint32,
@@ -79,7 +78,7 @@ class TargetInfo(FileModel):
     source: str  # "draftlab", the server's kind and version, or "log"
     target: FolderName
     target_sha256: str | None  # None if the weights were on a server
-    vocab: int = Field(ge=1, le=1 << 24)  # number of ids; further logits are padding
+    vocab: PositiveInt  # number of ids; further logits are padding
     dtype: str
     batch_size: int  # prompts decoded per batch, which affects rounding in half precision
     logprobs: Logprobs
@@ -94,16 +93,16 @@ class Manifest(TargetInfo):
     text: Literal["data", "target"]
     data: str
     chat: bool = False  # whether prompts are in the tokenizer's chat template
-    data_sha256: str | None
+    data_sha256: str | None = None
     # which tokens of conversations to train on; only these have lists of most probable tokens
     loss_on: LossOn | None = None
-    prompt_tokens: int | None  # number of tokens to which prompts were cut
+    prompt_tokens: int | None = None  # number of tokens to which prompts were cut
     categories: tuple[str, ...] = ("",)
     # None if the target did not write the text, or if its sampling is unknown
-    sampling: SamplingParams | None
-    top_logprobs: int = Field(ge=0, le=1 << 24)
+    sampling: SamplingParams | None = None
+    top_logprobs: NonNegativeInt
     # length of rows in distillation; None: the length of the longest sequence
-    seq_len: PositiveInt | None
+    seq_len: PositiveInt | None = None
     seed: int
     planned: PositiveInt  # number of sequences in the finished store
     versions: dict[str, str]
@@ -157,27 +156,27 @@ def write_store(
     manifest = _claim(out, manifest)
     if manifest.finished:
         return manifest
-    begin = heldout is not None and not (out / HELDOUT / MANIFEST).exists()
     # run the target before anything is written, so that a failure leaves no files
-    outputs = heldout() if heldout is not None and begin else shard(len(manifest.shards))
+    apart = None
+    if heldout is not None and not (out / HELDOUT / MANIFEST).exists():
+        apart = heldout()
+    outputs = shard(len(manifest.shards))
     try:
         _write_manifest(out, manifest)
         _copy_vocabulary(out / manifest.target, tokenizer)
-        if begin:
-            small = manifest.model_copy(update={"planned": len(outputs), "shards": ()})
-            _add_shard(out / HELDOUT, small, outputs)
-            outputs = shard(len(manifest.shards))
+        if apart is not None:
+            small = manifest.model_copy(update={"planned": len(apart), "shards": ()})
+            _add_shard(out / HELDOUT, small, apart)
         while True:
             manifest = _add_shard(out, manifest, outputs)
             note(
                 f"stored {manifest.sequences:,} of {manifest.planned:,} sequences, {manifest.tokens:,} tokens"
             )
             if manifest.finished:
-                break
+                return manifest
             outputs = shard(len(manifest.shards))
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {out}: {' '.join(str(error).split())[:200]}") from error
-    return manifest
+        raise UserError(f"cannot write {out}: {one_line(error)}") from error
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -224,15 +223,15 @@ def _all(directory: Path, manifest: Manifest) -> Iterator[TargetOutput]:
 
 def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetOutput]:
     """Return the outputs in a shard. Raises UserError: the shard is missing or damaged, or has impossible values."""
-    file, shard = directory / _shard_name(number), manifest.shards[number]
+    file = directory / _shard_name(number)
     with reading(file):
-        if provenance.file_sha256(file) != shard.sha256:
+        if provenance.file_sha256(file) != manifest.shards[number].sha256:
             raise UserError(
                 f"{file} is corrupt: its checksum differs from the checksum in the manifest; remove the store and "
                 "build it again"
             )
         arrays = load_file(file)
-        _check(arrays, manifest, shard)
+        _check(arrays, manifest)
         return _outputs(arrays, manifest)
 
 
@@ -242,12 +241,10 @@ def describe(directory: Path) -> dict[str, object]:
     if not manifest.finished or manifest.text == "data":
         return {}
     outputs = read_store(directory).outputs
+    lengths = [len(o.prompt) for o in outputs]
     return {
         "categories": dict(sorted(Counter(o.category for o in outputs if o.category).items())),
-        "prompt_lengths": [
-            min(len(o.prompt) for o in outputs),
-            max(len(o.prompt) for o in outputs),
-        ],
+        "prompt_lengths": [min(lengths), max(lengths)],
         "stopped_at_eos": sum(o.finish_reason == "stop" for o in outputs),
         "degenerate_texts": sum(distinct_4grams([o.ids.tolist()]) < LOOP for o in outputs),
     }
@@ -281,14 +278,14 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
         return manifest
     existing = read_manifest(out)
     new, old = (
-        json.loads(m.model_dump_json(exclude={"shards", "versions"})) for m in (manifest, existing)
+        m.model_dump(mode="json", exclude={"shards", "versions"}) for m in (manifest, existing)
     )
-    differing = next((name for name in new if new[name] != old[name]), None)
-    if differing is not None:
-        raise UserError(
-            f"{out} has outputs of another build, with {differing} = {_short(old[differing])} instead of "
-            f"{_short(new[differing])}; choose another --out, or remove that directory"
-        )
+    for name, value in new.items():
+        if value != old[name]:
+            raise UserError(
+                f"{out} has outputs of another build, with {name} = {one_line(repr(old[name]), 60)} instead of "
+                f"{one_line(repr(value), 60)}; choose another --out, or remove that directory"
+            )
     # left by a build that was killed while safetensors wrote a shard
     for left in out.rglob(".tmp*"):
         left.unlink()
@@ -299,13 +296,12 @@ def _add_shard(out: Path, manifest: Manifest, outputs: Sequence[TargetOutput]) -
     name = _shard_name(len(manifest.shards))
     out.mkdir(parents=True, exist_ok=True)
     arrays = _arrays(outputs, manifest)
+    with reading(f"the output of {manifest.target} cannot be stored"):
+        _check(arrays, manifest)
     with replacing(out / name) as part:
         save_file(arrays, part)
-        shard = Shard(
-            sequences=len(outputs), tokens=len(arrays["ids"]), sha256=provenance.file_sha256(part)
-        )
-        with reading(f"the output of {manifest.target} cannot be stored"):
-            _check(arrays, manifest, shard)
+        sha256 = provenance.file_sha256(part)
+    shard = Shard(sequences=len(outputs), tokens=len(arrays["ids"]), sha256=sha256)
     grown = manifest.model_copy(update={"shards": (*manifest.shards, shard)})
     _write_manifest(out, grown)
     return grown
@@ -377,10 +373,8 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
         )
     outputs = []
     for i, prompt in enumerate(prompts):
-        part, lists = (
-            slice(int(bounds[i]), int(bounds[i + 1])),
-            slice(int(listed[i]), int(listed[i + 1])),
-        )
+        part = slice(int(bounds[i]), int(bounds[i + 1]))
+        lists = slice(int(listed[i]), int(listed[i + 1]))
         outputs.append(
             TargetOutput(
                 number=int(arrays["number"][i]),
@@ -396,43 +390,12 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
     return outputs
 
 
-def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -> None:
-    """Check the arrays of a shard. Raises ValueError: they do not fit the manifest, or have impossible values."""
-    n, tokens, counted = shard.sequences, shard.tokens, arrays.get("counted")
-    expected: dict[str, tuple[type, tuple[int, ...]]] = {
-        "number": (np.int64, (n,)),
-        "category": (np.uint16, (n,)),
-        "stopped": (np.uint8, (n,)),
-        "prompt_offsets": (np.int64, (n + 1,)),
-        "prompt_ids": (np.uint32, (int(arrays["prompt_offsets"][-1]),)),
-        "offsets": (np.int64, (n + 1,)),
-        "ids": (np.uint32, (tokens,)),
-    }
-    if counted is not None:
-        expected["counted"] = (np.uint8, (tokens,))
-    if manifest.logprobs != "none":
-        expected["logprobs"] = (np.float32, (tokens,))
-    if manifest.top_logprobs:
-        listed = tokens if counted is None else int(np.count_nonzero(counted))
-        k, temperatures = manifest.top_logprobs, len(manifest.temperatures)
-        shapes = ((listed, k), (listed, k), (listed,), (listed,), (listed, temperatures))
-        expected |= {name: (TOP[name], shape) for name, shape in zip(TOP, shapes, strict=True)}
-    for name, (dtype, shape) in expected.items():
-        if name not in arrays or arrays[name].dtype != dtype or arrays[name].shape != shape:
-            raise ValueError(
-                f"the array {name} is missing or does not fit {MANIFEST}; remove the store and build it again"
-            )
-    for name, end, least in (("prompt_offsets", None, 1), ("offsets", tokens, 0)):
-        at = arrays[name]
-        if at[0] != 0 or end not in (None, at[-1]) or (np.diff(at) < least).any():
-            raise ValueError(f"the array {name} must ascend from 0 to the number of tokens")
-    if (
-        manifest.prompt_tokens
-        and (np.diff(arrays["prompt_offsets"]) != manifest.prompt_tokens).any()
-    ):
-        raise ValueError(
-            f"a prompt does not have {manifest.prompt_tokens} tokens, the prompt_tokens in {MANIFEST}"
-        )
+def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest) -> None:
+    """Check the values in the arrays of a shard.
+
+    Raises:
+        ValueError: A value is impossible, or the log-probability of a token differs from the list at its position.
+    """
     if manifest.sampling is not None:
         ends = zip(np.diff(arrays["offsets"]).tolist(), arrays["stopped"].tolist(), strict=True)
         if not all(
@@ -442,50 +405,23 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, shard: Shard) -
                 f"a text is longer than max_tokens ({manifest.sampling.max_tokens}), or is shorter although it did "
                 "not stop"
             )
-    limits = {"prompt_ids": manifest.vocab, "ids": manifest.vocab, "top_ids": manifest.vocab}
-    for name, limit in (limits | {"category": len(manifest.categories), "stopped": 2}).items():
-        if name in arrays and arrays[name].max(initial=0) >= limit:
-            raise ValueError(
-                f"the array {name} has the value {arrays[name].max()}, but its values must be below {limit:,}"
-            )
     for name, values in arrays.items():
+        if name.endswith("ids") and values.max(initial=0) >= manifest.vocab:
+            raise ValueError(
+                f"the array {name} has the id {values.max()}, but ids must be below {manifest.vocab:,}"
+            )
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             raise ValueError(f"the array {name} has NaN or infinite values")
-        if name.endswith(("logprob", "logprobs")) and values.max(initial=0) > ABOVE_ZERO:
-            raise ValueError(
-                f"the array {name} has the log-probability {values.max():g}, which is above 0"
-            )
-    if arrays["number"].min() < 0 or len(np.unique(arrays["number"])) < n:
-        raise ValueError(
-            "the values of the array 'number' must be 0 or more and must not repeat; the lowest value is "
-            f"{arrays['number'].min()}"
-        )
-    if manifest.top_logprobs:
-        # sum p^(1/t) lies between 1 (one token is certain) and V^(1 - 1/t) (all tokens are equally probable)
-        largest = (
-            np.abs(1 - 1 / np.array(manifest.temperatures)) * np.log(manifest.vocab) + ROUNDING
-        )
-        if (np.abs(arrays["normalizers"]) > largest).any():
-            raise ValueError(
-                "the array normalizers has values that no distribution over this vocabulary can give"
-            )
-        if (np.diff(arrays["top_logprobs"].astype(np.float32)) > 0).any():
-            raise ValueError("a list in the array top_logprobs is not in descending order")
-        if (np.diff(np.sort(arrays["top_ids"])) == 0).any():
-            raise ValueError("the array top_ids has an id twice at the same position")
-        total = np.exp(arrays["top_logprobs"].astype(np.float64)).sum(1)
-        total += np.exp(arrays["rest_logprob"].astype(np.float64))
-        if (np.abs(total - 1) > OFF_ONE).any():
-            worst = total[np.abs(total - 1).argmax()]
-            raise ValueError(
-                f"the probabilities of top_logprobs and rest_logprob add up to {worst:g}, not 1"
-            )
-        _check_alignment(arrays)
-
-
-def _check_alignment(arrays: Mapping[str, np.ndarray]) -> None:
-    """Check that the log-probability of each token agrees with the list at its position. Raises ValueError if not."""
+    if not manifest.top_logprobs:
+        return
     logprobs, token = arrays["top_logprobs"], arrays["token_logprob"]
+    total = np.exp(logprobs.astype(np.float64)).sum(1)
+    total += np.exp(arrays["rest_logprob"].astype(np.float64))
+    if (np.abs(total - 1) > OFF_ONE).any():
+        worst = total[np.abs(total - 1).argmax()]
+        raise ValueError(
+            f"the probabilities of top_logprobs and rest_logprob add up to {worst:g}, not 1"
+        )
     ids = arrays["ids"][arrays["counted"] > 0] if "counted" in arrays else arrays["ids"]
     inside = arrays["top_ids"] == ids[:, None]  # [n, k]
     matches = np.where(
@@ -500,8 +436,3 @@ def _check_alignment(arrays: Mapping[str, np.ndarray]) -> None:
 
 def _shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) < 60 else text[:56] + " ..."

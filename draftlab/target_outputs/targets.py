@@ -3,12 +3,11 @@
 R rows, T tokens, n scored tokens, k listed tokens, V vocab.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder
 from draftlab.model.tokenizer import known_ids
 from draftlab.prompts import Prompt
+from draftlab.reading import reading
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Probe, Server
 from draftlab.servers.kinds import ServedCompletion
@@ -51,37 +51,9 @@ from draftlab.target_outputs.store import (
 PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcödé\n"
 # Distance between the seeds of two calls of generate(). Within a call, each prompt's seed is 1 higher than the last.
 SEEDS = 256
-SCORED_ROWS = {
-    "cpu": 16,
-    "cuda": 256,
-}  # positions per log-softmax; on a CPU, few positions fit into its cache
+# positions per log-softmax; on a CPU, few positions fit into its cache
+CPU_ROWS, GPU_ROWS = 16, 256
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
-
-
-class Target(Protocol):
-    """A model that scores and writes text. directory: Checkpoint of the model, or only its tokenizer."""
-
-    @property
-    def directory(self) -> Path: ...
-
-    def info(self) -> TargetInfo: ...
-
-    def check_length(self, prompt: int, tokens: int) -> None:
-        """Check that a prompt of `prompt` tokens and `tokens` new tokens fit the context. Raises UserError if not."""
-        ...
-
-    def score(self, batch: Batch, k: int) -> StoredLogprobs:
-        """Return the k most probable tokens at each position in the batch's mask."""
-        ...
-
-    def generate(
-        self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
-    ) -> list[TargetOutput]:
-        """Continue the prompts. The outputs list the k most probable tokens at each position; k = 0 gives no lists.
-
-        Samples depend on the seed and on the numbers of the prompts.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -122,15 +94,16 @@ class LocalTarget:
         )
 
     def check_length(self, prompt: int, tokens: int) -> None:
+        """Check that a prompt of `prompt` tokens and `tokens` new tokens fit the context. Raises UserError if not."""
         check_context(prompt, tokens, checkpoint.max_model_len(self.directory))
 
     def score(self, batch: Batch, k: int) -> StoredLogprobs:
+        """Return the k most probable tokens at each position in the batch's mask."""
         most = max_positions(checkpoint.vocab_size(self.directory), self.memory)
+        tokens = min(most, PASS_TOKENS) if self.device.type == "cpu" else most
         scores: dict[int, StoredLogprobs] = {}
         with progress("the target scores text", len(batch.ids)) as advance:
-            for rows, part in batch.numbered_parts(
-                min(most, PASS_TOKENS) if self.device.type == "cpu" else most
-            ):
+            for rows, part in batch.numbered_parts(tokens):
                 parts = self._score(part, most, k).parts(part.mask.sum(1))
                 scores |= dict(zip(rows, parts, strict=True))
                 advance(len(scores), "sequences")
@@ -139,6 +112,10 @@ class LocalTarget:
     def generate(
         self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
     ) -> list[TargetOutput]:
+        """Continue the prompts. The outputs list the k most probable tokens at each position; k = 0 gives no lists.
+
+        Samples depend on the seed and on the numbers of the prompts.
+        """
         batching = Batching(vocab=self.vocab, batch_size=self.batch_size, memory=self.memory)
         model, texts = self.model, [p.ids for p in prompts]
         tops: dict[int, list[StoredLogprobs]] = {number: [] for number in numbers}
@@ -177,13 +154,10 @@ class LocalTarget:
         most: Largest number of positions per part.
         """
         ids, counted = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device), batch.mask > 0
-        columns = counted.any(0).nonzero()[0]
-        scores = [StoredLogprobs.empty(k, len(TEMPERATURES))]
-        if not len(columns):
-            return scores[0]
-        first, end = int(columns[0]), int(columns[-1]) + 1  # later tokens have no effect
+        first = int(counted.any(0).argmax())  # first position in the mask
+        scores: list[StoredLogprobs] = []
         # only a single row comes in several parts
-        for at, logits in logits_in_parts(self.model, ids[:, :end], first, most):
+        for at, logits in logits_in_parts(self.model, ids, first, most):
             mask = counted[:, at : at + logits.shape[1]]
             labels = batch.ids[:, 1 + at :][:, : logits.shape[1]][mask]
             chosen = logits[..., : self.vocab][torch.from_numpy(mask).to(logits.device)]
@@ -275,18 +249,18 @@ class ServedTarget:
                 check_ids(ids, self.vocab)
             if not self.probe.logprobs_mode.endswith("logits"):
                 self.server.check_logprobs(completion)
-        categories, greedy = [prompt.category for prompt in prompts], sampling.temperature == 0
         with self._consistent():
-            return outputs_of(written, numbers, k, categories=categories, greedy=greedy)
+            outputs = outputs_of(written, numbers, k, greedy=sampling.temperature == 0)
+        return [
+            replace(output, category=prompt.category)
+            for output, prompt in zip(outputs, prompts, strict=True)
+        ]
 
-    @contextlib.contextmanager
-    def _consistent(self) -> Iterator[None]:
-        try:
-            yield
-        except ValueError as error:
-            raise UserError(
-                f"{self.server.http.url} returned values that contradict each other: {error}"
-            ) from None
+    def _consistent(self) -> AbstractContextManager[None]:
+        return reading(f"{self.server.http.url} returned values that contradict each other")
+
+
+Target = LocalTarget | ServedTarget
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
@@ -296,19 +270,16 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
         logits: [n, V].
         tokens: Ids of the tokens that follow, [n].
     """
-    pieces = [StoredLogprobs.empty(k, len(TEMPERATURES))]
-    rows = SCORED_ROWS.get(logits.device.type, SCORED_ROWS["cuda"])
-    for start in range(0, len(logits), rows):
+    pieces: list[StoredLogprobs] = []
+    rows = CPU_ROWS if logits.device.type == "cpu" else GPU_ROWS
+    for start in range(0, max(1, len(logits)), rows):  # without positions, a piece of 0 rows
         log_p = torch.log_softmax(logits[start : start + rows].float(), -1).clamp_min(LEAST_LOGPROB)
         values, ids = log_p.topk(k)
         rest = log_p.scatter(1, ids, -torch.inf).logsumexp(-1).clamp_min(-80)
         own = log_p.gather(1, tokens[start : start + rows, None].to(log_p.device)).squeeze(1)
         normalizers = torch.stack([(log_p / t).logsumexp(-1) for t in TEMPERATURES], 1)
-        pieces.append(
-            StoredLogprobs(
-                *(column.cpu().numpy() for column in (ids, values, rest, own, normalizers))
-            )
-        )
+        columns = (ids, values, rest, own, normalizers)
+        pieces.append(StoredLogprobs(*(column.cpu().numpy() for column in columns)))
     return StoredLogprobs.joined(pieces)
 
 
@@ -330,28 +301,20 @@ def score_on_server(
     scored = server.prompt_logprobs(
         [batch.ids[number, : ends[number] + 1].tolist() for number in asked], k
     )
-    ids, logprobs, own = (
-        [np.empty((0, k), np.int64)],
-        [np.empty((0, k), np.float32)],
-        [np.empty(0, np.float32)],
-    )
+    empty = np.empty((0, k), np.float32)
+    rows = [(empty.astype(np.int64), empty, np.empty(0, np.float32))]
     for number, row in zip(asked, scored, strict=True):
         mask = counted[number, : ends[number]]
-        ids.append(np.array(row.top_ids, np.int64)[mask])
-        logprobs.append(np.array(row.top_logprobs, np.float32)[mask])
-        own.append(np.array(row.logprobs, np.float32)[mask])
-    top_ids = np.concatenate(ids)
-    check_ids(top_ids, vocab)
-    return top_ids, np.concatenate(logprobs), np.concatenate(own)
+        top_ids = np.array(row.top_ids, np.int64)[mask]
+        top_logprobs = np.array(row.top_logprobs, np.float32)[mask]
+        rows.append((top_ids, top_logprobs, np.array(row.logprobs, np.float32)[mask]))
+    ids, logprobs, own = map(np.concatenate, zip(*rows, strict=True))
+    check_ids(ids, vocab)
+    return ids, logprobs, own
 
 
 def outputs_of(
-    written: Sequence[ServedCompletion],
-    numbers: Sequence[int],
-    k: int,
-    *,
-    categories: Sequence[str] | None = None,
-    greedy: bool = False,
+    written: Sequence[ServedCompletion], numbers: Sequence[int], k: int, *, greedy: bool = False
 ) -> list[TargetOutput]:
     """Convert completions of a server or of its log to outputs with the first k tokens of each list.
 
@@ -362,19 +325,16 @@ def outputs_of(
         ValueError: The log-probability of a token contradicts the list at its position.
     """
     outputs: list[TargetOutput] = []
-    for i, (completion, number) in enumerate(zip(written, numbers, strict=True)):
+    for completion, number in zip(written, numbers, strict=True):
         ids, own = np.array(completion.ids, np.int64), np.array(completion.logprobs, np.float32)
         top = None
         if k:
             top_ids = np.array([row[:k] for row in completion.top_ids], np.int64).reshape(-1, k)
-            listed = np.array([row[:k] for row in completion.top_logprobs], np.float32).reshape(
-                -1, k
-            )
-            top = StoredLogprobs.of_lists(top_ids, listed, own, ids)
+            listed = np.array([row[:k] for row in completion.top_logprobs], np.float32)
+            top = StoredLogprobs.of_lists(top_ids, listed.reshape(-1, k), own, ids)
         outputs.append(
             TargetOutput(
                 number=number,
-                category="" if categories is None else categories[i],
                 prompt=np.array(completion.prompt_ids),
                 ids=ids,
                 finish_reason="stop" if completion.finish_reason == "stop" else "length",
@@ -410,12 +370,9 @@ def check_server_tokenizer(server: Server, directory: Path) -> list[int]:
             f"{server.http.url} cannot tokenize text, so its vocabulary is assumed to be that of {directory}"
         )
     elif served != ids:
-        pairs = enumerate(zip(ids, served, strict=False))
-        at = next((i for i, (a, b) in pairs if a != b), min(len(ids), len(served)))
         raise UserError(
-            f"the server's tokenizer is not that of {directory}: token {at} of a test text is "
-            f"{served[at : at + 1]} on "
-            f"the server and {ids[at : at + 1]} in {directory}; name the server's model by --target"
+            f"the server's tokenizer is not that of {directory}: they encode a test text differently; name the "
+            "server's model by --target"
         )
     return ids
 
@@ -465,7 +422,7 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
             "with the target's; build outputs with --top-logprobs 64"
         )
     order = np.random.default_rng(seed).permutation(len(store.outputs))[:SEQUENCES]
-    differences, same = [np.empty(0, np.float32)], [np.empty(0, bool)]
+    differences, same = list[np.ndarray](), list[np.ndarray]()
     for start in range(0, len(order), BATCH):
         outputs = [store.outputs[i] for i in order[start : start + BATCH]]
         stored = StoredLogprobs.joined([o.top for o in outputs if o.top is not None])

@@ -1,7 +1,6 @@
 """A ranking says what its numbers allow: paired where prompts are the same, and told apart only where that holds."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -21,16 +20,9 @@ from typed import call
 
 from draftlab.errors import UserError
 from draftlab.results.decoding import Counters, ServedGeneration
-from draftlab.results.ranking import (
-    category_rows,
-    paired_tests,
-    rank,
-    read_scores,
-    score_warnings,
-    speedup_ratio,
-)
+from draftlab.results.ranking import category_rows, rank, read_scores, score_warnings, speedup_ratio
 from draftlab.results.report import html, json_rows, ranking_table
-from draftlab.results.score import Environment, PromptRecord, Score, TaskResult
+from draftlab.results.score import Environment, PromptRecord, Score
 
 
 def at(name: str, seconds: list[float]) -> Score:
@@ -87,36 +79,6 @@ def test_drafts_of_different_targets_do_not_compare(tmp_path):
     other = change(score("b"), target=model("other", 12, 20.0, []))
     with pytest.raises(UserError):
         rank(read_scores(kept(tmp_path, score("a"), other)))
-
-
-@pytest.mark.parametrize(("won", "lost"), [(0, 0), (8, 13), (40, 40)])
-def test_p_is_mcnemars_exact_one(won, lost):
-    """Two-sided: twice the tail of a fair coin thrown for each item on which the two differ."""
-    n = won + lost
-    tail = sum(math.comb(n, i) for i in range(min(won, lost) + 1)) / 2**n
-    items = [1.0] * won + [0.0] * lost + [1.0]
-    (test,) = paired_tests([result(items)], [result([0.0] * won + [1.0] * lost + [1.0])])
-    assert test.p == pytest.approx(min(1.0, 2 * tail))
-
-
-def result(items: list[float], metric: str = "acc", better: bool = True) -> TaskResult:
-    n = len(items)
-    how = {"stderr": None, "n": n, "higher_is_better": better}
-    return TaskResult(task="t", metric=metric, value=sum(items) / n, items=items, **how)
-
-
-def test_items_are_compared_in_pairs():
-    (found,) = paired_tests([result([1, 1, 1, 0, 1, 0])], [result([1, 0, 0, 0, 0, 1])])
-    assert (found.won, found.lost, found.difference.value) == (3, 1, pytest.approx(2 / 6))
-    assert found.p == pytest.approx(0.625)
-    assert not found.significant
-    losses = [[result(items, "loss", False)] for items in ([2.0, 3.0], [2.5, 3.5])]
-    (lower,) = paired_tests(*losses)
-    assert (lower.p, lower.won, lower.significant) == (None, 2, True)
-    assert paired_tests([result([1, 0])], [result([1, 0, 1])]) == []  # other items
-    hashed = [result([1, 0]).model_copy(update={"items_sha256": name}) for name in ("a", "b")]
-    assert len(paired_tests(hashed[:1], hashed[:1])) == 1
-    assert paired_tests(hashed[:1], hashed[1:]) == []
 
 
 def test_the_command_ranks_and_keeps_the_bar(tmp_path):

@@ -135,34 +135,19 @@ def test_a_stall_in_one_repeat_is_not_the_drafts():
 def test_generations_that_do_not_add_up_are_refused():
     with pytest.raises(ValueError, match="tokens is 9, but"):
         Generation.model_validate(generation(0, [3], [3]).model_dump() | {"tokens": 9})
-    with pytest.raises(ValueError, match="same length"):
-        Generation.model_validate(generation(0, [3], [3]).model_dump() | {"drafted": [3, 3]})
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"prompts": [{"tokens": 4}]},
         {"speculative": {10**9: [generation(0, [2], [1]).model_dump()]}},
         {"speculative": {1: [generation(0, [2], [1]).model_dump()]}},
     ],
-    ids=["a prompt is missing", "a K without an end", "more drafted than K"],
+    ids=["a K without an end", "more drafted than K"],
 )
 def test_a_score_that_no_report_could_show_is_refused(changes):
     base = score().model_dump() | {"plain": [generation(0, [0], [0]).model_dump()]}
     whole = {"speculative": {2: [generation(0, [2], [1]).model_dump()]}, "prompts": []}
     Score.model_validate(base | whole)
-    runs = [generation(i, [0], [0]).model_dump() for i in range(2)]
-    if "prompts" in changes:
-        whole |= {"plain": runs, "speculative": {2: runs}}
-    with pytest.raises(ValueError, match=r"prompt 1|1000|impossible at K"):
+    with pytest.raises(ValueError, match=r"1000|impossible at K"):
         Score.model_validate(base | whole | changes)
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1e-320])
-def test_a_request_that_took_no_time_is_refused(seconds):
-    base = score().model_dump() | {"prompts": []}
-    timed = generation(0, [2], [1]).model_dump()
-    none = timed | {name: seconds for name in timed if name.endswith("_seconds")}
-    with pytest.raises(ValueError, match="took"):
-        Score.model_validate(base | {"plain": [none], "speculative": {2: [timed]}})

@@ -123,7 +123,7 @@ class Heads(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class SelfTeacher:
-    """The target as teacher of Medusa heads, for batches of repeat_rows.
+    """The target as teacher of Medusa heads, for repeated batches.
 
     count: Number of heads.
     """
@@ -151,24 +151,40 @@ class RepeatedBatches:
     count: int
 
     def batch(self, step: int) -> Batch:
-        return repeat_rows(self.batches.batch(step), self.count)
+        return RepeatedBatch.of(self.batches.batch(step), self.count)
 
 
-def repeat_rows(batch: Batch, count: int) -> Batch:
-    """Return a batch that repeats each row for each of `count` heads, in consecutive rows.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedBatch(Batch):
+    """A batch that repeats each row of `base` for each of `count` heads, in consecutive rows, which stay together.
 
     The first k positions of the row for head k are masked, because head k has no state from k positions earlier there.
     """
-    mask = batch.mask.repeat(count, 0)
-    for k in range(1, count + 1):
-        mask[k - 1 :: count, :k] = 0
-    return Batch(batch.ids.repeat(count, 0), mask, together=count)
+
+    base: Batch
+    count: int
+
+    @classmethod
+    def of(cls, base: Batch, count: int) -> "RepeatedBatch":
+        mask = base.mask.repeat(count, 0)
+        for k in range(1, count + 1):
+            mask[k - 1 :: count, :k] = 0
+        return cls(base.ids.repeat(count, 0), mask, base=base, count=count)
+
+    def parts(self, tokens: int) -> list[Batch]:
+        if tokens:
+            tokens = max(1, tokens // self.count)
+        return [RepeatedBatch.of(part, self.count) for part in self.base.parts(tokens)]
+
+    def shard(self, index: int, count: int) -> Batch:
+        return RepeatedBatch.of(self.base.shard(index, count), self.count)
 
 
 def heads_setup(student: Heads, batches: Batches, heldout: HeldOut) -> TrainingSetup:
-    """Return the training setup of Medusa heads. Its batches repeat each text for each head, see repeat_rows."""
+    """Return the training setup of Medusa heads. Its batches repeat each text for each head, see RepeatedBatch."""
     count = len(student.heads)
-    repeated = replace(heldout, batches=[repeat_rows(batch, count) for batch in heldout.batches])
+    batches_of_heads = [RepeatedBatch.of(batch, count) for batch in heldout.batches]
+    repeated = replace(heldout, batches=batches_of_heads)
     return TrainingSetup(
         teacher=SelfTeacher(student.target, count),
         batches=RepeatedBatches(batches, count),

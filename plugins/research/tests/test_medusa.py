@@ -30,7 +30,7 @@ from draftlab_research.drafting import medusa
 from draftlab_research.drafting.medusa import MedusaDrafter
 from draftlab_research.export_medusa import export_medusa
 from draftlab_research.medusa import MANIFEST
-from draftlab_research.medusa_training import FrozenTarget, Heads, SelfTeacher, repeat_rows
+from draftlab_research.medusa_training import FrozenTarget, Heads, RepeatedBatch, SelfTeacher
 
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
 HIDDEN, HEADS = 64, 3
@@ -91,7 +91,7 @@ def test_a_head_is_taught_what_the_target_says_of_the_token_that_it_predicts():
     ids = np.random.default_rng(0).integers(3, 300, (2, 13))
     trunk = FrozenTarget(build("llama"))
     student = Heads(trunk, HEADS)
-    spread = repeat_rows(Batch(ids, np.ones((2, 12), np.float32)), HEADS)
+    spread = RepeatedBatch.of(Batch(ids, np.ones((2, 12), np.float32)), HEADS)
     assert spread.mask.reshape(2, HEADS, 12).sum(2).tolist() == [[11, 10, 9]] * 2
     found = SelfTeacher(trunk, HEADS).distributions(spread)
     wanted = LocalTeacher(build("llama"), 307, torch.device("cpu")).distributions(spread)

@@ -75,6 +75,12 @@ class Draft:
     parents: Parents | None = None
     rule: Rule | None = None
 
+    @classmethod
+    def empty(cls, rows: int, device: torch.device) -> "Draft":
+        """Return a draft without tokens for each of `rows` texts."""
+        ids = torch.empty(rows, 0, dtype=torch.long, device=device)
+        return cls(ids=ids, q=None, counts=[0] * rows)
+
     def to(self, device: torch.device) -> "Draft":
         """Return the draft with its tensors on a device. Target and drafters may be on different devices."""
         if self.ids.device == device:
@@ -245,7 +251,7 @@ def speculative_decode(
         drafter.reset(len(prompts), capacity)
         drafter.attach(cache)
     draws = _draws(sampling, numbers or range(len(prompts)), 2 * k + 1).to(target.device)
-    prefilled = False
+    prefilled, nothing = False, Draft.empty(len(prompts), target.device)
     own = (
         sampling if draft_temperature is None else replace(sampling, temperature=draft_temperature)
     )
@@ -254,22 +260,15 @@ def speculative_decode(
         count = min(k, max(room)) if prefilled else 0
         if count and target.replays_passes:
             count = k  # then every pass has the same shape; tokens beyond a text's limit are not verified
-        start = clock()
-        draft = (
-            drafter.propose(rows.texts, count, own, uniform[:, :count]).to(target.device)
-            if drafter and count
-            else None
-        )
+        start, draft = clock(), nothing
+        if drafter and count:
+            draft = drafter.propose(rows.texts, count, own, uniform[:, :count]).to(target.device)
         drafted_at = clock()
         logits = _target_logits(target, cache, rows.texts, draft)
         if not prefilled:
             check_logits(logits, "the target")
         verified_at = clock()
-        drafted = (
-            [0] * len(room)
-            if draft is None
-            else [min(pair) for pair in zip(draft.counts, room, strict=True)]
-        )
+        drafted = [min(pair) for pair in zip(draft.counts, room, strict=True)]
         emitted = rows.append(
             verify_batch(logits, draft, drafted, sampling, uniform[:, k:], rule), cache, draft
         )
@@ -300,7 +299,7 @@ def output_tokens(steps: Iterable[Step]) -> list[list[int]]:
 
 def verify_batch(
     logits: Tensor,
-    draft: Draft | None,
+    draft: Draft,
     counts: Sequence[int],
     sampling: SamplingParams,
     uniform: Tensor,
@@ -312,45 +311,39 @@ def verify_batch(
 
     Args:
         logits: Logits of the target after the text's last token and after each drafted token, [B, T, V].
-        draft: None: each text gains one token from the target.
         counts: Number of drafted tokens of each text to verify, [B].
         uniform: Draws in [0, 1), [B, T] or wider. The first are for the drafted tokens, the last is for the token after
             them.
         rule: Same as in speculative_decode.
     """
-    parents = [
-        range(logits.shape[1] - 1) if draft is None else draft.parents_of(row)
-        for row in range(len(counts))
-    ]
+    parents = [draft.parents_of(row)[:count] for row, count in enumerate(counts)]
     if sampling.temperature == 0:
         best = most_probable(logits)
-        both = best if draft is None else torch.cat([best, draft.ids], 1)
         width = best.shape[1]
+        both = torch.cat([best, draft.ids], 1).tolist()  # the only wait for the device
         return [
-            _verify_greedy(row[:width], row[width:], tree, count)
-            # the only wait for the device
-            for row, tree, count in zip(both.tolist(), parents, counts, strict=True)
+            _verify_greedy(row[:width], row[width:], tree)
+            for row, tree in zip(both, parents, strict=True)
         ]
-    p = distribution(logits, sampling)
-    rule = rule if rule is not None or draft is None else draft.rule
+    p, rule = distribution(logits, sampling), rule or draft.rule
     if rule is None:
         return _verify_sampled_chains(p, draft, counts, uniform)
     return [
-        _verify_sampled(p[row, : count + 1], draft, row, parents[row][:count], uniform[row], rule)
-        for row, count in enumerate(counts)
+        _verify_sampled(p[row, : len(tree) + 1], draft, row, tree, uniform[row], rule)
+        for row, tree in enumerate(parents)
     ]
 
 
 def _verify_greedy(
-    best: list[int], ids: list[int], parents: Sequence[int], count: int
+    best: list[int], ids: list[int], parents: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Verify `count` drafted tokens of one text greedily. Return the accepted tokens' indices, and the new tokens.
+    """Verify the first drafted tokens of one text greedily. Return the accepted tokens' indices, and the new tokens.
 
     best: The most probable token of the target after the text's last token and after each drafted token, [T].
     """
     node, path, tokens = 0, [], [best[0]]
-    for i in range(count):
-        if parents[i] == node and ids[i] == tokens[-1]:
+    for i, parent in enumerate(parents):
+        if parent == node and ids[i] == tokens[-1]:
             node = i + 1
             path.append(i)
             tokens.append(best[node])
@@ -358,19 +351,19 @@ def _verify_greedy(
 
 
 def _verify_sampled_chains(
-    p: Tensor, draft: Draft | None, counts: Sequence[int], uniform: Tensor
+    p: Tensor, draft: Draft, counts: Sequence[int], uniform: Tensor
 ) -> list[tuple[list[int], list[int]]]:
     """Verify sampled chains by the rejection rule, see verify_batch. p: Probabilities of the target, [B, T, V].
 
     Raises:
         ValueError: the draft is a token tree.
     """
-    if draft is not None and draft.parents is not None:
+    if draft.parents is not None:
         raise ValueError(
             "--rule rejection verifies only chains, but this draft is a token tree; use --rule match"
         )
-    ids = uniform.new_empty((len(p), 0), dtype=torch.long) if draft is None else draft.ids
-    q = F.one_hot(ids, p.shape[-1]).to(p) if draft is None or draft.q is None else draft.q
+    ids = draft.ids
+    q = F.one_hot(ids, p.shape[-1]).to(p) if draft.q is None else draft.q
     width = ids.shape[1]
     accepted, following = verify_rows(p, q, ids, uniform[:, :width], staged(counts, p.device))
     last = draw(following, uniform[:, -1])
@@ -380,35 +373,27 @@ def _verify_sampled_chains(
 
 
 def _verify_sampled(
-    p: Tensor, draft: Draft | None, row: int, parents: Sequence[int], uniform: Tensor, rule: Rule
+    p: Tensor, draft: Draft, row: int, parents: Sequence[int], uniform: Tensor, rule: Rule
 ) -> tuple[list[int], list[int]]:
     """Verify the drafted tokens of one text by `rule`. Return the accepted tokens' indices, and the new tokens.
 
     p: Probabilities of the target, [count + 1, V].
     """
     count = len(parents)
-    ids = (
-        torch.empty(0, dtype=torch.long, device=p.device)
-        if draft is None
-        else draft.ids[row, :count]
-    )
-    q = None if draft is None or draft.q is None else draft.q[row, :count]
+    ids, q = draft.ids[row, :count], None if draft.q is None else draft.q[row, :count]
     tokens = Tokens(ids=ids.tolist(), parents=parents, q=q)
     path, residual = rule(p, tokens, Uniforms(uniform))
     return path, [*ids[path].tolist(), int(draw(residual, uniform[-1]))]
 
 
-def _target_logits(
-    target: Decoder, cache: Any, texts: list[list[int]], draft: Draft | None
-) -> Tensor:
+def _target_logits(target: Decoder, cache: Any, texts: list[list[int]], draft: Draft) -> Tensor:
     """Run the target's pass; return its logits after each text's last token and each drafted token, [B, T, V]."""
-    if draft is None:
+    if not draft.ids.shape[1]:
         return feed(target, cache, texts)
     last = staged([text[-1:] for text in texts], draft.ids.device)
     ids = torch.cat([last, draft.ids], 1)
-    if draft.parents is None:
-        return target.forward(ids, cache)
-    return target.forward(ids, cache, tree=Tree.from_parents(draft.parents, ids.device))
+    tree = None if draft.parents is None else Tree.from_parents(draft.parents, ids.device)
+    return target.forward(ids, cache, tree=tree)
 
 
 class _Rows:
@@ -439,7 +424,7 @@ class _Rows:
         return torch.stack([draws[row, i] for row, i in enumerate(at)])
 
     def append(
-        self, verified: list[tuple[list[int], list[int]]], cache: Any, draft: Draft | None
+        self, verified: list[tuple[list[int], list[int]]], cache: Any, draft: Draft
     ) -> list[tuple[int, int, list[int]]]:
         """Append new tokens to the texts, and roll the cache back to the texts. Texts end at stop tokens and limits.
 
@@ -454,7 +439,7 @@ class _Rows:
                 (i for i, token in enumerate(tokens) if token in self.stop_token_ids), len(tokens)
             )
             tokens = tokens[: end + 1]
-            if draft is not None and draft.parents is not None:
+            if draft.parents is not None:
                 cache.keep(row, len(self.texts[row]), path[: len(tokens)])
             self.texts[row] += tokens
             emitted.append((row, min(len(path), len(tokens)), tokens))

@@ -48,22 +48,36 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
 
         Returns: The logits, [B, V], and the state, [B, 1, D].
         """
-        ends = [len(text) - 1 for text in texts]
         starts, places = self.new_positions(texts)
-        width = places.shape[1]
+        read = self.head.combine(self.states_at(places))
+        logits, states, at = self.run(texts, starts, read)
+        row = torch.arange(len(texts), device=self.head.device)
+        return logits[row, at - at.min()], states[row, at].unsqueeze(1)
+
+    def run(
+        self, texts: Sequence[list[int]], starts: list[int], states: Tensor, filler: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the head over T positions of each text from its start on. The cache then ends with the texts.
+
+        Args:
+            states: States that the head reads, [B, T, D].
+            filler: Token that the head reads at positions after the end of a text.
+
+        Returns: The logits from position at.min() on, the head's states at all T positions, [B, T, D], and the index
+            `at` of each text's last position among the T positions, [B].
+        """
+        width = states.shape[1]
         rows = [
-            (text[at + 1 : at + 1 + width] + [0] * width)[:width]
-            for text, at in zip(texts, starts, strict=True)
+            (text[start + 1 : start + 1 + width] + [filler] * width)[:width]
+            for text, start in zip(texts, starts, strict=True)
         ]
-        ids, row = staged(rows, self.head.device), torch.arange(len(rows), device=self.head.device)
-        fed = self.head.combine(self.states_at(places))
-        self.cache.used = starts
-        # index of each text's last position in its row of fed positions
+        ids = staged(rows, self.head.device)
+        ends = [len(text) - 1 for text in texts]
         at = [end - start - 1 for end, start in zip(ends, starts, strict=True)]
-        logits, states = self.head.step(ids, fed, self.cache, last=width - min(at))
+        self.cache.used = starts
+        logits, states = self.head.step(ids, states, self.cache, last=width - min(at))
         self.cache.used, self.read = list(ends), list(ends)
-        chosen = staged(at, self.head.device)
-        return logits[row, chosen - min(at)], states[row, chosen].unsqueeze(1)
+        return logits, states, staged(at, self.head.device)
 
 
 class EaglePasses(HeadPasses):

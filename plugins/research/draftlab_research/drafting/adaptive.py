@@ -87,8 +87,7 @@ class PolicyDraft(Drafter):
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         if self.policy.draft_gain <= 0:
-            nothing = torch.zeros(len(texts), 0, dtype=torch.long, device=uniform.device)
-            return Draft(ids=nothing, q=None, counts=[0] * len(texts))
+            return Draft.empty(len(texts), uniform.device)
         stopping = StoppingSampler(sampling.unlimited(), self.inner.vocab, PolicyStop(self.policy))
         self.inner.sampler = lambda *_: stopping
         draft = self.inner.propose(texts, count, sampling, uniform)

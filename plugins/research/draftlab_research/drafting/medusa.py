@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab import provenance
-from draftlab.engine.generate import Draft, Drafter
-from draftlab.engine.verify import distribution, draw
+from draftlab.engine.generate import Draft, Drafter, Sampler
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import check_weight
 from draftlab.model.llama import Cache, Llama, rms_norm
@@ -84,11 +83,8 @@ class MedusaDrafter(Drafter):
         logits = self.target.expand_logits(F.linear(hidden, self.target.head))
         if parents is not None:
             return draft_levels(logits, parents, self.siblings, sampling, uniform)
-        counts = [logits.shape[1]] * len(texts)
-        if sampling.temperature == 0:
-            return Draft(ids=logits.argmax(-1), q=None, counts=counts)
-        q = distribution(logits, sampling)
-        return Draft(ids=draw(q, uniform[:, : q.shape[1]]), q=q, counts=counts)
+        ids, q = Sampler(sampling, None)(logits, uniform[:, : logits.shape[1]])
+        return Draft(ids=ids, q=q, counts=[ids.shape[1]] * len(texts))
 
 
 def apply_heads(hidden: Tensor, heads: Tensor) -> Tensor:
@@ -117,24 +113,13 @@ def read(folder: Path, target: Path) -> Tensor:
     Raises:
         UserError: The folder has no heads, a file is damaged, or the heads were trained for another target.
     """
-    missing = next((name for name in (MANIFEST, WEIGHTS) if not (folder / name).is_file()), None)
-    if missing is not None:
-        raise UserError(
-            f"{folder} has no Medusa heads ({missing} is missing); train heads with {TRAINED_BY}"
-        )
-    manifest = read_model(Manifest, folder / MANIFEST)
-    with reading(folder / WEIGHTS):
-        weights = load_file(folder / WEIGHTS)
+    manifest = read_model(Manifest, folder / MANIFEST, hint=f"; train heads with {TRAINED_BY}")
     if manifest.target != provenance.fingerprint(target):
         raise UserError(
             f"{folder} has heads for another target than {target}; use the target for which the heads were trained"
         )
-    shapes = [(manifest.hidden, manifest.hidden)] * manifest.heads
-    names = [f"{number:02d}" for number in range(1, manifest.heads + 1)]
-    if sorted(weights) != sorted(names) or [tuple(w.shape) for w in weights.values()] != shapes:
-        raise UserError(
-            f"{folder / WEIGHTS} does not have the {manifest.heads} heads of {MANIFEST}; train the heads again"
-        )
-    for name, tensor in weights.items():
-        check_weight(tensor, name, folder)
-    return torch.stack([weights[name] for name in names])
+    with reading(folder / WEIGHTS):
+        weights = load_file(folder / WEIGHTS)
+        heads = torch.stack([weights[f"{n:02d}"] for n in range(1, manifest.heads + 1)])
+    check_weight(heads, WEIGHTS, folder)
+    return heads

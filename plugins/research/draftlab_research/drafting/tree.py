@@ -54,27 +54,18 @@ class TreeDrafter(ModelDrafter):
         self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         parents, levels = self.parents[:count], self.levels[:count]
-        logits = fit_vocab(self.last_logits(texts), self.vocab)  # [B, nodes so far, V]
-        ids, q = [], []
-        for level in range(1, max(levels) + 1):
-            if level > 1:
-                logits = self.read(texts, ids, parents[: len(ids)])
-            for token in [i for i, own in enumerate(levels) if own == level]:
-                elder = [ids[i] for i in range(token) if parents[i] == parents[token]]
-                child, drawn_from = draw_child(
-                    logits[:, parents[token]], elder, self.siblings, sampling, uniform[:, token]
-                )
-                ids.append(child)
-                q += [] if drawn_from is None else [drawn_from]
+        logits = fit_vocab(self.last_logits(texts), self.vocab)  # [B, nodes of finished levels, V]
+
+        def logits_before(token: int, ids: list[Tensor]) -> Tensor:
+            nonlocal logits
+            if token and levels[token] > levels[token - 1]:
+                logits = self.read(texts, ids, parents[:token])
+            return logits[:, parents[token]]
+
+        draft = draft_tree(parents, self.siblings, sampling, uniform, logits_before)
         # drop the cached positions after the text, which hold the tree
         self.cache.used = [len(text) for text in texts]
-        return Draft(
-            ids=torch.stack(ids, 1),
-            q=torch.stack(q, 1) if q else None,
-            counts=[len(ids)] * len(texts),
-            parents=parents,
-            rule=recursive,
-        )
+        return draft
 
     def read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: Parents) -> Tensor:
         """Run a pass over the tree. Return the logits after the text and after each drafted token, [B, nodes, V].
@@ -115,6 +106,35 @@ def draw_child(
     return draw(q, uniform.to(q.device)), q
 
 
+def draft_tree(
+    parents: Sequence[int],
+    siblings: Siblings,
+    sampling: SamplingParams,
+    uniform: Tensor,
+    logits_before: Callable[[int, list[Tensor]], Tensor],
+) -> Draft:
+    """Draft the tokens of a tree, one after the other.
+
+    logits_before: Function that returns the logits of a token, [B, V], from its index and from all earlier tokens,
+    [B] each.
+    """
+    ids: list[Tensor] = []
+    q: list[Tensor] = []
+    for token, parent in enumerate(parents):
+        elder = [ids[i] for i in range(token) if parents[i] == parent]
+        logits = logits_before(token, ids)
+        child, drawn_from = draw_child(logits, elder, siblings, sampling, uniform[:, token])
+        ids.append(child)
+        q += [] if drawn_from is None else [drawn_from]
+    return Draft(
+        ids=torch.stack(ids, 1),
+        q=torch.stack(q, 1) if q else None,
+        counts=[len(ids)] * len(uniform),
+        parents=tuple(parents),
+        rule=recursive,
+    )
+
+
 def draft_levels(
     logits: Tensor,
     parents: Sequence[int],
@@ -126,21 +146,9 @@ def draft_levels(
 
     logits: Logits of each level, [B, levels, V].
     """
-    ids: list[Tensor] = []
-    q: list[Tensor] = []
-    for token, level in enumerate(node_depths(parents)):
-        elder = [ids[i] for i in range(token) if parents[i] == parents[token]]
-        child, drawn_from = draw_child(
-            logits[:, level - 1], elder, siblings, sampling, uniform[:, token]
-        )
-        ids.append(child)
-        q += [] if drawn_from is None else [drawn_from]
-    return Draft(
-        ids=torch.stack(ids, 1),
-        q=torch.stack(q, 1) if q else None,
-        counts=[len(ids)] * len(logits),
-        parents=tuple(parents),
-        rule=recursive,
+    levels = node_depths(parents)
+    return draft_tree(
+        parents, siblings, sampling, uniform, lambda token, _: logits[:, levels[token] - 1]
     )
 
 

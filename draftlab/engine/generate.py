@@ -28,6 +28,8 @@ from draftlab.model.decoder import Decoder, Parents, Tree, feed
 from draftlab.model.devices import staged
 from draftlab.sampling import SamplingParams
 
+TokenIds = Sequence[list[int]]  # the token ids of each text of a batch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -76,10 +78,14 @@ class Draft:
     rule: Rule | None = None
 
     @classmethod
+    def chain(cls, ids: Tensor, q: Tensor | None) -> "Draft":
+        """Return a draft in which all texts have K valid tokens. ids, q: See Draft."""
+        return cls(ids=ids, q=q, counts=[ids.shape[1]] * len(ids))
+
+    @classmethod
     def empty(cls, rows: int, device: torch.device) -> "Draft":
         """Return a draft without tokens for each of `rows` texts."""
-        ids = torch.empty(rows, 0, dtype=torch.long, device=device)
-        return cls(ids=ids, q=None, counts=[0] * rows)
+        return cls.chain(torch.empty(rows, 0, dtype=torch.long, device=device), None)
 
     def to(self, device: torch.device) -> "Draft":
         """Return the draft with its tensors on a device. Target and drafters may be on different devices."""
@@ -102,11 +108,10 @@ class Drafter(Protocol):
     """Drafts tokens. A drafter keeps its own state, such as a KV cache, and receives the whole texts at every call."""
 
     def reset(self, rows: int, capacity: int) -> None:
-        """Drop all state, and prepare for `rows` texts of at most `capacity` tokens each."""
-        ...
+        """Drop all state, and prepare for `rows` texts of at most `capacity` tokens each. By default, do nothing."""
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         """Draft up to `count` tokens after each text.
 
@@ -119,7 +124,7 @@ class Drafter(Protocol):
     def attach(self, cache: Any) -> None:
         """Receive the target's cache before the target's first pass. By default, do nothing."""
 
-    def prefill(self, texts: Sequence[list[int]]) -> None:
+    def prefill(self, texts: TokenIds) -> None:
         """Read each prompt and the first token after it, before the first draft. By default, do nothing."""
 
 
@@ -148,6 +153,20 @@ class Sampler:
         return draw(q, uniform), q
 
 
+def draw_each(
+    logits: Tensor, uniform: Tensor, sampling: SamplingParams, vocab: int | None
+) -> Draft:
+    """Draft K tokens, each from its own logits, so that no token depends on another drafted token.
+
+    Args:
+        logits: Logits of each drafted token, [B, K, V].
+        uniform: Draws in [0, 1), [B, K] or wider.
+        vocab: Same as in Sampler.
+    """
+    sampler = Sampler(sampling.unlimited(), vocab)
+    return Draft.chain(*sampler(logits, uniform[:, : logits.shape[1]]))
+
+
 def fit_vocab(logits: Tensor, vocab: int | None) -> Tensor:
     """Return logits [..., V], cut or padded with -inf to the width `vocab`. None leaves the width unchanged."""
     if vocab is None or logits.shape[-1] == vocab:
@@ -173,7 +192,7 @@ class ModelDrafter(Drafter):
         self.drafted: Tensor | None = None
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         first = self.drafted is None
         logits = self.last_logits(texts)[:, -1]
@@ -181,13 +200,13 @@ class ModelDrafter(Drafter):
             check_logits(logits, "the draft")
         sampler = self.sampler(sampling.unlimited(), self.vocab)
         self.drafted, q = self.model.draft(logits, self.cache, uniform, sampler)
-        return Draft(ids=self.drafted, q=q, counts=[self.drafted.shape[1]] * len(texts))
+        return Draft.chain(self.drafted, q)
 
-    def prefill(self, texts: Sequence[list[int]]) -> None:
+    def prefill(self, texts: TokenIds) -> None:
         """Read all tokens of each text except the last token, which propose() reads."""
         self.last_logits([text[:-1] for text in texts])
 
-    def last_logits(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
+    def last_logits(self, texts: TokenIds, last: int = 1) -> Tensor:
         """Roll the cache back to the texts, and read their new tokens.
 
         Return the logits after the last `last` tokens of each text, [B, last, V].
@@ -195,7 +214,7 @@ class ModelDrafter(Drafter):
         self.roll_back(texts)
         return feed(self.model, self.cache, texts, self.own_vocab, last)
 
-    def roll_back(self, texts: Sequence[list[int]]) -> None:
+    def roll_back(self, texts: TokenIds) -> None:
         """Drop the cached tokens that differ from the texts. The caller must then read the texts to their ends."""
         drafted = [[]] * len(texts) if self.drafted is None else self.drafted.tolist()
         for row, text in enumerate(texts):
@@ -209,7 +228,7 @@ class ModelDrafter(Drafter):
 
 def decode(
     target: Decoder,
-    prompts: Sequence[list[int]],
+    prompts: TokenIds,
     sampling: SamplingParams,
     clock: StepClock = time.perf_counter,
     numbers: Sequence[int] | None = None,
@@ -221,7 +240,7 @@ def decode(
 def speculative_decode(
     target: Decoder,
     drafter: Drafter | None,
-    prompts: Sequence[list[int]],
+    prompts: TokenIds,
     k: int,
     sampling: SamplingParams,
     clock: StepClock = time.perf_counter,
@@ -399,7 +418,7 @@ def _target_logits(target: Decoder, cache: Any, texts: list[list[int]], draft: D
 class _Rows:
     """The texts of a batch. live: Indices of the unfinished texts."""
 
-    def __init__(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
+    def __init__(self, prompts: TokenIds, sampling: SamplingParams) -> None:
         self.texts = [list(prompt) for prompt in prompts]
         self.starts = [len(prompt) for prompt in prompts]
         self.limits = [len(prompt) + sampling.max_tokens for prompt in prompts]

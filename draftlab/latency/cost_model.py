@@ -84,9 +84,9 @@ class Profile(FileModel):
     prefill: list[Latency] = Field(min_length=1)
     host: list[Latency] = Field(min_length=1)
     bandwidth_gbs: PositiveFloat | None = None
-    matmul_tflops: dict[str, PositiveFloat] = Field({})
+    matmul_tflops: dict[str, PositiveFloat] = Field(default_factory=dict)
     command: str = ""
-    versions: dict[str, str] = Field({})
+    versions: dict[str, str] = Field(default_factory=dict)
     created: str = ""
 
     @model_validator(mode="after")

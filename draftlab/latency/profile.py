@@ -117,16 +117,11 @@ def resolve_running(
         UserError: The mode does not run on this device or with this dtype, or the engine does not run a model in the
             mode.
     """
-    whole = {
-        model.name: model.path
-        for model in models
-        if model.path is not None and model.target is None
-    }
-    resolved: Mode = "eager" if device_map else resolve_mode(mode, device, dtype, whole.values())
+    whole = [model.path for model in models if model.path is not None and model.target is None]
+    resolved: Mode = "eager" if device_map else resolve_mode(mode, device, dtype, whole)
     check_mode(resolved, device, dtype)
-    if resolved != "eager":
-        for path in whole.values():
-            llama.check_supported(path)
+    for path in whole if resolved != "eager" else ():
+        llama.check_supported(path)
     return Running(
         device=device, dtype=dtype, mode=resolved, threads=threads, device_map=device_map
     )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -151,13 +151,8 @@ def roofline_profile(
             number of ids that the head can draft as draft_vocab.
 
     Raises:
-        UserError: The weights do not fit the device, or the device has no constants for the mode or dtype.
+        UserError: The weights do not fit the device, or a constant of the device is far too large or too small.
     """
-    for what, value, known in (("mode", mode, device.modes), ("dtype", dtype, device.tflops)):
-        if value not in known:
-            raise UserError(
-                f"{device.name} has no constants for {what} {value!r}; use {', '.join(known)}"
-            )
     shape = sizes.shape
     embedding = (
         0 if shape.tied else shape.vocab * shape.hidden * (2 if dtype == "int4" else BYTES[dtype])
@@ -231,14 +226,14 @@ def parse_profile(
     place, *words = rest.split(",")
     sizes = read_sizes(_located(name, "widths", "targets"))
     device = read_model(Device, _located(place, "profiles"))
-    modes = [mode for mode in get_args(Mode) if mode in words]
-    dtypes = [word for word in words if word in BYTES]
+    modes: list[Mode] = [mode for mode in device.modes if mode in words]
+    dtypes = [dtype for dtype in device.tflops if dtype in words]
     heads = [word for word in words if re.fullmatch(r"eagle=[1-9]\d*", word)]
     chosen = modes + dtypes + heads
     if len(modes) != 1 or len(dtypes) > 1 or len(heads) > 1 or len(chosen) < len(words):
         raise UserError(
-            f"{spec}: write SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS] with one of the modes {', '.join(device.modes)}, as "
-            f"in {EXAMPLE}"
+            f"{spec}: write SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS], as in {EXAMPLE}. {device.name} has constants for "
+            f"the modes {', '.join(device.modes)} and the dtypes {', '.join(device.tflops)}"
         )
     called = Path(name).name.removesuffix(".yaml")
     if heads:

@@ -132,7 +132,7 @@ def test_a_profile_that_does_not_fit_the_others_gives_no_law(changes):
 
 def test_a_model_of_unknown_shape_gives_no_law():
     with raises_option("shape"):
-        fit_law([law_profile(s, shape=None) for s in SHAPES])
+        fit_law([law_profile(s).model_copy(update={"shape": None}) for s in SHAPES])
 
 
 def test_an_infinite_time_is_not_read(tmp_path):

@@ -5,14 +5,12 @@ eagle.py. The mask tokens follow the last position. The distribution q of a draf
 drafted tokens, so the verify rules for chains are lossless.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.generate import Draft, Sampler
+from draftlab.engine.generate import Draft, TokenIds, draw_each
 from draftlab.model.devices import staged
 from draftlab.sampling import SamplingParams
 
@@ -21,7 +19,7 @@ class PEagleDrafter(EagleDrafter):
     """Drafts a chain with one pass of a P-EAGLE head."""
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         assert self.head.mask is not None  # model/peagle.py sets it
         token, state = self.head.mask
@@ -34,5 +32,4 @@ class PEagleDrafter(EagleDrafter):
         logits, _, at = self.run(texts, starts, states, token)
         chosen = (at - at.min()).unsqueeze(1) + new[:count]
         logits = logits.gather(1, chosen.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-        tokens, q = Sampler(sampling.unlimited(), self.vocab)(logits, uniform[:, :count])
-        return Draft(ids=tokens, q=q, counts=[count] * len(texts))
+        return draw_each(logits, uniform, sampling, self.vocab)

@@ -20,9 +20,6 @@ class ImportPaperTraceConfig(OutputConfig):
     )
     prompt_file: Path = option(help="JSON-lines file with the prompts of the trace.")
     target: str = option(help="Checkpoint or directory that has the tokenizer of the target.")
-    num_prompts: int | None = option(
-        None, "Number of prompts to import, from the first prompt on. Default: all prompts.", ge=1
-    )
     name: str = option("llama-65b", "Name of the target that wrote the texts, for the record.")
 
 
@@ -54,9 +51,9 @@ def _write(config: ImportPaperTraceConfig, output: Output) -> "Manifest":
 
     directory = hub.locate_tokenizer(config.target)
     tokenizer, eos = checkpoint.load_tokenizer(directory), checkpoint.eos_token_ids(directory)
-    prompts = file_prompts(config.prompt_file, tokenizer, count=config.num_prompts)
+    prompts = file_prompts(config.prompt_file, tokenizer, count=None)
     outputs, longest = trace_outputs(
-        config.file, prompts.rows, count=config.num_prompts, vocab=logits_of(directory), eos_ids=eos
+        config.file, prompts.rows, vocab=logits_of(directory), eos_ids=eos
     )
     manifest = Manifest(
         source="paper",

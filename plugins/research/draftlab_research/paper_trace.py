@@ -15,9 +15,9 @@ TENSOR = re.compile(r"tensor\(\s*\[\[(.*?)\]\]", re.DOTALL)
 
 
 def trace_outputs(
-    file: Path, prompts: list[Prompt], *, count: int | None, vocab: int, eos_ids: tuple[int, ...]
+    file: Path, prompts: list[Prompt], *, vocab: int, eos_ids: tuple[int, ...]
 ) -> tuple[list[TargetOutput], int]:
-    """Read the first `count` texts of a trace file. None reads all texts.
+    """Read the texts of a trace file.
 
     Args:
         vocab: Number of ids of the tokenizer.
@@ -29,11 +29,10 @@ def trace_outputs(
         UserError: The file is not a trace or is incomplete, the numbers of texts and prompts differ, or an id is not
             in the vocabulary.
     """
-    texts = paper_texts(file)[:count]
+    texts = paper_texts(file)
     if len(texts) != len(prompts):
         raise UserError(
-            f"{file} has {len(texts)} texts, but there are {len(prompts)} prompts; give the prompts of this trace, or "
-            "set --num-prompts to import only the first texts and prompts"
+            f"{file} has {len(texts)} texts, but there are {len(prompts)} prompts; give the prompts of this trace"
         )
     longest = max(map(len, texts))
     pairs = list(zip(prompts, texts, strict=True))

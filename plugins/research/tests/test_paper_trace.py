@@ -94,6 +94,4 @@ def test_the_papers_own_example_is_read(tmp_path):
 def test_files_that_are_no_paper_trace_are_refused(tmp_path, content, message):
     (tmp_path / "t.txt").write_text(content)
     with pytest.raises(UserError, match=message):
-        trace_outputs(
-            tmp_path / "t.txt", [Prompt([5]), Prompt([6])], count=None, vocab=307, eos_ids=()
-        )
+        trace_outputs(tmp_path / "t.txt", [Prompt([5]), Prompt([6])], vocab=307, eos_ids=())

@@ -5,7 +5,7 @@ predicts the next token. Head k predicts the token k positions after that token:
 is the target's LM head, so a head adds only W_k.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab import provenance
-from draftlab.engine.generate import Draft, Drafter, Sampler
+from draftlab.engine.generate import Draft, Drafter, TokenIds, draw_each
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import check_weight
 from draftlab.model.llama import Cache, Llama, rms_norm
@@ -61,15 +61,12 @@ class MedusaDrafter(Drafter):
         self.parents = parents
         self.siblings: Siblings = siblings
 
-    def reset(self, rows: int, capacity: int) -> None:
-        """Do nothing, because the drafter keeps no state of its own."""
-
     def attach(self, cache: Cache) -> None:
         self.states = self.target.new_layer_states(cache, (self.target.shape.layers,))
         cache.layer_states = self.states
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         # the target has not read the last token yet, so its last state belongs to the second-to-last token
         at = [len(text) - 2 for text in texts]
@@ -83,8 +80,7 @@ class MedusaDrafter(Drafter):
         logits = self.target.expand_logits(F.linear(hidden, self.target.head))
         if parents is not None:
             return draft_levels(logits, parents, self.siblings, sampling, uniform)
-        ids, q = Sampler(sampling, None)(logits, uniform[:, : logits.shape[1]])
-        return Draft(ids=ids, q=q, counts=[ids.shape[1]] * len(texts))
+        return draw_each(logits, uniform, sampling, None)
 
 
 def apply_heads(hidden: Tensor, heads: Tensor) -> Tensor:

@@ -3,12 +3,12 @@
 B rows (texts of a batch), V vocab.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Draft, ModelDrafter, Sampler
+from draftlab.engine.generate import Draft, ModelDrafter, Sampler, TokenIds
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
 
@@ -43,7 +43,7 @@ class ConfidenceStopDrafter(ModelDrafter):
         self.stops = stops
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         logits = self.last_logits(texts)[:, -1]
         stopping = StoppingSampler(sampling.unlimited(), self.vocab, self.stops)

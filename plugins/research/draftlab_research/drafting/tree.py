@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Draft, ModelDrafter, fit_vocab
+from draftlab.engine.generate import Draft, ModelDrafter, TokenIds, fit_vocab
 from draftlab.engine.verify import distribution, draw
 from draftlab.model.decoder import Decoder, Parents, Tree
 from draftlab.model.devices import staged
@@ -31,10 +31,8 @@ class TreeDrafter(ModelDrafter):
 
     parents: Parent node of each drafted token, level by level. siblings: How the children of a node are chosen: drawn
     independently (sampled), drawn without replacement (distinct), or the most probable tokens (top). Greedy decoding
-    always takes the most probable tokens. spare: Number of cache positions of each row beyond the text and the tree.
+    always takes the most probable tokens.
     """
-
-    spare = 0
 
     def __init__(
         self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings
@@ -47,11 +45,8 @@ class TreeDrafter(ModelDrafter):
             raise ValueError(f"parents must be sorted by level: {parents}")
         super().__init__(model, vocab)
 
-    def reset(self, rows: int, capacity: int) -> None:
-        super().reset(rows, capacity + self.spare)
-
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         parents, levels = self.parents[:count], self.levels[:count]
         logits = fit_vocab(self.last_logits(texts), self.vocab)  # [B, nodes of finished levels, V]
@@ -67,7 +62,7 @@ class TreeDrafter(ModelDrafter):
         self.cache.used = [len(text) for text in texts]
         return draft
 
-    def read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: Parents) -> Tensor:
+    def read(self, texts: TokenIds, ids: list[Tensor], parents: Parents) -> Tensor:
         """Run a pass over the tree. Return the logits after the text and after each drafted token, [B, nodes, V].
 
         ids: Tokens drafted so far, [B] each. parents: Parent node of each drafted token.

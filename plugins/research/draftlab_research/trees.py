@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 from typing_extensions import Self
 
 from draftlab.drafters import DrafterSpec, RunFacts, drafter, split_at
@@ -30,16 +30,15 @@ class WidthsSpec(DrafterSpec):
 
     own_engine = True
     rejection_rule = "recursive"
-    widths: Annotated[list[int], split_at("x")] = Field([])
+    widths: Annotated[list[PositiveInt], split_at("x")] = Field([])
     siblings: Siblings = "sampled"
 
     @model_validator(mode="after")
     def _is_a_tree(self) -> Self:
         tokens = sum(math.prod(self.widths[: i + 1]) for i in range(len(self.widths)))
-        if min(self.widths, default=1) < 1 or tokens > MAX_TREE_TOKENS:
+        if tokens > MAX_TREE_TOKENS:
             raise ValueError(
-                f"widths must be numbers of 1 or more that give a tree of at most {MAX_TREE_TOKENS} tokens, but are "
-                f"{self.widths}"
+                f"widths must give a tree of at most {MAX_TREE_TOKENS} tokens, but are {self.widths}"
             )
         return self
 

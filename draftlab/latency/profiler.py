@@ -14,7 +14,7 @@ from torch import Tensor
 from draftlab.engine.clocks import Clock, clock_for
 from draftlab.engine.drafters.ngram import TextDrafter
 from draftlab.engine.drafters.states import HeadPasses
-from draftlab.engine.generate import decode, speculative_decode
+from draftlab.engine.generate import speculative_decode
 from draftlab.engine.timing import Task, memory_sweep, summarize, time_interleaved
 from draftlab.latency.cost_model import Point, SteadyPoint
 from draftlab.model import Mode
@@ -178,10 +178,7 @@ def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[flo
     """
     k, longest = width - 1, (grid.repeats + 2) * width  # enough if all drafted tokens are accepted
     sampling = SamplingParams(max_tokens=min(longest, model.context - width))
-    if k:
-        steps = speculative_decode(model, RepeatLastToken(), [[1]], k, sampling, clock)
-    else:
-        steps = decode(model, [[1]], sampling, clock)
+    steps = speculative_decode(model, RepeatLastToken(), [[1]], k, sampling, clock)
     return [
         1e3 * step.host_seconds
         for step in itertools.islice(steps, 1, grid.repeats + 1)

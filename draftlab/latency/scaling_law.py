@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from draftlab.errors import UserError
+from draftlab.errors import UserError, about
 from draftlab.latency.cost_model import BYTES, Profile, active_params, exact, read_profile
 from draftlab.model.families import Budget, family, shape_name
 from draftlab.model.shape import Shape, fewest_kv_heads, resolve, write_shape_file
@@ -153,7 +153,7 @@ def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
     if len(profiles) < MIN_PROFILES:
         raise UserError(
             f"a latency law needs profiles of at least {MIN_PROFILES} shapes, but there are only {len(profiles)}; "
-            "profile more shapes"
+            "measure them with draftlab profile SHAPE --law"
         )
     settings = {
         name: {getattr(p, name) for p in profiles}
@@ -184,14 +184,10 @@ def read_law(directory: Path) -> ScalingLaw:
     """Fit the latency law to all profiles in a directory, which is an output of ``draftlab profile --law``.
 
     Raises:
-        UserError: There is no such directory, or its profiles give no law, see fit_law.
+        UserError: The profiles in the directory give no law, see fit_law.
     """
-    if not directory.is_dir():
-        raise UserError(
-            f"there is no directory {directory} of profiles; measure profiles with draftlab profile SHAPE --law "
-            f"--out {directory}"
-        )
-    return fit_law([read_profile(file) for file in sorted(directory.glob("*.yaml"))])
+    with about(str(directory)):
+        return fit_law([read_profile(file) for file in sorted(directory.glob("*.yaml"))])
 
 
 @reading("the profiles give no latency law")

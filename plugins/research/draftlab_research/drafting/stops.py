@@ -16,22 +16,6 @@ from draftlab.sampling import SamplingParams
 StopRule = Callable[[Tensor], Tensor]
 
 
-def confidence_below(threshold: float) -> StopRule:
-    """Return a rule that stops a row if the largest probability of its draft is below the threshold.
-
-    transformers does the same with assistant_confidence_threshold.
-    """
-    return lambda p: p.amax(-1) < threshold
-
-
-def entropy_above(nats: float) -> StopRule:
-    """Return a rule that stops a row if the entropy of its draft is above `nats`.
-
-    The entropy bounds the acceptance rate (SVIP, 2411.18462).
-    """
-    return lambda p: torch.special.entr(p).sum(-1) > nats
-
-
 class ConfidenceStopDrafter(ModelDrafter):
     """A draft model that ends the draft of a row after the first token at which a StopRule stops it.
 

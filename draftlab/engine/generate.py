@@ -411,8 +411,9 @@ def _target_logits(target: Decoder, cache: Any, texts: list[list[int]], draft: D
         return feed(target, cache, texts)
     last = staged([text[-1:] for text in texts], draft.ids.device)
     ids = torch.cat([last, draft.ids], 1)
-    tree = None if draft.parents is None else Tree.from_parents(draft.parents, ids.device)
-    return target.forward(ids, cache, tree=tree)
+    if draft.parents is None:
+        return target.forward(ids, cache)
+    return target.forward(ids, cache, tree=Tree.from_parents(draft.parents, ids.device))
 
 
 class _Rows:

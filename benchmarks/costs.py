@@ -9,9 +9,10 @@ import json
 from dataclasses import dataclass
 from datetime import date
 
-from draftlab.latency.roofline import read_device
+from draftlab.latency.roofline import Device
 from draftlab.model.families import presets, shipped
 from draftlab.model.shape import Shape, resolve
+from draftlab.reading import read_model
 
 CALIBRATION_TOKENS, TRAINING_TOKENS, STORED_TOKENS, SEQ_LEN, ROWS = (
     32_768,
@@ -65,7 +66,10 @@ def costs(
 
 
 def main() -> None:
-    shapes, device = presets(shipped("widths")), read_device(shipped("profiles") / "h100.yaml")
+    shapes, device = (
+        presets(shipped("widths")),
+        read_model(Device, shipped("profiles") / "h100.yaml"),
+    )
     tflops, bandwidth = device.tflops["bfloat16"], device.bandwidth_gbs
     result = {pair.target: costs(pair, shapes, tflops, bandwidth) for pair in PAIRS}
     assumed = {

@@ -20,7 +20,7 @@ import typer
 
 from benchmarks import environment
 from draftlab import intervals
-from draftlab.acceptance.expected import chances
+from draftlab.acceptance.expected import chances, texts_of
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.commands.distill import distill
 from draftlab.commands.prune import prune
@@ -32,7 +32,7 @@ from draftlab.latency.cost_model import CostModel, Profile, expected_tokens
 from draftlab.latency.machine_state import device_name
 from draftlab.latency.profiler import Grid, LatencyCurves, measure
 from draftlab.latency.steps import StepCosts, expected_time, step_costs, steps
-from draftlab.latency.workload import Workload, workload_of
+from draftlab.latency.workload import Workload
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.llama import Llama
 from draftlab.results.decoding import Generation, decode_timings
@@ -144,7 +144,8 @@ def _rows(
     looked = score_tokens(draft, pairs, draft.shape.vocab, SamplingParams())
     # the first token is left out, because the prefill gives it
     accepted = [chances(one.logprobs, np.zeros(len(one.logprobs)))[1:] for one in looked]
-    work = workload_of(accepted, [PROMPT] * len(accepted))
+    prompts = np.full(len(accepted), PROMPT)
+    work = Workload(texts=texts_of(accepted), prompt_tokens=prompts)
     paid = step_costs(costs[name], costs[TARGET], work, max(KS), 1)
     found = predicting.predict(costs[name], costs[TARGET], work, KS)
     kept = float(np.concatenate(accepted).mean())

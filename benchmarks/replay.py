@@ -17,7 +17,7 @@ import torch
 import typer
 
 from benchmarks import environment
-from draftlab.acceptance.expected import chain, chances, texts_of, visits
+from draftlab.acceptance.expected import chain, chances, texts_of
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.console import progress
 from draftlab.data import heldout_prompts
@@ -101,11 +101,11 @@ def _replay(model: Llama, texts: Texts) -> Accepted:
     kept = texts_of([chances(one.logprobs, np.zeros(len(one.logprobs)))[1:] for one in found])
     accepted: Accepted = {}
     for k in KS:
-        chain(kept, k).acceptance()
-        starts = visits(kept.chances, k)
+        counts = chain(kept, k)
+        counts.acceptance()
         accepted[k] = [
             (np.diff(np.append(np.flatnonzero(row), n)) - 1).tolist()
-            for row, n in zip(starts, kept.lengths, strict=True)
+            for row, n in zip(counts.starts, kept.lengths, strict=True)
         ]
     return accepted
 

@@ -8,12 +8,18 @@ it equal the text. A DSpark head therefore reads the text's tokens here, not the
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from draftlab.acceptance.chain_logprobs import target_states
-from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, check_fits, token_logprobs
+from draftlab.acceptance.token_logprobs import (
+    Text,
+    TokenLogprobs,
+    check_fits,
+    counted,
+    token_logprobs,
+    whole_text,
+)
 from draftlab.model.dflash import DFlash
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Cache, Llama
@@ -22,6 +28,7 @@ from draftlab.sampling import SamplingParams
 BLOCKS_IN_A_PASS = 32  # each block has its own copy of the context's keys and values
 
 
+@torch.inference_mode()
 def score_blocks(
     target: Llama | HFDecoder,
     head: DFlash,
@@ -48,43 +55,27 @@ def score_blocks(
     check_fits(target, texts)
     head.check_fits(max((len(prompt) + len(ids) for prompt, ids in texts), default=0))
     scored = []
-    for done, (prompt, completion) in enumerate(texts, 1):
-        whole = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64))
-        scored.append(
-            _score(target, head, whole.to(target.device), len(prompt), vocab, sampling, k)
-        )
-        advance(done)
+    for text in counted(texts, advance):
+        whole, prompt = whole_text(text).to(target.device), len(text[0])
+        result = TokenLogprobs.unlikely(len(whole) - prompt, k, vocab)
+        scored.append(result)
+        if len(whole) <= prompt:
+            continue
+        context = head.new_cache(1, len(whole))
+        states = target_states(target, head.layer_ids, whole[:-1])
+        head.read(states, torch.arange(len(whole) - 1, device=whole.device).unsqueeze(0), context)
+        for anchors in torch.arange(prompt - 1, len(whole) - 1).split(BLOCKS_IN_A_PASS):
+            # the index is clamped, because no scored token reads tokens after the end of the text
+            given = (anchors.unsqueeze(1) + torch.arange(k)).clamp_max(len(whole) - 1)
+            logits = head.text_logits(whole[given], _copies(context, anchors))  # [A, K, V]
+            for age in range(k):
+                drafted = anchors + age + 1  # index in the text of token age + 1 of each block
+                drafted = drafted[drafted < len(whole)]
+                if len(drafted):
+                    rows = logits[: len(drafted), age, :vocab].float()
+                    own = token_logprobs(rows, whole[drafted], sampling)
+                    result.put(((drafted - prompt).numpy(), age), own)
     return scored
-
-
-@torch.inference_mode()
-def _score(
-    target: Llama | HFDecoder,
-    head: DFlash,
-    whole: Tensor,
-    prompt: int,
-    vocab: int,
-    sampling: SamplingParams,
-    k: int,
-) -> TokenLogprobs:
-    result = TokenLogprobs.unlikely(len(whole) - prompt, k, vocab)
-    if len(whole) <= prompt:
-        return result
-    context = head.new_cache(1, len(whole))
-    states = target_states(target, head.layer_ids, whole[:-1])
-    head.read(states, torch.arange(len(whole) - 1, device=whole.device).unsqueeze(0), context)
-    for anchors in torch.arange(prompt - 1, len(whole) - 1).split(BLOCKS_IN_A_PASS):
-        # the index is clamped, because no scored token reads tokens after the end of the text
-        given = (anchors.unsqueeze(1) + torch.arange(k)).clamp_max(len(whole) - 1)
-        logits = head.text_logits(whole[given], _copies(context, anchors))  # [A, K, V]
-        for age in range(k):
-            drafted = anchors + age + 1  # index in the text of token age + 1 of each block
-            drafted = drafted[drafted < len(whole)]
-            if len(drafted):
-                rows = logits[: len(drafted), age, :vocab].float()
-                own = token_logprobs(rows, whole[drafted], sampling)
-                result.put(((drafted - prompt).numpy(), age), own)
-    return result
 
 
 def _copies(context: Cache, anchors: Tensor) -> Cache:

@@ -10,11 +10,17 @@ position i drafts tokens i + 2, i + 3, ... It attends to the target's states up 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, check_fits, token_logprobs
+from draftlab.acceptance.token_logprobs import (
+    Text,
+    TokenLogprobs,
+    check_fits,
+    counted,
+    token_logprobs,
+    whole_text,
+)
 from draftlab.model.decoder import AttentionMetadata
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.hf_decoder import HFDecoder
@@ -22,6 +28,7 @@ from draftlab.model.llama import Cache, Llama
 from draftlab.sampling import SamplingParams
 
 
+@torch.inference_mode()
 def score_chains(
     target: Llama | HFDecoder,
     head: EagleLlama,
@@ -48,54 +55,31 @@ def score_chains(
     for model in (target, head):
         check_fits(model, texts)
     scored = []
-    for done, text in enumerate(texts, 1):
-        scored.append(_score(target, head, text, vocab, sampling, k))
-        advance(done)
+    for text in counted(texts, advance):
+        whole, prompt = whole_text(text).to(target.device), len(text[0])
+        result = TokenLogprobs.unlikely(len(whole) - prompt, k, vocab)
+        scored.append(result)
+        # number of positions, and the first position at which a chain begins
+        places, first = len(whole) - 2, max(0, prompt - 2)
+        if places <= first:
+            continue
+        states = head.combine(target_states(target, head.layer_ids, whole[:places]))
+        # the cache may be longer than the head's context
+        size = (head.shape.layers, 1, head.shape.kv_heads, places * k, head.shape.head_dim)
+        cache = Cache(head.embed.new_zeros(size), head.embed.new_zeros(size))
+        for age, metadata in enumerate(_passes(head, places, min(k, places - first))):
+            # roll moves the first tokens to the end; only chains that run past the end of the text read them
+            following = whole.roll(-1 - age)[:places]
+            if age and head.mask is not None:  # a P-EAGLE head does not read what it drafts
+                following = torch.full_like(following, head.mask[0])
+                states = head.mask[1].expand_as(states)
+            logits, states = head.decode_states(
+                following[None], states, cache, metadata, places - first
+            )
+            drafted = whole[first + 2 + age :]
+            own = token_logprobs(logits[0, : len(drafted), :vocab].float(), drafted, sampling)
+            result.put((slice(first + 2 + age - prompt, None), age), own)
     return scored
-
-
-@torch.inference_mode()
-def _score(
-    target: Llama | HFDecoder,
-    head: EagleLlama,
-    text: Text,
-    vocab: int,
-    sampling: SamplingParams,
-    k: int,
-) -> TokenLogprobs:
-    prompt, completion = text
-    whole = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64)).to(
-        target.device
-    )
-    first, places = (
-        max(0, len(prompt) - 2),
-        len(whole) - 2,
-    )  # first position at which a chain begins, and number of positions
-    result = TokenLogprobs.unlikely(len(completion), k, vocab)
-    if places <= first:
-        return result
-    states = head.combine(target_states(target, head.layer_ids, whole[:places]))
-    size = (
-        head.shape.layers,
-        1,
-        head.shape.kv_heads,
-        places * k,
-        head.shape.head_dim,
-    )  # the cache may be longer than the head's context
-    cache = Cache(head.embed.new_zeros(size), head.embed.new_zeros(size))
-    for age, metadata in enumerate(_passes(head, places, min(k, places - first))):
-        # roll moves the first tokens to the end; only chains that run past the end of the text read them
-        following = whole.roll(-1 - age)[:places]
-        if age and head.mask is not None:  # a P-EAGLE head does not read what it drafts
-            following = torch.full_like(following, head.mask[0])
-            states = head.mask[1].expand_as(states)
-        logits, states = head.decode_states(
-            following[None], states, cache, metadata, places - first
-        )
-        drafted = whole[first + 2 + age :]
-        own = token_logprobs(logits[0, : len(drafted), :vocab].float(), drafted, sampling)
-        result.put((slice(first + 2 + age - len(prompt), None), age), own)
-    return result
 
 
 def target_states(target: Llama | HFDecoder, layer_ids: tuple[int, ...], ids: Tensor) -> Tensor:

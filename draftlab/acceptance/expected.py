@@ -106,30 +106,18 @@ def texts_of(chances: list[np.ndarray], limits: np.ndarray | None = None) -> Tex
     return Texts(padded(chances), lengths, lengths if limits is None else limits)
 
 
-def visits(chances: np.ndarray, k: int | np.ndarray) -> np.ndarray:
-    """Return the expected number of steps that begin at each token, [n] or [R, n].
-
-    The sum over a text is its expected number of target passes. A token does not influence the results of earlier
-    tokens, so padding may have any value.
-
-    Args:
-        chances: Probability that each token is accepted, [n] or [R, n], or [R, n, D] with a column for each position in
-            the draft.
-        k: Number of drafted tokens per step. An array has a number for each token at which a step may begin.
-    """
-    rows = np.atleast_2d(np.asarray(chances, dtype=np.float64))
-    lengths = np.full(len(rows), rows.shape[1])
-    depth = np.broadcast_to(k, rows.shape[:2])
-    return count(lengths, rows, depth, depth, int(np.max(k))).starts.reshape(np.shape(chances)[:2])
-
-
-def chain(texts: Texts, k: int | np.ndarray) -> Counts:
-    """Return the expected counts if every step drafts a chain of k tokens.
-
-    k: A number, or an array [R, n] with a number for each token at which a chain may begin.
-    """
-    depth = np.minimum(k, texts.room())
-    return count(texts.lengths, texts.chances, depth, depth, int(np.max(k)))
+def chain(texts: Texts, k: int) -> Counts:
+    """Return the expected counts if every step drafts a chain of k tokens, by a recursion from each first token."""
+    drafted = np.minimum(k, texts.room())
+    by_age = texts.chances[:, :, None] if texts.chances.ndim == 2 else texts.chances[:, :, :k]
+    parts: list[Counts] = []
+    for at in range(0, max(1, len(drafted)), ROWS):
+        rows = slice(at, at + ROWS)
+        parts.append(_walk(texts.lengths[rows], by_age[rows], drafted[rows], k))
+    arrays: dict[str, np.ndarray] = {}
+    for name in Counts.__slots__:
+        arrays[name] = np.concatenate([getattr(part, name) for part in parts])
+    return Counts(**arrays)
 
 
 def tokens_per_pass(chances: list[np.ndarray], k: int) -> np.ndarray:
@@ -142,44 +130,17 @@ def tokens_per_pass(chances: list[np.ndarray], k: int) -> np.ndarray:
     return np.stack([counts.tokens, counts.passes], 1)
 
 
-def count(
-    lengths: np.ndarray, chances: np.ndarray, depth: np.ndarray, drafted: np.ndarray, deepest: int
-) -> Counts:
-    """Return the expected counts for R texts, by a recursion from the first token of each text.
-
-    Args:
-        chances: Probability that each token is accepted, [R, n], or [R, n, D] with a column for each position in the
-            draft.
-        depth: Length of the longest path in the draft that begins at each token, [R, n].
-        drafted: Number of tokens of the draft that begins at each token, [R, n]. For a chain, this equals `depth`.
-        deepest: Largest value of `depth`, D.
-    """
-    by_age = chances[:, :, None] if chances.ndim == 2 else chances[:, :, :deepest]
-    parts: list[Counts] = []
-    for at in range(0, max(1, len(lengths)), ROWS):
-        rows = slice(at, at + ROWS)
-        parts.append(_walk(lengths[rows], by_age[rows], depth[rows], drafted[rows], deepest))
-    arrays: dict[str, np.ndarray] = {}
-    for name in Counts.__slots__:
-        arrays[name] = np.concatenate([getattr(part, name) for part in parts])
-    return Counts(**arrays)
-
-
-def _walk(
-    lengths: np.ndarray, by_age: np.ndarray, depth: np.ndarray, drafted: np.ndarray, deepest: int
-) -> Counts:
-    rows, n = depth.shape
+def _walk(lengths: np.ndarray, by_age: np.ndarray, drafted: np.ndarray, k: int) -> Counts:
+    """Return the counts of some texts. drafted: Number of tokens of the draft that begins at each token, [R, n]."""
+    rows, n = drafted.shape
     chances = np.ascontiguousarray(by_age.transpose(1, 2, 0))  # [n, 1 or D, R]
-    # row deepest + i has the depth of the drafts that begin at token i
-    depths = np.concatenate([np.zeros((deepest, rows), dtype=depth.dtype), depth.T])
-    ages = np.arange(deepest + 1)[:, None]
-    now = np.zeros((deepest + 1, rows))  # expected steps of each age at token i
+    # row k + i has the length of the drafts that begin at token i
+    depths = np.concatenate([np.zeros((k, rows), dtype=drafted.dtype), drafted.T])
+    ages = np.arange(k + 1)[:, None]
+    now = np.zeros((k + 1, rows))  # expected steps of each age at token i
     now[0] = 1
-    starts, examined, reached = (
-        np.zeros((n, rows)),
-        np.zeros((deepest, rows)),
-        np.zeros((deepest + 1, rows)),
-    )
+    starts, examined = np.zeros((n, rows)), np.zeros((k, rows))
+    reached = np.zeros((k + 1, rows))
     steps, truncated = np.zeros(rows), np.zeros(rows)
     for i in range(n + 1):
         inside = i < lengths
@@ -190,7 +151,7 @@ def _walk(
             break
         starts[i] = now[0]
         # expected steps of each age that drafted a token at this position
-        drafting = now * (depths[i : i + deepest + 1][::-1] > ages)
+        drafting = now * (depths[i : i + k + 1][::-1] > ages)
         steps += drafting[0]
         examined += drafting[:-1]
         accepted = drafting[:-1] * chances[i]

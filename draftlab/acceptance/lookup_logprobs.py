@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, token_logprobs
+from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, counted, token_logprobs
 from draftlab.engine.drafters.ngram import NgramModel, TextDrafter
 from draftlab.sampling import SamplingParams
 
@@ -28,7 +28,7 @@ def score_copies(
     then the beginnings of these drafts.
     """
     scored = []
-    for done, (prompt, completion) in enumerate(texts, 1):
+    for prompt, completion in counted(texts, advance):
         whole, n = np.concatenate([prompt, completion]).tolist(), len(completion)
         drafts = [drafter.draft(whole[: len(prompt) + at], k) for at in range(n)]
         result = TokenLogprobs.unlikely(n, k, vocab)
@@ -37,7 +37,6 @@ def score_copies(
                 if token == completion[at + age]:
                     result.logprobs[at + age, age] = result.ranks[at + age, age] = 0
         scored.append(replace(result, drafted=np.array([len(draft) for draft in drafts])))
-        advance(done)
     return scored
 
 
@@ -49,12 +48,11 @@ def score_ngrams(
 ) -> list[TokenLogprobs]:
     """Return log-probability and rank of each token of a completion by an n-gram model, as arrays [n] for each text."""
     scored = []
-    for done, (prompt, completion) in enumerate(texts, 1):
+    for prompt, completion in counted(texts, advance):
         whole, parts = np.concatenate([prompt, completion]).tolist(), []
         for at in range(len(prompt), len(whole)):
             p = torch.from_numpy(model.probabilities(whole[max(0, at - len(model.orders)) : at]))
             parts.append(token_logprobs(p.log()[None], torch.tensor(whole[at : at + 1]), sampling))
         fields = ([part.logprobs for part in parts], [part.ranks for part in parts])
         scored.append(TokenLogprobs(*(np.concatenate([np.zeros(0), *each]) for each in fields)))
-        advance(done)
     return scored

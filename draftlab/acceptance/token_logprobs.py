@@ -95,6 +95,18 @@ def check_fits(model: Decoder, texts: Sequence[Text]) -> None:
         )
 
 
+def counted(texts: Sequence[Text], advance: Callable[[int], None]) -> Iterator[Text]:
+    """Yield each text. Then call `advance` with the number of texts that the caller has scored."""
+    for done, text in enumerate(texts, 1):
+        yield text
+        advance(done)
+
+
+def whole_text(text: Text) -> Tensor:
+    """Return the token ids of a prompt and its completion as one tensor."""
+    return torch.from_numpy(np.concatenate(text).astype(np.int64))
+
+
 def max_positions(vocab: int, memory: float) -> int:
     """Return the number of positions whose logits fit into `memory` gigabytes."""
     return max(1, int(memory * 1e9 / (BYTES_PER_LOGIT * vocab)))
@@ -128,18 +140,16 @@ def _score(
     width = max(map(_length, texts)) - 1  # nothing follows the last token
     # padding comes after a row's text, so causal attention never reads it
     ids = torch.zeros(len(texts), width, dtype=torch.long)
-    for row, (prompt, completion) in zip(ids, texts, strict=True):
-        row[: len(prompt) + len(completion) - 1] = _long(np.concatenate([prompt, completion])[:-1])
+    for row, text in zip(ids, texts, strict=True):
+        row[: _length(text) - 1] = whole_text(text)[:-1]
     first = min(len(prompt) for prompt, _ in texts) - 1
     parts: list[list[TokenLogprobs]] = [[] for _ in texts]
     for at, logits in logits_in_parts(model, ids.to(model.device), first, limit):
-        for row, (prompt, completion), scored in zip(
-            logits[..., :vocab], texts, parts, strict=True
-        ):
-            start = len(prompt) - 1  # its logits predict the completion's first token
-            low, high = max(start, at), min(start + len(completion), at + len(row))
+        for row, text, scored in zip(logits[..., :vocab], texts, parts, strict=True):
+            # the logits at the prompt's last token predict the completion's first token
+            low, high = max(len(text[0]) - 1, at), min(_length(text) - 1, at + len(row))
             if low < high:
-                tokens = _long(completion[low - start : high - start]).to(row.device)
+                tokens = whole_text(text)[low + 1 : high + 1].to(row.device)
                 scored.append(token_logprobs(row[low - at : high - at].float(), tokens, sampling))
     return [_concatenated(scored) for scored in parts]
 
@@ -166,10 +176,7 @@ def _length(text: Text) -> int:
     return len(text[0]) + len(text[1])
 
 
-def _long(ids: np.ndarray) -> Tensor:
-    return torch.from_numpy(ids.astype(np.int64))
-
-
+@torch.inference_mode()
 def score_offsets(
     model: Decoder,
     texts: Sequence[Text],
@@ -195,37 +202,22 @@ def score_offsets(
     check_fits(model, texts)
     step = max(1, max_positions(vocab, memory) // offsets)
     scored = []
-    for done, text in enumerate(texts, 1):
-        scored.append(_score_offsets(model, text, vocab, sampling, offsets, token, step))
-        advance(done)
+    for text in counted(texts, advance):
+        whole, first = whole_text(text).to(model.device), len(text[0]) - 1
+        last = len(whole) - 1
+        result = TokenLogprobs.unlikely(last - first, offsets, vocab)
+        for at in range(first, last, step):  # a pass predicts after `step` positions
+            end = min(at + step, last)
+            depths = torch.zeros(1, last, dtype=torch.long, device=model.device)
+            depths[0, at:end] = (last - torch.arange(at, end)).clamp_max(offsets)
+            packed = pack(whole[None, :-1], depths, token)
+            logits = model.forward_uncached(packed.ids, packed.ids.shape[1] - at, packed.tree())
+            own = token_logprobs(
+                logits[0, packed.predicting - at, :vocab].float(),
+                whole[packed.predicted + 1],
+                sampling,
+            )
+            positions, ages = (packed.predicted - first).cpu(), (packed.offset - 1).cpu()
+            result.put((positions.numpy(), ages.numpy()), own)
+        scored.append(result)
     return scored
-
-
-@torch.inference_mode()
-def _score_offsets(
-    model: Decoder,
-    text: Text,
-    vocab: int,
-    sampling: SamplingParams,
-    offsets: int,
-    token: int,
-    step: int,
-) -> TokenLogprobs:
-    prompt, completion = text
-    whole = torch.from_numpy(np.concatenate([prompt, completion]).astype(np.int64)).to(model.device)
-    first, result = len(prompt) - 1, TokenLogprobs.unlikely(len(completion), offsets, vocab)
-    for at in range(first, len(whole) - 1, step):  # a pass predicts after `step` positions
-        end = min(at + step, len(whole) - 1)
-        depths = torch.zeros(1, len(whole) - 1, dtype=torch.long, device=model.device)
-        depths[0, at:end] = (len(whole) - 1 - torch.arange(at, end)).clamp_max(offsets)
-        packed = pack(whole[None, :-1], depths, token)
-        logits = model.forward_uncached(packed.ids, packed.ids.shape[1] - at, packed.tree())[
-            0, :, :vocab
-        ]
-        own = token_logprobs(
-            logits[packed.predicting - at].float(), whole[packed.predicted + 1], sampling
-        )
-        result.put(
-            ((packed.predicted - first).cpu().numpy(), (packed.offset - 1).cpu().numpy()), own
-        )
-    return result

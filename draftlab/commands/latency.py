@@ -38,9 +38,10 @@ from draftlab.model import families, hub
 from draftlab.output import Output
 
 if TYPE_CHECKING:
-    from draftlab.latency.predict import DraftAcceptance, DraftPrediction
+    from draftlab.latency.predict import DraftPrediction
     from draftlab.latency.profile import Profile
     from draftlab.latency.scaling_law import ScalingLaw
+    from draftlab.latency.workload import Workload
 
 PROFILE_HELP = (
     "Latencies: an output of draftlab profile; SHAPE@LAW, in which LAW is an output of draftlab profile --law; or "
@@ -284,21 +285,21 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
     from draftlab.pruning.source import prunable_shape
 
     with about("--acceptance"):
-        acceptances = [_acceptance(text, config.max_new_tokens) for text in config.acceptance]
-        if len(acceptances) not in (1, len(config.draft_profile)):
+        measured = [_acceptance(text, config.max_new_tokens) for text in config.acceptance]
+        if len(measured) not in (1, len(config.draft_profile)):
             raise UserError(
-                f"{len(acceptances)} values for {len(config.draft_profile)} drafts; write one value for all drafts, or "
+                f"{len(measured)} values for {len(config.draft_profile)} drafts; write one value for all drafts, or "
                 "one value for each draft"
             )
-    if config.is_set("max_new_tokens") and any(acceptance.model for acceptance in acceptances):
+    if config.is_set("max_new_tokens") and any(work.model for work in measured):
         raise UserError(
             "--max-new-tokens: leave it out, because the measured texts of --acceptance have their own lengths"
         )
-    acceptances *= len(config.draft_profile) // len(acceptances)
+    measured *= len(config.draft_profile) // len(measured)
     prompts: Sequence[int | None] = config.context or [None]
-    works = [acceptance.work for acceptance in acceptances]
+    works = measured
     if config.context:
-        works = [work.with_prompt_tokens(n) for work in works for n in config.context]
+        works = [work.with_prompt_tokens(n) for work in measured for n in config.context]
     grid = {
         # up to the number of tokens in the widest pass of a parallel draft in vLLM
         "widths": range(1, 2 * max(config.k) + 2),
@@ -319,10 +320,8 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
     drafts = [cost("--draft-profile", spec) for spec in config.draft_profile]
     target = cost("--target-profile", config.target_profile)
     how = {"ks": config.k, "batches": config.batch, "prompts": prompts, "server": config.server}
-    pairs = list(zip(drafts, acceptances, strict=True))
-    return Job(
-        lambda: [predict_draft(draft, target, acceptance, **how) for draft, acceptance in pairs]
-    )
+    pairs = list(zip(drafts, measured, strict=True))
+    return Job(lambda: [predict_draft(draft, target, work, **how) for draft, work in pairs])
 
 
 @command(PredictConfig, prepare=prepare_predict)
@@ -343,7 +342,7 @@ def predict(drafts: "list[DraftPrediction]") -> Predicted:
     return Predicted(path=None, show=show, data=data, predictions=drafts, next="draftlab score")
 
 
-def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
+def _acceptance(text: str, max_tokens: int) -> "Workload":
     """Parse a value of --acceptance: an output of replay or score, a probability, or tokens per pass at a K, as 2.8@4.
 
     max_tokens: Assumed length of generated texts, if the value is a number.
@@ -352,7 +351,6 @@ def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
         UserError: The file is missing or cannot be read, or the number is impossible.
     """
     from draftlab.latency.cost_model import alpha_for
-    from draftlab.latency.predict import DraftAcceptance
     from draftlab.latency.workload import constant_workload, workload_of_replay, workload_of_score
     from draftlab.results.score import read_score
     from draftlab.target_outputs.replay import read_replay
@@ -366,19 +364,11 @@ def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
                 f"{text} is above 1, so it is no probability; to give tokens per target pass, add @K, such as 2.8@4 "
                 "for 2.8 tokens at K = 4"
             )
-        return DraftAcceptance(
-            work=constant_workload(alpha, tokens=max_tokens, prompt_tokens=ASSUMED_PROMPT)
-        )
+        return constant_workload(alpha, tokens=max_tokens, prompt_tokens=ASSUMED_PROMPT)
     path = Path(text)
     if path.name == "score.json" or (path / "score.json").exists():
-        score = read_score(path)
-        work, model = workload_of_score(score), (score.draft.name, score.draft.sha256)
-        rule, temperature = score.conditions.rule, score.conditions.temperature
-    else:
-        replay = read_replay(path)
-        work, model = workload_of_replay(replay), (replay.draft, replay.draft_sha256)
-        rule, temperature = replay.rule, replay.sampling.temperature
-    return DraftAcceptance(work=work, model=model, rule=rule if temperature > 0 else None)
+        return workload_of_score(read_score(path))
+    return workload_of_replay(read_replay(path))
 
 
 def _prepare_servers(config: ProfileConfig) -> "Job[Measured]":

@@ -1,7 +1,7 @@
 """The drafter dflash: a DFlash head reads the target's states, and drafts a block of tokens in one pass."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from draftlab.console import note
 from draftlab.drafters import drafter
@@ -92,13 +92,8 @@ class DFlashSpec(BlockSpec):
     """Drafts with a DFlash head. heads: Directory of the head, in the layout of z-lab or of speculators."""
 
     format = "DFlash"
+    module = "draftlab.model.dflash"
     acceptance = BlockSpec.acceptance
-
-    @staticmethod
-    def model() -> Any:
-        from draftlab.model import dflash
-
-        return dflash
 
     def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":
         from draftlab.engine.drafters.dflash import DFlashDrafter

@@ -1,7 +1,7 @@
 """The drafter dspark: a DSpark head computes several tokens in one pass, but samples them one after the other."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from pydantic import Field
 
@@ -27,21 +27,13 @@ class DSparkSpec(BlockSpec):
     """
 
     format = "DSpark"
+    module = "draftlab.model.dspark"
     acceptance = BlockSpec.acceptance
     least_confidence: float = Field(0.0, ge=0, lt=1)
 
-    @staticmethod
-    def model() -> Any:
-        from draftlab.model import dspark
-
-        return dspark
-
     def check(self, run: RunFacts) -> None:
         super().check(run)
-        if (
-            self.least_confidence
-            and not self.model().check(Path(self.heads), run.target).confidence
-        ):
+        if self.least_confidence and not self.read(Path(self.heads), run.target).confidence:
             raise UserError(
                 f"--drafter {self.text}: this DSpark head does not predict confidences; leave least_confidence out"
             )

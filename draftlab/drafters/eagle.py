@@ -1,5 +1,6 @@
 """The drafter eagle: an EAGLE-3 head drafts chains from the target's states. Also base classes for other heads."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,26 +33,22 @@ class HeadSpec(DrafterSpec):
     """Base class of drafters with a head that reads the target's states. heads: Directory of the head."""
 
     format: ClassVar[str]  # name of the kind of head, for messages
+    module: ClassVar[
+        str
+    ]  # module that reads this kind of head, with check(folder, target) and load()
+    file: ClassVar[str] = "config.json"  # file that every directory of a head has
     remedy: ClassVar[str] = ""  # end of the error message if the directory has no head
 
     heads: str
 
-    @staticmethod
-    def model() -> Any:
-        """Return the module that reads this kind of head. It has the functions check(folder, target) and load()."""
-        raise NotImplementedError
+    @classmethod
+    def model(cls) -> Any:
+        return import_module(cls.module)
 
     @classmethod
     def read(cls, folder: Path, target: Path) -> Any:
         """Check a head, and return its sizes. Raises UserError: the folder has no such head for this target."""
         return cls.model().check(folder, target)
-
-    @classmethod
-    def load(
-        cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", device: "torch.device"
-    ) -> Any:
-        """Load a head on a device, for a target that is loaded already. Raises UserError: see read."""
-        raise NotImplementedError
 
     def check(self, run: RunFacts) -> None:
         super().check(run)
@@ -61,9 +58,9 @@ class HeadSpec(DrafterSpec):
         return [Input(self.heads, self._check_heads), *super().inputs()]
 
     def _check_heads(self, name: str, weights: bool) -> None:
-        if not (Path(name) / "config.json").is_file():
+        if not (Path(name) / self.file).is_file():
             raise UserError(
-                f"--drafter {self.text}: there is no {self.format} head in {name}, because config.json is "
+                f"--drafter {self.text}: there is no {self.format} head in {name}, because {self.file} is "
                 f"missing{self.remedy}"
             )
 
@@ -88,18 +85,14 @@ class EagleHeadSpec(HeadSpec):
     """
 
     format = "EAGLE-3"
+    module = "draftlab.model.eagle_llama"
     remedy = "; train a head with draftlab distill --student eagle"
-
-    @staticmethod
-    def model() -> Any:
-        from draftlab.model import eagle_llama
-
-        return eagle_llama
 
     @classmethod
     def load(
         cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", device: "torch.device"
     ) -> "EagleLlama":
+        """Load a head on a device, for a target that is loaded already. Raises UserError: see read."""
         return cls.model().load(folder, target_path, target, device)
 
     @classmethod

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, model_validator
-from typing_extensions import Self
+from pydantic import Field, PositiveInt
 
 from draftlab.drafters import DrafterSpec, drafter, split_at
 from draftlab.drafters.model import DraftModelSpec
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from draftlab.engine.generate import Drafter
 
 FALLBACK_LOOKUP_MAX = 8  # longer matches are right more often; see GateSpec.min_match
-MATCH_KINDS = 3  # see GateSpec.min_match
 
 
 class GateSpec(DrafterSpec):
@@ -26,14 +24,10 @@ class GateSpec(DrafterSpec):
     draft_tokens: Largest number of tokens that the other drafter drafts. Default: K.
     """
 
-    min_match: Annotated[list[int], split_at("x")] = Field([2, 1, 3])
+    min_match: Annotated[list[PositiveInt], split_at("x")] = Field(
+        [2, 1, 3], min_length=3, max_length=3
+    )
     draft_tokens: int | None = Field(None, ge=1)
-
-    @model_validator(mode="after")
-    def _has_a_length_for_each_kind(self) -> Self:
-        if len(self.min_match) != MATCH_KINDS or min(self.min_match) < 1:
-            raise ValueError(f"min_match: want {MATCH_KINDS} numbers of 1 or more, such as 3x1x5")
-        return self
 
     def after_lookup(self, longest: int, drafter: "Drafter", vocab: int) -> "Drafter":
         """Return a drafter that tries prompt lookup, and then `drafter`.

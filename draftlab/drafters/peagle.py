@@ -1,6 +1,6 @@
 """The drafter peagle: a P-EAGLE head, which is an EAGLE-3 head that drafts all tokens in one pass."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from draftlab.drafters import drafter
 from draftlab.drafters.eagle import EagleHeadSpec
@@ -24,16 +24,11 @@ class PEagleSpec(EagleHeadSpec):
     """
 
     format = "P-EAGLE"
+    module = "draftlab.model.peagle"
     remedy = ""
     by_age = True
     cache_lag = 1  # as for an EAGLE-3 head, see EagleSpec
     acceptance = EagleHeadSpec.chains
-
-    @staticmethod
-    def model() -> Any:
-        from draftlab.model import peagle
-
-        return peagle
 
     @classmethod
     def drafter(cls, target: "Llama | HFDecoder", head: "EagleLlama") -> "EagleDrafter":

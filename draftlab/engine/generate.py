@@ -28,6 +28,8 @@ from draftlab.model.decoder import Decoder, Parents, Tree, feed
 from draftlab.model.devices import staged
 from draftlab.sampling import SamplingParams
 
+TokenIds = Sequence[list[int]]  # the token ids of each text of a batch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -75,6 +77,16 @@ class Draft:
     parents: Parents | None = None
     rule: Rule | None = None
 
+    @classmethod
+    def chain(cls, ids: Tensor, q: Tensor | None) -> "Draft":
+        """Return a draft in which all texts have K valid tokens. ids, q: See Draft."""
+        return cls(ids=ids, q=q, counts=[ids.shape[1]] * len(ids))
+
+    @classmethod
+    def empty(cls, rows: int, device: torch.device) -> "Draft":
+        """Return a draft without tokens for each of `rows` texts."""
+        return cls.chain(torch.empty(rows, 0, dtype=torch.long, device=device), None)
+
     def to(self, device: torch.device) -> "Draft":
         """Return the draft with its tensors on a device. Target and drafters may be on different devices."""
         if self.ids.device == device:
@@ -96,11 +108,10 @@ class Drafter(Protocol):
     """Drafts tokens. A drafter keeps its own state, such as a KV cache, and receives the whole texts at every call."""
 
     def reset(self, rows: int, capacity: int) -> None:
-        """Drop all state, and prepare for `rows` texts of at most `capacity` tokens each."""
-        ...
+        """Drop all state, and prepare for `rows` texts of at most `capacity` tokens each. By default, do nothing."""
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         """Draft up to `count` tokens after each text.
 
@@ -113,7 +124,7 @@ class Drafter(Protocol):
     def attach(self, cache: Any) -> None:
         """Receive the target's cache before the target's first pass. By default, do nothing."""
 
-    def prefill(self, texts: Sequence[list[int]]) -> None:
+    def prefill(self, texts: TokenIds) -> None:
         """Read each prompt and the first token after it, before the first draft. By default, do nothing."""
 
 
@@ -142,6 +153,20 @@ class Sampler:
         return draw(q, uniform), q
 
 
+def draw_each(
+    logits: Tensor, uniform: Tensor, sampling: SamplingParams, vocab: int | None
+) -> Draft:
+    """Draft K tokens, each from its own logits, so that no token depends on another drafted token.
+
+    Args:
+        logits: Logits of each drafted token, [B, K, V].
+        uniform: Draws in [0, 1), [B, K] or wider.
+        vocab: Same as in Sampler.
+    """
+    sampler = Sampler(sampling.unlimited(), vocab)
+    return Draft.chain(*sampler(logits, uniform[:, : logits.shape[1]]))
+
+
 def fit_vocab(logits: Tensor, vocab: int | None) -> Tensor:
     """Return logits [..., V], cut or padded with -inf to the width `vocab`. None leaves the width unchanged."""
     if vocab is None or logits.shape[-1] == vocab:
@@ -167,7 +192,7 @@ class ModelDrafter(Drafter):
         self.drafted: Tensor | None = None
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         first = self.drafted is None
         logits = self.last_logits(texts)[:, -1]
@@ -175,13 +200,13 @@ class ModelDrafter(Drafter):
             check_logits(logits, "the draft")
         sampler = self.sampler(sampling.unlimited(), self.vocab)
         self.drafted, q = self.model.draft(logits, self.cache, uniform, sampler)
-        return Draft(ids=self.drafted, q=q, counts=[self.drafted.shape[1]] * len(texts))
+        return Draft.chain(self.drafted, q)
 
-    def prefill(self, texts: Sequence[list[int]]) -> None:
+    def prefill(self, texts: TokenIds) -> None:
         """Read all tokens of each text except the last token, which propose() reads."""
         self.last_logits([text[:-1] for text in texts])
 
-    def last_logits(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
+    def last_logits(self, texts: TokenIds, last: int = 1) -> Tensor:
         """Roll the cache back to the texts, and read their new tokens.
 
         Return the logits after the last `last` tokens of each text, [B, last, V].
@@ -189,7 +214,7 @@ class ModelDrafter(Drafter):
         self.roll_back(texts)
         return feed(self.model, self.cache, texts, self.own_vocab, last)
 
-    def roll_back(self, texts: Sequence[list[int]]) -> None:
+    def roll_back(self, texts: TokenIds) -> None:
         """Drop the cached tokens that differ from the texts. The caller must then read the texts to their ends."""
         drafted = [[]] * len(texts) if self.drafted is None else self.drafted.tolist()
         for row, text in enumerate(texts):
@@ -203,7 +228,7 @@ class ModelDrafter(Drafter):
 
 def decode(
     target: Decoder,
-    prompts: Sequence[list[int]],
+    prompts: TokenIds,
     sampling: SamplingParams,
     clock: StepClock = time.perf_counter,
     numbers: Sequence[int] | None = None,
@@ -215,7 +240,7 @@ def decode(
 def speculative_decode(
     target: Decoder,
     drafter: Drafter | None,
-    prompts: Sequence[list[int]],
+    prompts: TokenIds,
     k: int,
     sampling: SamplingParams,
     clock: StepClock = time.perf_counter,
@@ -245,7 +270,7 @@ def speculative_decode(
         drafter.reset(len(prompts), capacity)
         drafter.attach(cache)
     draws = _draws(sampling, numbers or range(len(prompts)), 2 * k + 1).to(target.device)
-    prefilled = False
+    prefilled, nothing = False, Draft.empty(len(prompts), target.device)
     own = (
         sampling if draft_temperature is None else replace(sampling, temperature=draft_temperature)
     )
@@ -254,22 +279,15 @@ def speculative_decode(
         count = min(k, max(room)) if prefilled else 0
         if count and target.replays_passes:
             count = k  # then every pass has the same shape; tokens beyond a text's limit are not verified
-        start = clock()
-        draft = (
-            drafter.propose(rows.texts, count, own, uniform[:, :count]).to(target.device)
-            if drafter and count
-            else None
-        )
+        start, draft = clock(), nothing
+        if drafter and count:
+            draft = drafter.propose(rows.texts, count, own, uniform[:, :count]).to(target.device)
         drafted_at = clock()
         logits = _target_logits(target, cache, rows.texts, draft)
         if not prefilled:
             check_logits(logits, "the target")
         verified_at = clock()
-        drafted = (
-            [0] * len(room)
-            if draft is None
-            else [min(pair) for pair in zip(draft.counts, room, strict=True)]
-        )
+        drafted = [min(pair) for pair in zip(draft.counts, room, strict=True)]
         emitted = rows.append(
             verify_batch(logits, draft, drafted, sampling, uniform[:, k:], rule), cache, draft
         )
@@ -300,7 +318,7 @@ def output_tokens(steps: Iterable[Step]) -> list[list[int]]:
 
 def verify_batch(
     logits: Tensor,
-    draft: Draft | None,
+    draft: Draft,
     counts: Sequence[int],
     sampling: SamplingParams,
     uniform: Tensor,
@@ -312,45 +330,39 @@ def verify_batch(
 
     Args:
         logits: Logits of the target after the text's last token and after each drafted token, [B, T, V].
-        draft: None: each text gains one token from the target.
         counts: Number of drafted tokens of each text to verify, [B].
         uniform: Draws in [0, 1), [B, T] or wider. The first are for the drafted tokens, the last is for the token after
             them.
         rule: Same as in speculative_decode.
     """
-    parents = [
-        range(logits.shape[1] - 1) if draft is None else draft.parents_of(row)
-        for row in range(len(counts))
-    ]
+    parents = [draft.parents_of(row)[:count] for row, count in enumerate(counts)]
     if sampling.temperature == 0:
         best = most_probable(logits)
-        both = best if draft is None else torch.cat([best, draft.ids], 1)
         width = best.shape[1]
+        both = torch.cat([best, draft.ids], 1).tolist()  # the only wait for the device
         return [
-            _verify_greedy(row[:width], row[width:], tree, count)
-            # the only wait for the device
-            for row, tree, count in zip(both.tolist(), parents, counts, strict=True)
+            _verify_greedy(row[:width], row[width:], tree)
+            for row, tree in zip(both, parents, strict=True)
         ]
-    p = distribution(logits, sampling)
-    rule = rule if rule is not None or draft is None else draft.rule
+    p, rule = distribution(logits, sampling), rule or draft.rule
     if rule is None:
         return _verify_sampled_chains(p, draft, counts, uniform)
     return [
-        _verify_sampled(p[row, : count + 1], draft, row, parents[row][:count], uniform[row], rule)
-        for row, count in enumerate(counts)
+        _verify_sampled(p[row, : len(tree) + 1], draft, row, tree, uniform[row], rule)
+        for row, tree in enumerate(parents)
     ]
 
 
 def _verify_greedy(
-    best: list[int], ids: list[int], parents: Sequence[int], count: int
+    best: list[int], ids: list[int], parents: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Verify `count` drafted tokens of one text greedily. Return the accepted tokens' indices, and the new tokens.
+    """Verify the first drafted tokens of one text greedily. Return the accepted tokens' indices, and the new tokens.
 
     best: The most probable token of the target after the text's last token and after each drafted token, [T].
     """
     node, path, tokens = 0, [], [best[0]]
-    for i in range(count):
-        if parents[i] == node and ids[i] == tokens[-1]:
+    for i, parent in enumerate(parents):
+        if parent == node and ids[i] == tokens[-1]:
             node = i + 1
             path.append(i)
             tokens.append(best[node])
@@ -358,19 +370,19 @@ def _verify_greedy(
 
 
 def _verify_sampled_chains(
-    p: Tensor, draft: Draft | None, counts: Sequence[int], uniform: Tensor
+    p: Tensor, draft: Draft, counts: Sequence[int], uniform: Tensor
 ) -> list[tuple[list[int], list[int]]]:
     """Verify sampled chains by the rejection rule, see verify_batch. p: Probabilities of the target, [B, T, V].
 
     Raises:
         ValueError: the draft is a token tree.
     """
-    if draft is not None and draft.parents is not None:
+    if draft.parents is not None:
         raise ValueError(
             "--rule rejection verifies only chains, but this draft is a token tree; use --rule match"
         )
-    ids = uniform.new_empty((len(p), 0), dtype=torch.long) if draft is None else draft.ids
-    q = F.one_hot(ids, p.shape[-1]).to(p) if draft is None or draft.q is None else draft.q
+    ids = draft.ids
+    q = F.one_hot(ids, p.shape[-1]).to(p) if draft.q is None else draft.q
     width = ids.shape[1]
     accepted, following = verify_rows(p, q, ids, uniform[:, :width], staged(counts, p.device))
     last = draw(following, uniform[:, -1])
@@ -380,29 +392,22 @@ def _verify_sampled_chains(
 
 
 def _verify_sampled(
-    p: Tensor, draft: Draft | None, row: int, parents: Sequence[int], uniform: Tensor, rule: Rule
+    p: Tensor, draft: Draft, row: int, parents: Sequence[int], uniform: Tensor, rule: Rule
 ) -> tuple[list[int], list[int]]:
     """Verify the drafted tokens of one text by `rule`. Return the accepted tokens' indices, and the new tokens.
 
     p: Probabilities of the target, [count + 1, V].
     """
     count = len(parents)
-    ids = (
-        torch.empty(0, dtype=torch.long, device=p.device)
-        if draft is None
-        else draft.ids[row, :count]
-    )
-    q = None if draft is None or draft.q is None else draft.q[row, :count]
+    ids, q = draft.ids[row, :count], None if draft.q is None else draft.q[row, :count]
     tokens = Tokens(ids=ids.tolist(), parents=parents, q=q)
     path, residual = rule(p, tokens, Uniforms(uniform))
     return path, [*ids[path].tolist(), int(draw(residual, uniform[-1]))]
 
 
-def _target_logits(
-    target: Decoder, cache: Any, texts: list[list[int]], draft: Draft | None
-) -> Tensor:
+def _target_logits(target: Decoder, cache: Any, texts: list[list[int]], draft: Draft) -> Tensor:
     """Run the target's pass; return its logits after each text's last token and each drafted token, [B, T, V]."""
-    if draft is None:
+    if not draft.ids.shape[1]:
         return feed(target, cache, texts)
     last = staged([text[-1:] for text in texts], draft.ids.device)
     ids = torch.cat([last, draft.ids], 1)
@@ -414,7 +419,7 @@ def _target_logits(
 class _Rows:
     """The texts of a batch. live: Indices of the unfinished texts."""
 
-    def __init__(self, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
+    def __init__(self, prompts: TokenIds, sampling: SamplingParams) -> None:
         self.texts = [list(prompt) for prompt in prompts]
         self.starts = [len(prompt) for prompt in prompts]
         self.limits = [len(prompt) + sampling.max_tokens for prompt in prompts]
@@ -439,7 +444,7 @@ class _Rows:
         return torch.stack([draws[row, i] for row, i in enumerate(at)])
 
     def append(
-        self, verified: list[tuple[list[int], list[int]]], cache: Any, draft: Draft | None
+        self, verified: list[tuple[list[int], list[int]]], cache: Any, draft: Draft
     ) -> list[tuple[int, int, list[int]]]:
         """Append new tokens to the texts, and roll the cache back to the texts. Texts end at stop tokens and limits.
 
@@ -454,7 +459,7 @@ class _Rows:
                 (i for i, token in enumerate(tokens) if token in self.stop_token_ids), len(tokens)
             )
             tokens = tokens[: end + 1]
-            if draft is not None and draft.parents is not None:
+            if draft.parents is not None:
                 cache.keep(row, len(self.texts[row]), path[: len(tokens)])
             self.texts[row] += tokens
             emitted.append((row, min(len(path), len(tokens)), tokens))

@@ -239,11 +239,7 @@ class Tokens:
 
         token: Index of the drafted token. p: Probabilities of the target, whose dtype and device a one-hot result has.
         """
-        return (
-            torch.zeros_like(p[0]).index_fill_(0, _at(self.ids[token], p), 1)
-            if self.q is None
-            else self.q[token]
-        )
+        return _one_hot(self.ids[token], p[0]) if self.q is None else self.q[token]
 
 
 # result of a Rule: the indices of the accepted drafted tokens, root first, and the distribution [V] of the next token
@@ -263,7 +259,7 @@ def match(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
         token = chance.pick(p[node])
         child = next((c for c in tokens.children(node) if tokens.ids[c] == token), None)
         if child is None:
-            return tokens.path(node), torch.zeros_like(p[0]).index_fill_(0, _at(token, p), 1)
+            return tokens.path(node), _one_hot(token, p[0])
         node = child + 1
 
 
@@ -310,5 +306,7 @@ def normalised(residual: Tensor, otherwise: Tensor) -> Tensor:
     return residual / total if total > 0 else otherwise
 
 
-def _at(token: int, like: Tensor) -> Tensor:
-    return torch.tensor([token], device=like.device)
+def _one_hot(token: int, like: Tensor) -> Tensor:
+    result = torch.zeros_like(like)
+    result[token] = 1
+    return result

@@ -5,10 +5,11 @@ Batch sizes above the last range use the last K. K does not depend on the contex
 reads every token, see steps.py. Torch is not imported.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
 
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel
@@ -41,19 +42,6 @@ class Schedule(FileModel):
         first = pays[0] if pays else 1
         last = next((batch for batch in pays if batch + 1 not in pays), 0)
         return cls(ranges=ranges(ks), pays_from=first, pays_up_to=last)
-
-    @model_validator(mode="after")
-    def _has_each_batch_size_once(self) -> "Schedule":
-        due = 1
-        for first, last, _ in self.ranges:
-            if not due == first <= last:
-                raise ValueError(
-                    f"the range {first} to {last} must begin at {due}, and must not end before it begins"
-                )
-            due = last + 1
-        if self.pays_up_to >= due:
-            raise ValueError(f"pays_up_to is {self.pays_up_to}, beyond the last range")
-        return self
 
     @property
     def largest_k(self) -> int:
@@ -130,20 +118,17 @@ def read_schedule(file: Path, draft: str, sha256: str | None) -> Schedule:
         sha256: Hash of the draft.
 
     Raises:
-        UserError: The file predicts other drafts, has no schedule, or predicts that the draft is slower than the target
-            alone.
+        UserError: The file has no schedule for this draft, or predicts that the draft is slower than the target alone.
     """
     predictions = read_model(Predictions, file, hint=REMEDY).predictions
-    prediction = next((each for each in predictions if each.draft_sha256 == sha256), None)
-    if prediction is None:
-        raise UserError(f"{file} has predictions only for other drafts than {draft}{REMEDY}")
-    if prediction.schedule is None:
-        raise UserError(f"{file} has no table of K by batch size{REMEDY}")
-    if prediction.schedule.pays_up_to == 0:
+    found = next((each.schedule for each in predictions if each.draft_sha256 == sha256), None)
+    if found is None:
+        raise UserError(f"{file} has no table of K by batch size for {draft}{REMEDY}")
+    if found.pays_up_to == 0:
         raise UserError(
             f"{file} predicts that {draft} is slower than the target alone; serve the target without a draft"
         )
-    return prediction.schedule
+    return found
 
 
 def schedule_of(ks: Mapping[int, int]) -> Schedule:
@@ -162,9 +147,7 @@ def schedule_of(ks: Mapping[int, int]) -> Schedule:
 def ranges(ks: Iterable[int]) -> Ranges:
     """Merge batch sizes with equal K into ranges. ks: K at the batch sizes 1, 2, ..."""
     merged: Ranges = []
-    for batch, k in enumerate(ks, 1):
-        if merged and merged[-1][2] == k:
-            merged[-1] = (merged[-1][0], batch, k)
-        else:
-            merged.append((batch, batch, k))
+    for k, group in itertools.groupby(ks):
+        first = merged[-1][1] + 1 if merged else 1
+        merged.append((first, first + len(list(group)) - 1, k))
     return merged

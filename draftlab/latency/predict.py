@@ -4,11 +4,12 @@ The time of a text is the expected number of its steps times the cost of a step.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_jsonable_python
 
 from draftlab.acceptance.expected import chain
 from draftlab.errors import UserError
@@ -103,20 +104,6 @@ class BestK:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftAcceptance:
-    """The acceptance of a draft on texts.
-
-    Args:
-        model: Name and hash of the draft; None if acceptance is assumed.
-        rule: Rule by which sampled tokens were accepted; None if acceptance is assumed or decoding is greedy.
-    """
-
-    work: Workload
-    model: tuple[str, str | None] | None = None
-    rule: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPrediction:
     """The prediction for one draft.
 
@@ -135,19 +122,14 @@ class DraftPrediction:
 
     def as_dict(self) -> dict[str, Any]:
         rows = [
-            asdict(row)
-            | {
-                "tokens_per_pass": row.tokens_per_pass.model_dump(),
-                "speedup": row.speedup.model_dump(),
-            }
-            | {"break_even_length": row.break_even_length}
+            to_jsonable_python(row) | {"break_even_length": row.break_even_length}
             for row in self.prediction.rows
         ]
-        return asdict(self.prediction) | {
+        return to_jsonable_python(self.prediction) | {
             "rows": rows,
             "best_k": self.prediction.best.k,
-            "best_ks": [asdict(best) for best in self.best_ks],
-            "schedule": self.schedule and self.schedule.model_dump(),
+            "best_ks": to_jsonable_python(self.best_ks),
+            "schedule": to_jsonable_python(self.schedule),
             "draft_model": self.model[0],
             "draft_sha256": self.model[1],
         }
@@ -156,7 +138,7 @@ class DraftPrediction:
 def predict_draft(
     draft: CostModel,
     target: CostModel,
-    acceptance: DraftAcceptance,
+    work: Workload,
     ks: Sequence[int],
     *,
     batches: Sequence[int],
@@ -173,14 +155,14 @@ def predict_draft(
     Raises:
         UserError: The prediction is impossible, see predict; or the acceptance was measured with another kind of draft.
     """
-    work = _drafted_by(draft, acceptance)
+    work = _drafted_by(draft, work)
     works = {
         prompt: work if prompt is None else work.with_prompt_tokens(prompt) for prompt in prompts
     }
     prediction = predict(draft, target, works[prompts[0]], ks, batches[0], server)
-    if server is not None and acceptance.rule not in (None, "rejection", "block"):
+    if server is not None and work.rule not in (None, "rejection", "block"):
         prediction.notes.append(
-            f"the acceptance was computed with --rule {acceptance.rule}, which {server} does not use; replay with "
+            f"the acceptance was computed with --rule {work.rule}, which {server} does not use; replay with "
             f"--server-rule {server}"
         )
     by_k = {k: steps(work, k, server) for k in ks}
@@ -205,19 +187,18 @@ def predict_draft(
         )
     elif server is not None and most > 1:
         table = schedule(draft, target, list(works.values()), ks, most, server)
-    model = acceptance.model or (draft.profile.name, draft.profile.sha256)
+    model = work.model or (draft.profile.name, draft.profile.sha256)
     return DraftPrediction(prediction=prediction, best_ks=best_ks, schedule=table, model=model)
 
 
-def _drafted_by(draft: CostModel, acceptance: DraftAcceptance) -> Workload:
+def _drafted_by(draft: CostModel, work: Workload) -> Workload:
     """Check that the acceptance was measured with the kind of draft that was profiled, and return its texts.
 
     Raises:
         UserError: The kinds of draft differ.
     """
-    work = acceptance.work
     profiled, replayed = draft.profile.drafter, work.kind
-    if acceptance.model is None:  # assumed acceptance fits any draft
+    if work.model is None:  # assumed acceptance fits any draft
         return replace(work, kind=profiled)
     # a parallel draft is profiled as a draft model
     if profiled != ("model" if replayed == "parallel" else replayed):

@@ -32,14 +32,14 @@ class Subject:
 
     Args:
         place: A checkpoint, or a shape for a model with random weights.
-        target: Name of the target whose hidden states a head reads; None if the model is not a head.
+        target: Name and path of the target whose hidden states a head reads; None if the model is not a head.
         kind: Kind of the drafter, as --drafter names it.
     """
 
     name: str
     place: Path | Shape
     size: Shape | ApproximateSize
-    target: str | None = None
+    target: tuple[str, Path] | None = None
     kind: str = "model"
 
     @property
@@ -80,7 +80,11 @@ def _subject(name: str, place: Path | Shape, whole: Mapping[str, Path]) -> Subje
     for target, path in whole.items():
         try:
             return Subject(
-                name=name, place=place, size=head.size_of(place, path), target=target, kind=kind
+                name=name,
+                place=place,
+                size=head.size_of(place, path),
+                target=(target, path),
+                kind=kind,
             )
         except UserError as error:
             reason = str(error)
@@ -117,16 +121,11 @@ def resolve_running(
         UserError: The mode does not run on this device or with this dtype, or the engine does not run a model in the
             mode.
     """
-    whole = {
-        model.name: model.path
-        for model in models
-        if model.path is not None and model.target is None
-    }
-    resolved: Mode = "eager" if device_map else resolve_mode(mode, device, dtype, whole.values())
+    whole = [model.path for model in models if model.path is not None and model.target is None]
+    resolved: Mode = "eager" if device_map else resolve_mode(mode, device, dtype, whole)
     check_mode(resolved, device, dtype)
-    if resolved != "eager":
-        for path in whole.values():
-            llama.check_supported(path)
+    for path in whole if resolved != "eager" else ():
+        llama.check_supported(path)
     return Running(
         device=device, dtype=dtype, mode=resolved, threads=threads, device_map=device_map
     )
@@ -214,7 +213,6 @@ def profile_models(
 def _load(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, Decoder]:
     note(f"loading {', '.join(model.name for model in models)}")
     context = max(grid.capacity, (grid.repeats + 3) * max(grid.widths))
-    paths = {model.name: model.path for model in models}
     decoders: dict[str, Decoder] = {}
     # heads are loaded after their targets
     for model in sorted(models, key=lambda model: model.target is not None):
@@ -225,9 +223,9 @@ def _load(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, 
                 model.place, running.dtype, running.device, running.device_map
             )
         else:
-            target, path = decoders[model.target], paths[model.target]
+            name, path = model.target
+            target = decoders[name]
             assert isinstance(target, Llama | HFDecoder)  # a loaded checkpoint is one of these
-            assert path is not None
             head = DRAFTERS.get(model.kind, model.name)
             decoders[model.name] = head.passes_of(model.place, path, target, running.mode)
     return {model.name: decoders[model.name] for model in models}

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.clocks import Clock, clock_for
+from draftlab.engine.drafters.ngram import TextDrafter
 from draftlab.engine.drafters.states import HeadPasses
-from draftlab.engine.generate import Draft, Drafter, decode, speculative_decode
+from draftlab.engine.generate import speculative_decode
 from draftlab.engine.timing import Task, memory_sweep, summarize, time_interleaved
 from draftlab.latency.cost_model import Point, SteadyPoint
 from draftlab.model import Mode
@@ -177,10 +178,7 @@ def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[flo
     """
     k, longest = width - 1, (grid.repeats + 2) * width  # enough if all drafted tokens are accepted
     sampling = SamplingParams(max_tokens=min(longest, model.context - width))
-    if k:
-        steps = speculative_decode(model, RepeatLastToken(model.device), [[1]], k, sampling, clock)
-    else:
-        steps = decode(model, [[1]], sampling, clock)
+    steps = speculative_decode(model, RepeatLastToken(), [[1]], k, sampling, clock)
     return [
         1e3 * step.host_seconds
         for step in itertools.islice(steps, 1, grid.repeats + 1)
@@ -188,20 +186,11 @@ def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[flo
     ]
 
 
-class RepeatLastToken(Drafter):
+class RepeatLastToken(TextDrafter):
     """A drafter that repeats the last token. Drafting takes no time, so that only the engine's own work is timed."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def reset(self, rows: int, capacity: int) -> None:
-        pass
-
-    def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
-        ids = torch.tensor([text[-1:] * count for text in texts], device=self.device)
-        return Draft(ids=ids, q=None, counts=[count] * len(texts))
+    def draft(self, text: list[int], count: int) -> list[int]:
+        return text[-1:] * count
 
 
 def _point(

@@ -6,10 +6,10 @@ time per layer is added. If the host takes longer to launch the pass, the pass t
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Literal
 
 import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -26,7 +26,7 @@ from draftlab.latency.cost_model import (
     read_profile,
 )
 from draftlab.model import Mode
-from draftlab.model.families import presets, shipped
+from draftlab.model.families import shipped
 from draftlab.model.shape import Shape, check
 from draftlab.reading import FileModel, parse_yaml, read_model, reading
 from draftlab.results.score import Latency
@@ -88,22 +88,14 @@ class MLPs(FileModel):
 
     @model_validator(mode="after")
     def _counts_fit(self) -> "MLPs":
-        if self.active > self.experts:
+        used = [self.active, *(experts for _, experts in self.curve)]
+        if max(used) > self.experts or sorted(self.curve) != list(self.curve):
             raise ValueError(
-                f"active is {self.active}, but must be at most the number of experts, {self.experts}"
+                "the numbers of tokens in curve must grow, and active and the numbers of experts in curve must be at "
+                f"most experts ({self.experts})"
             )
         if self.dense_layers and not self.dense_ffn:
             raise ValueError(f"dense_layers is {self.dense_layers}, but dense_ffn is missing")
-        tokens, used = [point[0] for point in self.curve], [point[1] for point in self.curve]
-        if (
-            tokens != sorted(set(tokens))
-            or used != sorted(used)
-            or max(used, default=0) > self.experts
-        ):
-            raise ValueError(
-                "the numbers of experts in curve must grow with the numbers of tokens, and must be at most experts "
-                f"({self.experts})"
-            )
         return self
 
     def expected_active(self, tokens: int) -> float:
@@ -159,13 +151,8 @@ def roofline_profile(
             number of ids that the head can draft as draft_vocab.
 
     Raises:
-        UserError: The weights do not fit the device, or the device has no constants for the mode or dtype.
+        UserError: The weights do not fit the device, or a constant of the device is far too large or too small.
     """
-    for what, value, known in (("mode", mode, device.modes), ("dtype", dtype, device.tflops)):
-        if value not in known:
-            raise UserError(
-                f"{device.name} has no constants for {what} {value!r}; use {', '.join(known)}"
-            )
     shape = sizes.shape
     embedding = (
         0 if shape.tied else shape.vocab * shape.hidden * (2 if dtype == "int4" else BYTES[dtype])
@@ -196,13 +183,11 @@ def roofline_profile(
     return Profile(
         kind="analytic",
         name=name,
-        sha256=None,
         shape=None if head or sizes.mlps != LLAMAS else shape,
         drafter="eagle" if head else "model",
         device=device.name,
         dtype=dtype,
         mode=mode,
-        threads=None,
         forward=[
             Point(width=w, batch=b, context=c, **exact(pass_ms(w, b, c, own + fc)))
             for w, b, c in itertools.product(widths, batches, contexts)
@@ -215,9 +200,6 @@ def roofline_profile(
         host=[Latency(width=w, **exact(host.step_ms)) for w in widths],
         bandwidth_gbs=device.bandwidth_gbs * device.count,
         matmul_tflops={dtype: device.tflops[dtype] * device.count},
-        command="",
-        versions={},
-        created="",
     )
 
 
@@ -242,16 +224,16 @@ def parse_profile(
             f"compute a profile, as in {EXAMPLE}"
         )
     place, *words = rest.split(",")
-    sizes = _named(name, known_sizes(), read_sizes)
-    device = _named(place, devices(), read_device)
-    modes = [mode for mode in get_args(Mode) if mode in words]
-    dtypes = [word for word in words if word in BYTES]
+    sizes = read_sizes(_located(name, "widths", "targets"))
+    device = read_model(Device, _located(place, "profiles"))
+    modes: list[Mode] = [mode for mode in device.modes if mode in words]
+    dtypes = [dtype for dtype in device.tflops if dtype in words]
     heads = [word for word in words if re.fullmatch(r"eagle=[1-9]\d*", word)]
     chosen = modes + dtypes + heads
     if len(modes) != 1 or len(dtypes) > 1 or len(heads) > 1 or len(chosen) < len(words):
         raise UserError(
-            f"{spec}: write SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS] with one of the modes {', '.join(device.modes)}, as "
-            f"in {EXAMPLE}"
+            f"{spec}: write SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS], as in {EXAMPLE}. {device.name} has constants for "
+            f"the modes {', '.join(device.modes)} and the dtypes {', '.join(device.tflops)}"
         )
     called = Path(name).name.removesuffix(".yaml")
     if heads:
@@ -278,13 +260,6 @@ def parse_profile(
     )
 
 
-def known_sizes() -> dict[str, ModelSizes]:
-    """Return the sizes of the models that draftlab knows by name: LLaMA-like presets, and models in configs/targets."""
-    llamas = {name: ModelSizes(shape=shape) for name, shape in presets(shipped("widths")).items()}
-    others = {path.stem: read_sizes(path) for path in sorted(shipped("targets").glob("*.yaml"))}
-    return llamas | others
-
-
 def read_sizes(path: Path) -> ModelSizes:
     """Read a shape file. If the model's MLPs differ from LLaMA's, the file describes them under ``mlps``.
 
@@ -303,20 +278,6 @@ def read_sizes(path: Path) -> ModelSizes:
             "layers"
         )
     return sizes
-
-
-def read_device(path: Path) -> Device:
-    """Read the constants of a device from a file.
-
-    Raises:
-        UserError: There is no such file, or it does not describe a device.
-    """
-    return read_model(Device, path)
-
-
-def devices() -> dict[str, Device]:
-    """Return the devices that come with draftlab, by name."""
-    return {path.stem: read_device(path) for path in sorted(shipped("profiles").glob("*.yaml"))}
 
 
 def _read_bytes(sizes: ModelSizes, dtype: str, experts: float) -> float:
@@ -357,14 +318,15 @@ def _device_ms(
     )
 
 
-Named = TypeVar("Named", ModelSizes, Device)
-
-
-def _named(name: str, known: dict[str, Named], read: Callable[[Path], Named]) -> Named:
-    if name in known:
-        return known[name]
-    if Path(name).suffix not in (".yaml", ".yml"):  # names may contain dots
+def _located(name: str, *folders: str) -> Path:
+    """Return the path of a YAML file: `name`, or the file of this name in a folder that comes with draftlab."""
+    if Path(name).suffix in (".yaml", ".yml"):  # names may contain dots
+        return Path(name)
+    known: dict[str, Path] = {}
+    for folder in folders:
+        known |= {path.stem: path for path in shipped(folder).glob("*.yaml")}
+    if name not in known:
         raise UserError(
             f"{name!r} is neither a YAML file nor a name that draftlab knows{did_you_mean(name, known)}"
         )
-    return read(Path(name))
+    return known[name]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from draftlab.errors import UserError
+from draftlab.errors import UserError, about
 from draftlab.latency.cost_model import BYTES, Profile, active_params, exact, read_profile
 from draftlab.model.families import Budget, family, shape_name
 from draftlab.model.shape import Shape, fewest_kv_heads, resolve, write_shape_file
@@ -153,51 +153,41 @@ def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
     if len(profiles) < MIN_PROFILES:
         raise UserError(
             f"a latency law needs profiles of at least {MIN_PROFILES} shapes, but there are only {len(profiles)}; "
-            "profile more shapes"
+            "measure them with draftlab profile SHAPE --law"
         )
-    for name in ("device", "dtype", "mode", "threads"):
-        values = sorted({str(getattr(p, name)) for p in profiles})
+    settings = {
+        name: {getattr(p, name) for p in profiles}
+        for name in ("device", "dtype", "mode", "threads")
+    }
+    settings["widths, batches and contexts"] = {str(_grid(p)) for p in profiles}
+    for name, values in settings.items():
         if len(values) > 1:
             raise UserError(
-                f"the profiles of a latency law must have the same {name}, but have {' and '.join(values)}; measure "
-                "all shapes with one command"
+                f"the profiles of a latency law must have the same {name}; measure all shapes with one command"
             )
-    if (dtype := profiles[0].dtype) not in BYTES:
-        raise UserError(
-            f"a latency law needs profiles in {', '.join(BYTES)}, but these are in {dtype}; measure the shapes with "
-            "--dtype"
-        )
-    grids = {
-        str([[p.model_dump(exclude=MEASURED) for p in getattr(profile, part)] for part in PARTS])
-        for profile in profiles
-    }
-    if len(grids) > 1:
-        raise UserError(
-            "the profiles of a latency law must have the same widths, batches and contexts; measure all shapes "
-            "with one command"
-        )
     if unknown := [p.name for p in profiles if p.shape is None]:
         raise UserError(
             f"profile {unknown[0]} cannot be used for a latency law, because it has no shape: draftlab's own engine "
             "did not run the model; remove this profile"
         )
-    shapes = {i: p.shape for i, p in enumerate(profiles) if p.shape is not None}
-    order = sorted(shapes, key=lambda i: (shapes[i].layers, shapes[i].hidden, i))
-    return ScalingLaw(profiles=[profiles[i] for i in order])
+    pairs = [(p.shape, p) for p in profiles if p.shape is not None]
+    pairs.sort(key=lambda pair: (pair[0].layers, pair[0].hidden))
+    return ScalingLaw(profiles=[profile for _, profile in pairs])
+
+
+def _grid(profile: Profile) -> list[list[object]]:
+    """Return the points of a profile without their times."""
+    return [[p.model_dump(exclude=MEASURED) for p in getattr(profile, part)] for part in PARTS]
 
 
 def read_law(directory: Path) -> ScalingLaw:
     """Fit the latency law to all profiles in a directory, which is an output of ``draftlab profile --law``.
 
     Raises:
-        UserError: There is no such directory, or its profiles give no law, see fit_law.
+        UserError: The profiles in the directory give no law, see fit_law.
     """
-    if not directory.is_dir():
-        raise UserError(
-            f"there is no directory {directory} of profiles; measure profiles with draftlab profile SHAPE --law "
-            f"--out {directory}"
-        )
-    return fit_law([read_profile(file) for file in sorted(directory.glob("*.yaml"))])
+    with about(str(directory)):
+        return fit_law([read_profile(file) for file in sorted(directory.glob("*.yaml"))])
 
 
 @reading("the profiles give no latency law")

@@ -127,15 +127,13 @@ class Meter:
         long, after = self.answer(streams, context, SETTLED + TOKENS), self.server.metrics()
         first, second = spec_decode_counters(before, middle), spec_decode_counters(middle, after)
         self.advance()
-        if first is None and second is None and not drafts:
+        if second is None and not drafts:
             return (long - short) / TOKENS
         if first is None or second is None or not drafts:
-            said = (
-                "does not draft; start the server with --speculative-config"
-                if drafts
-                else "drafts, but must run the target alone; start the server without --speculative-config"
+            raise UserError(
+                f"--server {self.server.http.url}: the first server must run the target alone, and the second server "
+                "must draft; start only the second with --speculative-config"
             )
-            raise UserError(f"--server: {self.server.http.url} {said}")
         steps = second.num_drafts - first.num_drafts
         return (long - short) * streams / steps if steps > 0 else 0.0
 
@@ -232,20 +230,19 @@ def draft_shares(passes: ServedPasses, steps: Mapping[At, float], k: int) -> dic
     Raises:
         UserError: A step with the draft took no longer than a target pass over k + 1 tokens.
     """
-    drafting: dict[int, list[float]] = defaultdict(list)
-    like_target: dict[int, list[float]] = defaultdict(list)
+    drafting: dict[int, float] = defaultdict(float)
+    like_target: dict[int, float] = defaultdict(float)
     for (batch, context), ms in steps.items():
-        drafting[batch].append(ms - passes.ms(k + 1, batch, context))
-        like_target[batch].append(
-            passes.ms(k + 2, batch, context) + (k - 1) * passes.ms(1, batch, context)
-        )
-    shares = {batch: sum(drafting[batch]) / sum(like_target[batch]) for batch in drafting}
-    if (least := min(shares, key=lambda batch: shares[batch])) and shares[least] <= 0:
-        raise UserError(
-            f"with {least} streams, a step with the draft took no longer than a pass of the target over {k + 1} "
-            "tokens, which is impossible; repeat the command without other load on the servers"
-        )
-    return shares
+        drafting[batch] += ms - passes.ms(k + 1, batch, context)
+        rest = (k - 1) * passes.ms(1, batch, context)
+        like_target[batch] += passes.ms(k + 2, batch, context) + rest
+    for batch, ms in drafting.items():
+        if ms <= 0:
+            raise UserError(
+                f"with {batch} streams, a step with the draft took no longer than a pass of the target over {k + 1} "
+                "tokens, which is impossible; repeat the command without other load on the servers"
+            )
+    return {batch: ms / like_target[batch] for batch, ms in drafting.items()}
 
 
 def drafted_tokens(server: Server, prompt: list[int]) -> int:
@@ -282,17 +279,13 @@ def _profile(
         kind="served",
         name=model.name,
         sha256=provenance.fingerprint(model) if local else None,
-        shape=None,
         device=f"{server.kind} {server.version}",
         dtype="as served",
         mode="served",
-        threads=None,
         forward=forward,
         steady=[SteadyPoint(**p.model_dump(), after=1) for p in forward if p.width == 1],
         prefill=[Latency(width=n, **exact(ms, repeats)) for n, ms in prefill.items()],
         host=[Latency(width=w, **exact(0.0)) for w in (1, widest)],
-        bandwidth_gbs=None,
-        matmul_tflops={},
         command=command,
         versions=provenance.versions() | {server.kind: server.version},
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),

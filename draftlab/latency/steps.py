@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from draftlab.acceptance.expected import visits
+from draftlab.acceptance.expected import chain
 from draftlab.config.kinds import DRAFTERS
 from draftlab.latency.cost_model import CostModel
 from draftlab.latency.workload import Workload
@@ -214,7 +214,7 @@ def steps(work: Workload, k: int, server: Server | None = None) -> Steps:
     chances = texts.chances
     inside = np.arange(chances.shape[1]) < texts.lengths[:, None]
     drafted = np.minimum(k, texts.room()) * inside
-    starts = visits(chances, drafted) * inside
+    starts = chain(texts, k).starts
     after = _after(starts, chances, drafted, k) * inside[:, :, None]
     return Steps(starts=starts, drafted=drafted, after=after)
 

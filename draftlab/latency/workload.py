@@ -3,7 +3,6 @@
 R texts of at most n tokens.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -22,12 +21,18 @@ if TYPE_CHECKING:  # needs torch
 class Workload:
     """Texts with the acceptance probabilities of their tokens.
 
-    prompt_tokens: Length of each prompt, [R]. kind: Kind of drafter, as --drafter names it.
+    Args:
+        prompt_tokens: Length of each prompt, [R].
+        kind: Kind of drafter, as --drafter names it.
+        model: Name and hash of the draft; None if acceptance is assumed.
+        rule: Rule by which sampled tokens were accepted; None if acceptance is assumed or decoding is greedy.
     """
 
     texts: Texts
     prompt_tokens: np.ndarray
     kind: str = "model"
+    model: tuple[str, str | None] | None = None
+    rule: str | None = None
 
     @property
     def tokens(self) -> float:
@@ -63,27 +68,15 @@ def constant_workload(alpha: float, *, tokens: int, prompt_tokens: int) -> Workl
     )
 
 
-def workload_of(
-    chances: list[np.ndarray],
-    prompts: Sequence[int],
-    limits: Sequence[int] | None = None,
-    kind: str = "model",
-) -> Workload:
-    """Return a workload of texts with known acceptance probabilities.
-
-    Args:
-        chances: Acceptance probability of each token of a text after the first.
-        prompts: Length of each prompt.
-        limits: Length limit of each text, without the first token. Default: the length of the text.
-    """
-    texts = texts_of(chances, None if limits is None else np.array(limits))
-    return Workload(texts=texts, prompt_tokens=np.array(prompts), kind=kind)
-
-
 def workload_of_replay(replay: "Replay") -> Workload:
     """Return the texts of a replay, with the acceptance probabilities that the replay computed."""
-    prompts = np.array([text.prompt_tokens for text in replay.texts])
-    return Workload(texts=replay.padded(), prompt_tokens=prompts, kind=replay.kind)
+    return Workload(
+        texts=replay.padded(),
+        prompt_tokens=np.array([text.prompt_tokens for text in replay.texts]),
+        kind=replay.kind,
+        model=(replay.draft, replay.draft_sha256),
+        rule=replay.rule if replay.sampling.temperature > 0 else None,
+    )
 
 
 def workload_of_score(score: Score) -> Workload:
@@ -97,16 +90,10 @@ def workload_of_score(score: Score) -> Workload:
         UserError: The score was measured on servers, which do not report single tokens; or the draft is parallel or an
             EAGLE-3 head, whose acceptance depends on the position in the draft.
     """
-    if score.draft.eagle or score.draft.parallel:
-        kind = "an EAGLE-3 head" if score.draft.eagle else "a parallel draft"
+    if score.draft.eagle or score.draft.parallel or score.served:
         raise UserError(
-            f"{score.name} is {kind}, which needs acceptance by position in the draft, but a score has none; use the "
-            "output of draftlab replay"
-        )
-    if score.served:
-        raise UserError(
-            f"{score.name} was scored on servers, which do not report the acceptance of single tokens; use the "
-            "output of draftlab replay"
+            f"{score.name}: the scores of EAGLE-3 heads, of parallel drafts and of servers lack the acceptance of each "
+            "token by its position in the draft; use the output of draftlab replay"
         )
     deepest = max(score.speculative)
     ks = sorted(score.speculative, reverse=True) if score.identical else [deepest]
@@ -117,14 +104,16 @@ def workload_of_score(score: Score) -> Workload:
             row = _outcomes(generation)
             known = outcomes.setdefault(generation.prompt, row)
             known[np.isnan(known)] = row[np.isnan(known)]
-    order = sorted(outcomes)
-    limit = score.conditions.max_tokens - 1
+    order, conditions = sorted(outcomes), score.conditions
+    chances = [np.nan_to_num(outcomes[i], nan=unknown) for i in order]
     lengths = [
-        score.prompts[i].tokens if score.prompts else score.conditions.prompt_tokens or 0
-        for i in order
+        score.prompts[i].tokens if score.prompts else conditions.prompt_tokens or 0 for i in order
     ]
-    return workload_of(
-        [np.nan_to_num(outcomes[i], nan=unknown) for i in order], lengths, [limit] * len(order)
+    return Workload(
+        texts=texts_of(chances, np.full(len(order), conditions.max_tokens - 1)),
+        prompt_tokens=np.array(lengths),
+        model=(score.draft.name, score.draft.sha256),
+        rule=conditions.rule if conditions.temperature > 0 else None,
     )
 
 

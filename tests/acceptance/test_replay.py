@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftlab.acceptance import expected, token_logprobs
-from draftlab.acceptance.expected import chain, texts_of, visits
+from draftlab.acceptance.expected import chain, texts_of
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.engine.batch_generate import Batching, generate_batch
 from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
@@ -90,7 +90,7 @@ def test_counts_are_the_enumeration(chances, k, spare):
     counts = chain(texts_of([np.array(chances)], np.array([limit])), k)
     for name, value in sums.items():
         np.testing.assert_allclose(getattr(counts, name)[0], value, atol=1e-9, err_msg=name)
-    np.testing.assert_allclose(visits(np.array(chances), k), began, atol=1e-9)
+    np.testing.assert_allclose(counts.starts[0], began, atol=1e-9)
 
 
 # sampling: exact enumeration over a small vocabulary
@@ -148,7 +148,7 @@ def passes_by_replay(p, q, n: int, k: int, chance: Callable[[float, float], floa
         if np.prod(ps):
             qs = [q(text[:i])[t] for i, t in enumerate(text)]
             kept = np.array([chance(a, b) for a, b in zip(ps, qs, strict=True)])
-            total += float(np.prod(ps)) * float(visits(kept, k).sum())
+            total += float(np.prod(ps)) * float(chain(texts_of([kept]), k).passes[0])
     return total
 
 
@@ -219,7 +219,7 @@ def test_greedy_replay_is_live_speculation_step_by_step(pair):
         for number, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
             steps = list(speculative_decode(target, ModelDrafter(draft), [prompt], k, sampling))
             assert output_tokens(steps)[0] == text
-            starts = np.flatnonzero(visits(kept[number], k))
+            starts = np.flatnonzero(chain(texts_of(kept), k).starts[number])
             emitted = np.diff(np.append(starts, len(text) - 1))
             assert [len(s.tokens) for s in steps[1:]] == emitted.tolist()
             assert [s.accepted for s in steps[1:]] == (emitted - 1).tolist()
@@ -291,7 +291,9 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
                 )
             )
             assert output_tokens(steps)[0] == row
-            assert visits(chance, k).sum() == len(steps) - 1  # the prefill emits the first token
+            assert (
+                chain(texts_of([chance]), k).passes[0] == len(steps) - 1
+            )  # the prefill emits the first token
 
 
 # intervals

@@ -14,17 +14,11 @@ from errors import raises_option
 from test_cost_model import latency, profile_of
 from typed import call
 
+from draftlab.acceptance.expected import texts_of
 from draftlab.latency.cost_model import CostModel, write_profile
-from draftlab.latency.k_schedule import (
-    Ranges,
-    Schedule,
-    ranges,
-    read_schedule,
-    schedule,
-    schedule_of,
-)
+from draftlab.latency.k_schedule import Ranges, ranges, read_schedule, schedule, schedule_of
 from draftlab.latency.steps import expected_time, plain_ms, step_costs, steps, total_ms
-from draftlab.latency.workload import Workload, constant_workload, workload_of
+from draftlab.latency.workload import Workload, constant_workload
 
 BATCHES, WIDTHS, KS = (1, 2, 4, 8, 16, 32), range(1, 9), range(1, 7)
 BUSY = 12  # tokens from which on a pass takes longer for more
@@ -103,7 +97,7 @@ def test_a_step_of_vllm_is_its_passes():
     """Against a walk over texts with known outcomes: target K + 1, draft K + 2 and K - 1 times 1; no draft: 1."""
     rng, k, prompt = np.random.default_rng(1), 3, 7
     hits = [(rng.random(length) < 0.7).astype(float) for length in (40, 23, 2)]
-    work = workload_of(hits, [prompt] * 3)
+    work = Workload(texts=texts_of(hits), prompt_tokens=np.array([prompt] * 3))
     draft, target = roofline("d", 0.2, 6, 0.001), roofline("t", 1.0, 6, 0.01)
     batch, total, plain, paused = 4, 0.0, 0.0, 0.0
     for row in hits:
@@ -176,11 +170,3 @@ def test_vllm_reads_the_ranges_as_they_are_meant(tmp_path):
     as_read = json.loads(json.dumps(ranges(ks)))
     dense = module["build_dynamic_sd_schedule_lookup"](as_read, 9, max(ks))
     assert dense[1:] == [*ks, 0, 0]
-
-
-@pytest.mark.parametrize(
-    "found", [[(1, 4, 3), (4, 8, 1)], [(1, 4, 3), (6, 8, 1)], [(2, 4, 3)], [(1, 4, 3), (8, 5, 1)]]
-)
-def test_ranges_that_miss_a_batch_size_or_have_one_twice_are_no_schedule(found):
-    with pytest.raises(ValueError, match="range"):
-        Schedule(ranges=found, pays_up_to=1)

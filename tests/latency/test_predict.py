@@ -14,6 +14,7 @@ from test_report import change, conditioned, score
 from typed import call
 
 from draftlab.acceptance.chain_logprobs import score_chains
+from draftlab.acceptance.expected import texts_of
 from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.parallel import ParallelDrafter
@@ -21,7 +22,7 @@ from draftlab.engine.generate import Drafter, ModelDrafter, Step, decode, specul
 from draftlab.latency.cost_model import CostModel, Profile, alpha_for, write_profile
 from draftlab.latency.predict import Prediction, predict, required_length
 from draftlab.latency.steps import expected_time, step_costs, steps
-from draftlab.latency.workload import constant_workload, workload_of, workload_of_score
+from draftlab.latency.workload import Workload, constant_workload, workload_of_score
 from draftlab.model import llama
 from draftlab.model.eagle_llama import EagleLlama
 from draftlab.results.score import Score
@@ -138,7 +139,8 @@ def ran(request, tmp_path_factory):
     else:
         scored = score_chains(target, draft, texts, 307, how, max(KS))
     hits = [np.exp(one.logprobs)[1:] for one in scored]
-    return runs, workload_of(hits, [len(p) for p in PROMPTS], kind=kind)
+    prompts = np.array([len(p) for p in PROMPTS])
+    return runs, Workload(texts=texts_of(hits), prompt_tokens=prompts, kind=kind)
 
 
 of_a_model = pytest.mark.parametrize("ran", ["model"], indirect=True)

@@ -130,9 +130,9 @@ def test_a_profile_that_does_not_fit_the_others_gives_no_law(changes):
         fit_law(profiles).profile(SHAPES[5], "x")
 
 
-def test_a_dtype_of_unknown_size_gives_no_law():
-    with raises_option("as served"):
-        fit_law([law_profile(s, dtype="as served") for s in SHAPES])
+def test_a_model_of_unknown_shape_gives_no_law():
+    with raises_option("shape"):
+        fit_law([law_profile(s).model_copy(update={"shape": None}) for s in SHAPES])
 
 
 def test_an_infinite_time_is_not_read(tmp_path):
@@ -140,12 +140,6 @@ def test_an_infinite_time_is_not_read(tmp_path):
     (tmp_path / "x.yaml").write_text(text.replace('"median_ms": 0.1', '"median_ms": .inf'))
     with raises_option("x.yaml", "median_ms"):
         read_profile(tmp_path / "x.yaml")
-
-
-@pytest.mark.parametrize("part", ["prefill", "host"])
-def test_two_times_of_one_width_are_no_profile(part):
-    with pytest.raises(ValueError, match=part):
-        law_profile(SHAPES[0], **{part: [latency(1, 5.0), latency(1, 6.0)]})
 
 
 @pytest.mark.parametrize("ms", [1e-320, 1e300])

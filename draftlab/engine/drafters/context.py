@@ -1,7 +1,7 @@
 """The arguments from which drafters are built (DrafterContext), and the result (DrafterRun)."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -35,43 +35,38 @@ class DrafterRun:
     drafter: Drafter
     model: Decoder | None
     ks: list[int]
-    learnt: str | None = None
-    facts: Mapping[str, object] = field(default_factory=dict)
+    learnt: str | None
+    facts: Mapping[str, object]
 
 
+@dataclass
 class DrafterContext:
-    """The target and the settings from which a command builds its drafters."""
+    """The target and the settings from which a command builds its drafters.
 
-    def __init__(
-        self,
-        target: Decoder,
-        target_path: Path,
-        load: Callable[[Path], Decoder],
-        draft: Path | None,
-        *,
-        data: str,
-        sampling: SamplingParams,
-        ks: list[int],
-        mode: Mode,
-        clock: Clock,
-        device: torch.device,
-        int8: bool = False,
-    ) -> None:
-        """Make a context.
+    Args:
+        load: Function that loads a draft model from a directory, in mode `mode`.
+        draft: Default draft, for drafters without draft=.
+        data: Sources of text, as in --data.
+        ks: Values of K, the number of drafted tokens, to measure.
+        device: Device on which heads run.
+        int8: Whether to round the weights of heads to int8.
+    """
 
-        Args:
-            load: Function that loads a draft model from a directory, in mode `mode`.
-            draft: Default draft, for drafters without draft=.
-            data: Sources of text, as in --data.
-            ks: Values of K, the number of drafted tokens, to measure.
-            device: Device on which heads run.
-            int8: Whether to round the weights of heads to int8.
-        """
-        self.target, self.target_path, self.load, self.draft = target, target_path, load, draft
-        self.data, self.sampling, self.ks, self.clock = data, sampling, ks, clock
-        self.mode: Mode = mode
-        self.device, self.int8 = device, int8
-        self.vocab = checkpoint.vocab_size(target_path)
+    target: Decoder
+    target_path: Path
+    load: Callable[[Path], Decoder]
+    draft: Path | None
+    data: str
+    sampling: SamplingParams
+    ks: list[int]
+    mode: Mode
+    clock: Clock
+    device: torch.device
+    int8: bool = False
+
+    @cached_property
+    def vocab(self) -> int:
+        return checkpoint.vocab_size(self.target_path)
 
     def run(
         self,
@@ -90,11 +85,6 @@ class DrafterContext:
             learnt=learnt,
             facts=facts or {},
         )
-
-    @property
-    def target_int8(self) -> bool:
-        """Return whether the target runs with int8 weights."""
-        return self.target.weights_dtype == "int8"
 
     def draft_path(self, text: str, name: str) -> Path:
         """Return the directory of a draft model.

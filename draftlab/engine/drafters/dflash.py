@@ -6,13 +6,11 @@ text. The distribution q of a drafted token does not depend on the other drafted
 are lossless.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from draftlab.engine.drafters.states import HeadPasses, StatesDrafter
-from draftlab.engine.generate import Draft, Sampler
+from draftlab.engine.generate import Draft, TokenIds, draw_each
 from draftlab.model.decoder import Tree
 from draftlab.model.devices import staged
 from draftlab.model.dflash import DFlash
@@ -28,19 +26,18 @@ class DFlashDrafter(StatesDrafter[DFlash]):
         # Length of a block. It does not shrink near the end of a text, because a block's tokens attend to each other.
         self.width = 0
 
-    def prefill(self, texts: Sequence[list[int]]) -> None:
+    def prefill(self, texts: TokenIds) -> None:
         """Read the target's states of the prompts into the head's cache."""
         self.read_states(texts)
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         last, count = self.begin(texts, count)
         logits = self.head.block_logits(last, self.width, self.cache)[:, :count]
-        ids, q = Sampler(sampling.unlimited(), self.vocab)(logits, uniform[:, :count])
-        return Draft(ids=ids, q=q, counts=[count] * len(texts))
+        return draw_each(logits, uniform, sampling, self.vocab)
 
-    def begin(self, texts: Sequence[list[int]], count: int) -> tuple[Tensor, int]:
+    def begin(self, texts: TokenIds, count: int) -> tuple[Tensor, int]:
         """Read the target's new states. Return the texts' last tokens, [B], and the number of tokens to draft.
 
         This number is `count`, but at most the limit of the head.
@@ -50,7 +47,7 @@ class DFlashDrafter(StatesDrafter[DFlash]):
         self.width = max(self.width, count)
         return staged([text[-1] for text in texts], self.head.device), count
 
-    def read_states(self, texts: Sequence[list[int]]) -> None:
+    def read_states(self, texts: TokenIds) -> None:
         """Feed the head the states that the target added since the last call. The head stores them in its cache.
 
         States of rejected tokens are never used, because the head does not read beyond the texts.
@@ -64,18 +61,11 @@ class BlockPasses(HeadPasses):
     """A DFlash head as a Decoder, to time its passes. A pass reads T states of zeros, and drafts T tokens."""
 
     def __init__(self, head: DFlash) -> None:
-        self.head, self.context = head, head.config.context
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.device
+        super().__init__(head, head.config.context)
 
     @property
     def weight_bytes(self) -> int:
         return sum(weight.nbytes for weight in (*self.head.weights.values(), self.head.head))
-
-    def new_cache(self, rows: int, capacity: int) -> Cache:
-        return self.head.new_cache(rows, capacity)
 
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Run a pass with the arguments and the result of Decoder.forward.

@@ -5,13 +5,11 @@ on the drafted tokens before it, so the verify rules for chains are lossless. Th
 may end the draft, also depends only on tokens before it.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from draftlab.engine.drafters.dflash import DFlashDrafter
-from draftlab.engine.generate import Draft, Sampler
+from draftlab.engine.generate import Draft, Sampler, TokenIds
 from draftlab.model.dspark import DSpark
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
@@ -33,7 +31,7 @@ class DSparkDrafter(DFlashDrafter):
 
     @torch.inference_mode()
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         token, count = self.begin(texts, count)
         block = self.dspark.block(token, self.width, self.cache)

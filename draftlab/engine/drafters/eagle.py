@@ -4,13 +4,13 @@ B rows (texts of a batch), T new tokens, K drafted tokens, D hidden, V vocab. In
 n - 1 tokens, and the head has n - 1 positions. At position i it reads the target's state of token i, and token i + 1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from draftlab.engine.drafters.states import HeadPasses, StatesDrafter
-from draftlab.engine.generate import Draft, Sampler
+from draftlab.engine.generate import Draft, Sampler, TokenIds
 from draftlab.model.decoder import Tree
 from draftlab.model.devices import staged
 from draftlab.model.eagle_llama import EagleLlama
@@ -29,41 +29,54 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
         super().__init__(target, head)
         self.sampler: Callable[[SamplingParams, int | None], Sampler] = Sampler
 
-    def prefill(self, texts: Sequence[list[int]]) -> None:
+    def prefill(self, texts: TokenIds) -> None:
         """Read the target's states at all positions of the prompts. The first draft reads the last position again."""
         self.last_logits(texts)
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         logits, state = self.last_logits(texts)
         sampler = self.sampler(sampling.unlimited(), self.vocab)
-        ids, q = self.head.draft(logits, self.cache, uniform, sampler, state)
-        return Draft(ids=ids, q=q, counts=[ids.shape[1]] * len(texts))
+        return Draft.chain(*self.head.draft(logits, self.cache, uniform, sampler, state))
 
-    def last_logits(self, texts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+    def last_logits(self, texts: TokenIds) -> tuple[Tensor, Tensor]:
         """Run the head over the target's new states. Return its logits and state at each text's last position.
 
         All texts feed the same number of positions, see StatesDrafter.new_positions.
 
         Returns: The logits, [B, V], and the state, [B, 1, D].
         """
-        ends = [len(text) - 1 for text in texts]
         starts, places = self.new_positions(texts)
-        width = places.shape[1]
+        read = self.head.combine(self.states_at(places))
+        logits, states, at = self.run(texts, starts, read)
+        row = torch.arange(len(texts), device=self.head.device)
+        return logits[row, at - at.min()], states[row, at].unsqueeze(1)
+
+    def run(
+        self, texts: TokenIds, starts: list[int], states: Tensor, filler: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the head over T positions of each text from its start on. The cache then ends with the texts.
+
+        Args:
+            states: States that the head reads, [B, T, D].
+            filler: Token that the head reads at positions after the end of a text.
+
+        Returns: The logits from position at.min() on, the head's states at all T positions, [B, T, D], and the index
+            `at` of each text's last position among the T positions, [B].
+        """
+        width = states.shape[1]
         rows = [
-            (text[at + 1 : at + 1 + width] + [0] * width)[:width]
-            for text, at in zip(texts, starts, strict=True)
+            (text[start + 1 : start + 1 + width] + [filler] * width)[:width]
+            for text, start in zip(texts, starts, strict=True)
         ]
-        ids, row = staged(rows, self.head.device), torch.arange(len(rows), device=self.head.device)
-        fed = self.head.combine(self.states_at(places))
-        self.cache.used = starts
-        # index of each text's last position in its row of fed positions
+        ids = staged(rows, self.head.device)
+        ends = [len(text) - 1 for text in texts]
         at = [end - start - 1 for end, start in zip(ends, starts, strict=True)]
-        logits, states = self.head.step(ids, fed, self.cache, last=width - min(at))
+        self.cache.used = starts
+        logits, states = self.head.step(ids, states, self.cache, last=width - min(at))
         self.cache.used, self.read = list(ends), list(ends)
-        chosen = staged(at, self.head.device)
-        return logits[row, chosen - min(at)], states[row, chosen].unsqueeze(1)
+        return logits, states, staged(at, self.head.device)
 
 
 class EaglePasses(HeadPasses):
@@ -74,11 +87,8 @@ class EaglePasses(HeadPasses):
     """
 
     def __init__(self, head: EagleLlama, own: bool = False) -> None:
-        self.head, self.own, self.context = head, own, head.context
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.device
+        super().__init__(head, head.context)
+        self.own = own
 
     @property
     def weight_bytes(self) -> int:

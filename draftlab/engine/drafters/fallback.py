@@ -3,14 +3,13 @@
 B rows (texts of a batch), K drafted tokens, V vocab.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftlab.engine.generate import Draft, Drafter
+from draftlab.engine.generate import Draft, Drafter, TokenIds
 from draftlab.model.devices import staged
 from draftlab.sampling import SamplingParams
 
@@ -40,12 +39,12 @@ class FallbackDrafter(Drafter):
         for drafter in (self.first, self.second):
             drafter.attach(cache)
 
-    def prefill(self, texts: Sequence[list[int]]) -> None:
+    def prefill(self, texts: TokenIds) -> None:
         for drafter in (self.first, self.second):
             drafter.prefill(texts)
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         first = self.first.propose(texts, count, sampling, uniform)
         if all(first.counts):

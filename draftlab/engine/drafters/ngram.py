@@ -4,7 +4,7 @@ V vocab, K drafted tokens. An n-gram is a context of n - 1 tokens and the token 
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Draft, Drafter
+from draftlab.engine.generate import Draft, Drafter, TokenIds
 from draftlab.engine.verify import distribution, draw
 from draftlab.sampling import SamplingParams
 
@@ -86,10 +86,8 @@ class NgramModel:
     def probabilities(self, text: Sequence[int]) -> np.ndarray:
         """Return the distribution of the token after a text, [V]."""
         p = self.unigrams
-        for length, order in enumerate(reversed(self.orders), 1):
-            after = (
-                order.after(_number(text[-length:], self.vocab)) if len(text) >= length else None
-            )
+        for length, order in zip(range(1, len(text) + 1), reversed(self.orders), strict=False):
+            after = order.after(_number(text[-length:], self.vocab))
             if after is None:
                 break  # then no longer context is in the corpus
             followers, counts = after
@@ -105,11 +103,8 @@ class NgramDrafter(Drafter):
     def __init__(self, model: NgramModel) -> None:
         self.model = model
 
-    def reset(self, rows: int, capacity: int) -> None:
-        pass
-
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         rows = [
             self._row(text, count, sampling, u)
@@ -120,11 +115,7 @@ class NgramDrafter(Drafter):
             if sampling.temperature == 0
             else torch.stack([q for _, q in rows]).to(uniform.device)
         )
-        return Draft(
-            ids=torch.tensor([ids for ids, _ in rows], device=uniform.device),
-            q=q,
-            counts=[count] * len(texts),
-        )
+        return Draft.chain(torch.tensor([ids for ids, _ in rows], device=uniform.device), q)
 
     def _row(
         self, text: list[int], count: int, sampling: SamplingParams, uniform: Tensor
@@ -160,25 +151,37 @@ class Match:
     kind: MatchKind
 
 
+def suffix_matches(
+    ids: np.ndarray, after: np.ndarray, text: np.ndarray, longest: int
+) -> Iterator[np.ndarray]:
+    """Yield the positions in ids [N] after the occurrences of a text's last 1, 2, ... tokens, while there are any.
+
+    Args:
+        after: Positions after the occurrences of the last token.
+        longest: Largest number of tokens of the text that are looked for.
+    """
+    for length in range(1, longest + 1):
+        after = after[after >= length]
+        after = after[ids[after - length] == text[-length]]
+        if not len(after):
+            return
+        yield after
+
+
 def latest_match(ids: np.ndarray, longest: int) -> Match | None:
     """Find the longest n-gram that ends a text and also occurs earlier in it, at most `longest` tokens long.
 
     Return None if there is none. ids: The text, [N].
     """
     # positions after earlier occurrences of the last token
-    ends = np.flatnonzero(ids[:-1] == ids[-1]) + 1
-    if len(ends) == 0:
+    after = np.flatnonzero(ids[:-1] == ids[-1]) + 1
+    matches = list(suffix_matches(ids, after, ids, longest))
+    if not matches:
         return None
-    length = 1
-    for n in range(2, longest + 1):
-        longer = ends[ends >= n]
-        longer = longer[ids[longer - n] == ids[-n]]
-        if len(longer) == 0:
-            break
-        ends, length = longer, n
+    ends = matches[-1]
     following = ids[ends]
     kind = "once" if len(ends) == 1 else "agree" if (following == following[0]).all() else "differ"
-    return Match(length, int(ends[-1]), kind)
+    return Match(len(matches), int(ends[-1]), kind)
 
 
 class TextDrafter(Drafter):
@@ -188,11 +191,8 @@ class TextDrafter(Drafter):
     def draft(self, text: list[int], count: int) -> list[int]:
         """Return at most `count` tokens to follow a text."""
 
-    def reset(self, rows: int, capacity: int) -> None:
-        pass
-
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         drafts = [self.draft(text, count) for text in texts]
         width = max(map(len, drafts))

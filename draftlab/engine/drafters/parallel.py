@@ -5,11 +5,9 @@ of the texts and K - 1 mask tokens. Then the cache is rolled back to the texts. 
 does not depend on the other drafted tokens, so the verify rules for chains and trees are lossless.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from draftlab.engine.generate import Draft, ModelDrafter, Sampler
+from draftlab.engine.generate import Draft, ModelDrafter, TokenIds, draw_each
 from draftlab.errors import UserError
 from draftlab.model.decoder import Decoder, feed
 from draftlab.model.llama import Llama
@@ -25,16 +23,13 @@ class ParallelDrafter(ModelDrafter):
         self.token = mask_token(model)
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         logits = offset_logits(self, self.token, texts, count)
-        ids, q = Sampler(sampling.unlimited(), self.vocab)(logits, uniform[:, :count])
-        return Draft(ids=ids, q=q, counts=[count] * len(texts))
+        return draw_each(logits, uniform, sampling, self.vocab)
 
 
-def offset_logits(
-    drafter: ModelDrafter, token: int, texts: Sequence[list[int]], count: int
-) -> Tensor:
+def offset_logits(drafter: ModelDrafter, token: int, texts: TokenIds, count: int) -> Tensor:
     """Return the logits of the next `count` tokens after each text, [B, count, V]. Only the texts stay in the cache.
 
     token: The mask token.

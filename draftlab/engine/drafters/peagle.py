@@ -5,14 +5,12 @@ eagle.py. The mask tokens follow the last position. The distribution q of a draf
 drafted tokens, so the verify rules for chains are lossless.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.generate import Draft, Sampler
+from draftlab.engine.generate import Draft, TokenIds, draw_each
 from draftlab.model.devices import staged
 from draftlab.sampling import SamplingParams
 
@@ -21,30 +19,17 @@ class PEagleDrafter(EagleDrafter):
     """Drafts a chain with one pass of a P-EAGLE head."""
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         assert self.head.mask is not None  # model/peagle.py sets it
         token, state = self.head.mask
-        ends = [len(text) - 1 for text in texts]
         starts, places = self.new_positions(texts)
-        width = places.shape[1] + count - 1
-        rows = [
-            (text[at + 1 :] + [token] * width)[:width]
-            for text, at in zip(texts, starts, strict=True)
-        ]
-        ids = staged(rows, self.head.device)
         states = F.pad(self.head.combine(self.states_at(places)), (0, 0, 0, count - 1))
-        masked = ids.new_tensor(starts).unsqueeze(1) + torch.arange(width, device=ids.device)
-        masked = masked >= ids.new_tensor(ends).unsqueeze(1)
+        new = torch.arange(states.shape[1], device=states.device)
+        unread = [len(text) - 1 - start for text, start in zip(texts, starts, strict=True)]
+        masked = new >= staged(unread, states.device).unsqueeze(1)
         states = torch.where(masked.unsqueeze(-1), state, states)  # [B, T + K - 1, D]
-        self.cache.used = starts
-        # index of each text's last position in its row of fed positions
-        at = [end - start - 1 for end, start in zip(ends, starts, strict=True)]
-        logits, _ = self.head.step(ids, states, self.cache, last=width - min(at))
-        self.cache.used, self.read = list(ends), list(ends)
-        chosen = (
-            staged(at, ids.device).unsqueeze(1) - min(at) + torch.arange(count, device=ids.device)
-        )
+        logits, _, at = self.run(texts, starts, states, token)
+        chosen = (at - at.min()).unsqueeze(1) + new[:count]
         logits = logits.gather(1, chosen.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-        tokens, q = Sampler(sampling.unlimited(), self.vocab)(logits, uniform[:, :count])
-        return Draft(ids=tokens, q=q, counts=[count] * len(texts))
+        return draw_each(logits, uniform, sampling, self.vocab)

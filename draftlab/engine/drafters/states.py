@@ -4,13 +4,12 @@ B rows (texts of a batch), T positions, A layers whose states the head reads, D 
 target has read n - 1 tokens.
 """
 
-from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Drafter
+from draftlab.engine.generate import Drafter, TokenIds
 from draftlab.model.decoder import Decoder
 from draftlab.model.devices import staged
 from draftlab.model.hf_decoder import HFDecoder
@@ -29,6 +28,17 @@ class StatesHead(Protocol):
 
 class HeadPasses(Decoder):
     """A head with the interface of a Decoder, so that its passes can be timed like those of a draft model."""
+
+    def __init__(self, head: Any, context: int) -> None:
+        """Make a Decoder. head: A StatesHead. context: Length of the longest text, in tokens."""
+        self.head, self.context = head, context
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.device
+
+    def new_cache(self, rows: int, capacity: int) -> Any:
+        return self.head.new_cache(rows, capacity)
 
     def of_own_states(self) -> "HeadPasses":
         """Return the passes in which the head reads its own states: all passes of a step except the first.
@@ -60,7 +70,7 @@ class StatesDrafter(Drafter, Generic[Head]):
         self.layer_states = self.target.new_layer_states(cache, self.head.layer_ids)
         cache.layer_states = self.layer_states
 
-    def new_positions(self, texts: Sequence[list[int]]) -> tuple[list[int], Tensor]:
+    def new_positions(self, texts: TokenIds) -> tuple[list[int], Tensor]:
         """Return the first position that the head reads of each text, and all positions that it reads, [B, T].
 
         T is the largest number of new positions of a text, but at least 1. Texts with fewer new positions read some

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftlab.engine.drafters.ngram import TextDrafter
+from draftlab.engine.drafters.ngram import TextDrafter, suffix_matches
 
 END = -1  # marks the end of each text
 
@@ -72,13 +72,10 @@ class SuffixDrafter(TextDrafter):
         after: Positions in ids after the occurrences of the text's last token.
         """
         best = Guess([], 0.0)
-        for length in range(1, min(len(text), self.depth)):
-            after = after[after >= length]
-            after = after[ids[after - length] == text[-length]]
-            if not len(after):
-                break
+        longest = min(len(text), self.depth) - 1
+        for length, positions in enumerate(suffix_matches(ids, after, text, longest), 1):
             most = min(count, int(length * self.factor + 1e-6), self.depth - length)
-            guess = self._follow(ids, after, most)
+            guess = self._follow(ids, positions, most)
             if guess.score >= best.score:
                 best = guess
         return best

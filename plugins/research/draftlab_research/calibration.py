@@ -11,7 +11,6 @@ from draftlab.engine.drafters.context import DrafterContext
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.latency.profiler import measure_latency
 from draftlab.model.llama import Llama
-from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.store import HELDOUT, read_store
 
 STORED_TEXTS = 32  # largest number of texts that are read from a store of target outputs
@@ -26,11 +25,15 @@ PASSES = 15  # number of timed passes of each model at each width
 def calibration_texts(context: DrafterContext, outputs: str) -> list[Text]:
     """Return prompts with the target's completions.
 
-    outputs: Directory of stored target outputs. If empty, the target completes prompts from the run's data with the
-    run's sampling parameters.
+    outputs: Directory of stored target outputs, of which at most STORED_TEXTS texts of two or more tokens are read, at
+    equal intervals. If the store has a held-out part, the texts come from this part, because drafts are not trained on
+    it. If empty, the target completes prompts from the run's data with the run's sampling parameters.
     """
     if outputs:
-        return [(output.prompt.astype(np.int64), output.ids) for output in spread_outputs(outputs)]
+        heldout = Path(outputs) / HELDOUT
+        store = read_store(heldout if heldout.exists() else Path(outputs))
+        texts = [(o.prompt.astype(np.int64), o.ids) for o in store.outputs if len(o.ids) > 1]
+        return texts[:: max(1, len(texts) // STORED_TEXTS)][:STORED_TEXTS]
     count, length, max_tokens = CALIBRATION
     stream = context.corpus(context.data, 64 * count * length).astype(np.int64)
     prompts = [
@@ -39,22 +42,6 @@ def calibration_texts(context: DrafterContext, outputs: str) -> list[Text]:
     sampling = replace(context.sampling, max_tokens=max_tokens, seed=1)
     completions = output_tokens(decode(context.target, prompts, sampling))
     return [(np.array(p), np.array(c)) for p, c in zip(prompts, completions, strict=True)]
-
-
-def spread_outputs(outputs: str) -> list[TargetOutput]:
-    """Return at most STORED_TEXTS texts of two or more tokens, at equal intervals in a store of target outputs.
-
-    If the store has a held-out part, the texts come from this part, because drafts are not trained on it.
-
-    outputs: Directory of the store.
-    """
-    store, heldout = Path(outputs), Path(outputs) / HELDOUT
-    written = [
-        output
-        for output in read_store(heldout if heldout.exists() else store).outputs
-        if len(output.ids) > 1
-    ]
-    return written[:: max(1, len(written) // STORED_TEXTS)][:STORED_TEXTS]
 
 
 def pass_ms(

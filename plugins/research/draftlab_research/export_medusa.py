@@ -8,7 +8,6 @@ from draftlab.cli import run_alone
 from draftlab.commands.base import Job, Outcome, command
 from draftlab.config import shared
 from draftlab.config.base import OutputConfig, option
-from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.output import Output
 
@@ -16,9 +15,6 @@ from draftlab.output import Output
 class ExportMedusaConfig(OutputConfig):
     heads: Path = option(help="Output of draftlab distill --student medusa.", argument=True)
     target: str = shared.target()
-    k: int | None = option(
-        None, "Number of heads to write, one for each drafted token. Default: all heads.", ge=1
-    )
 
 
 def prepare(config: ExportMedusaConfig, weights: bool) -> Job[ExportMedusaConfig]:
@@ -36,11 +32,7 @@ def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
 
     target = hub.locate(config.target)
     heads, weights = read(config.heads, target), checkpoint.Weights(target)
-    k = len(heads) if config.k is None else config.k
-    if k > len(heads):
-        raise UserError(
-            f"--k {k}: {config.heads} has only {len(heads)} heads, one for each drafted token; lower --k"
-        )
+    k = len(heads)  # every head drafts one token
     shared_head = weights[
         "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"
     ]

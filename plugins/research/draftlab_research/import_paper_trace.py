@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from draftlab.cli import run_alone
 from draftlab.commands.base import Job, Outcome, command
-from draftlab.config import shared
-from draftlab.config.base import Only, OutputConfig, option
+from draftlab.config.base import OutputConfig, option
 from draftlab.output import Output
 
 if TYPE_CHECKING:
@@ -20,20 +19,8 @@ class ImportPaperTraceConfig(OutputConfig):
         help="Trace file, which has a tensor([[...]]) of token ids for each prompt.", argument=True
     )
     prompt_file: Path = option(help="JSON-lines file with the prompts of the trace.")
-    target: str = shared.target()
-    tokenizer: Path | None = option(
-        None, "Directory of the target's tokenizer. Default: the tokenizer of --target."
-    )
-    num_prompts: int | None = option(
-        None, "Number of prompts to import, from the first prompt on. Default: all prompts.", ge=1
-    )
+    target: str = option(help="Checkpoint or directory that has the tokenizer of the target.")
     name: str = option("llama-65b", "Name of the target that wrote the texts, for the record.")
-
-    only = (
-        Only(
-            ("target",), lambda c: c.tokenizer is None, "leave it out: --tokenizer takes its place"
-        ),
-    )
 
 
 def prepare(config: ImportPaperTraceConfig, weights: bool) -> Job[ImportPaperTraceConfig]:
@@ -60,13 +47,13 @@ def _write(config: ImportPaperTraceConfig, output: Output) -> "Manifest":
     from draftlab.sampling import SamplingParams
     from draftlab.target_outputs.build import REPLAY_SHARD
     from draftlab.target_outputs.store import Manifest, logits_of, vocabulary_sha256, write_store
-    from draftlab_research.paper_trace import PaperTrace
+    from draftlab_research.paper_trace import trace_outputs
 
-    directory = config.tokenizer or hub.locate(config.target, weights=False)
+    directory = hub.locate_tokenizer(config.target)
     tokenizer, eos = checkpoint.load_tokenizer(directory), checkpoint.eos_token_ids(directory)
-    prompts = file_prompts(config.prompt_file, tokenizer, count=config.num_prompts)
-    trace = PaperTrace.read(
-        config.file, prompts.rows, count=config.num_prompts, vocab=logits_of(directory), eos_ids=eos
+    prompts = file_prompts(config.prompt_file, tokenizer, count=None)
+    outputs, longest = trace_outputs(
+        config.file, prompts.rows, vocab=logits_of(directory), eos_ids=eos
     )
     manifest = Manifest(
         source="paper",
@@ -81,7 +68,7 @@ def _write(config: ImportPaperTraceConfig, output: Output) -> "Manifest":
         data_sha256=prompts.sha256,
         prompt_tokens=None,
         categories=prompts.categories,
-        sampling=SamplingParams(max_tokens=trace.longest, stop_token_ids=eos),
+        sampling=SamplingParams(max_tokens=longest, stop_token_ids=eos),
         logprobs="none",
         top_logprobs=0,
         temperatures=(1.0,),
@@ -92,8 +79,7 @@ def _write(config: ImportPaperTraceConfig, output: Output) -> "Manifest":
     )
 
     def shard(number: int) -> "Sequence[TargetOutput]":
-        rows = range(number * REPLAY_SHARD, min((number + 1) * REPLAY_SHARD, len(prompts.rows)))
-        return [trace.output(i) for i in rows]
+        return outputs[number * REPLAY_SHARD : (number + 1) * REPLAY_SHARD]
 
     manifest = write_store(output.out, manifest, shard, tokenizer=directory)
     output.record(output.out, [config.file, config.prompt_file])

@@ -56,7 +56,12 @@ def search_layers(
         chances = [
             expected.chances(text.logprobs, p) for text, p in zip(scored, log_p, strict=True)
         ]
-        sets = (_layer_set(layers, chances, k, cost(len(layers))) for k in range(1, MAX_K + 1))
+        sets = []
+        for k in range(1, MAX_K + 1):
+            tokens, passes = expected.tokens_per_pass(chances, k).sum(0)
+            length = float(tokens / passes)
+            speedup = length / (k * cost(len(layers)) + 1)
+            sets.append(LayerSet(layers=layers, k=k, tokens_per_pass=length, speedup=speedup))
         return max(sets, key=lambda candidate: candidate.speedup)
 
     layers = tuple(range(target.shape.layers))
@@ -76,9 +81,3 @@ def search_layers(
             dropped = max(tried, key=lambda layer: tried[layer].speedup)
             yield tried[dropped]
             layers = tried[dropped].layers
-
-
-def _layer_set(layers: tuple[int, ...], chances: list[np.ndarray], k: int, cost: float) -> LayerSet:
-    tokens, passes = expected.tokens_per_pass(chances, k).sum(0)
-    per_pass = float(tokens / passes)
-    return LayerSet(layers=layers, k=k, tokens_per_pass=per_pass, speedup=per_pass / (k * cost + 1))

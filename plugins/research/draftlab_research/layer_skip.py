@@ -58,7 +58,7 @@ class LayerSkipSpec(OutputsSpec):
 
         target = context.own_engine(self, context.target)
         layers = self.layers or self._fastest_layers(context, target)
-        model = with_mode(skip_layers(target, layers), context.mode, context.target_int8)
+        model = with_mode(skip_layers(target, layers), context.mode, target.weights_dtype == "int8")
         learnt = None if self.layers else f"layer-skip:layers={'+'.join(map(str, layers))}"
         return context.run(ModelDrafter(model, context.vocab), model=model, learnt=learnt)
 
@@ -84,7 +84,9 @@ class LayerSkipSpec(OutputsSpec):
         from draftlab_research.layer_search import search_layers
 
         layers = target.shape.layers
-        one_layer = with_mode(skip_layers(target, [0]), context.mode, context.target_int8)
+        one_layer = with_mode(
+            skip_layers(target, [0]), context.mode, target.weights_dtype == "int8"
+        )
         ms = pass_ms(context, {"all": target, "one": one_layer}, [1])
         all_ms, one_ms = ms["all"][0], ms["one"][0]
         layer_ms = (all_ms - one_ms) / (layers - 1)

@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 from typing_extensions import Self
 
 from draftlab.drafters import DrafterSpec, RunFacts, drafter, split_at
@@ -12,6 +12,7 @@ from draftlab.drafters.model import DraftModelSpec
 from draftlab.drafters.ngram import OutputsSpec
 from draftlab.drafters.parallel import ParallelSpec
 from draftlab.errors import UserError
+from draftlab.registry import REJECTION
 
 if TYPE_CHECKING:
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
@@ -29,16 +30,15 @@ class WidthsSpec(DrafterSpec):
 
     own_engine = True
     rejection_rule = "recursive"
-    widths: Annotated[list[int], split_at("x")] = Field([])
+    widths: Annotated[list[PositiveInt], split_at("x")] = Field([])
     siblings: Siblings = "sampled"
 
     @model_validator(mode="after")
     def _is_a_tree(self) -> Self:
         tokens = sum(math.prod(self.widths[: i + 1]) for i in range(len(self.widths)))
-        if min(self.widths, default=1) < 1 or tokens > MAX_TREE_TOKENS:
+        if tokens > MAX_TREE_TOKENS:
             raise ValueError(
-                f"widths must be numbers of 1 or more that give a tree of at most {MAX_TREE_TOKENS} tokens, but are "
-                f"{self.widths}"
+                f"widths must give a tree of at most {MAX_TREE_TOKENS} tokens, but are {self.widths}"
             )
         return self
 
@@ -49,7 +49,7 @@ class WidthsSpec(DrafterSpec):
 
     def check(self, run: RunFacts) -> None:
         super().check(run)
-        if run.rule == "block":
+        if run.rule == "block" and self.rejection_rule != REJECTION:
             raise UserError(
                 f"--rule block verifies chains, but --drafter {self.text} drafts a tree; use --rule recursive or match"
             )
@@ -94,16 +94,16 @@ class DynamicTreeSpec(WidthsSpec):
 
     @model_validator(mode="after")
     def _is_one_tree(self) -> Self:
-        if self.topk is None:
-            if "depth" in self.model_fields_set:
-                raise ValueError("depth: works only with topk")
-            return self
-        if idle := self.model_fields_set & {"widths", "siblings", "outputs"}:
+        unused = {"depth"} if self.topk is None else {"widths", "siblings", "outputs"}
+        if idle := self.model_fields_set & unused:
             raise ValueError(
-                f"{', '.join(sorted(idle))}: works only without topk, which builds a new tree in each step"
+                f"{', '.join(sorted(idle))}: depth works only with topk, which builds a new tree in each step; widths, "
+                "siblings and outputs work only without topk"
             )
+        if self.topk is None:
+            return self
         most = self.topk + (self.depth - 1) * self.topk**2
-        if self.nodes is None or self.nodes > most:
+        if (self.nodes or 0) > most:
             raise ValueError(
                 f"nodes: give a number up to {most}, the largest number of tokens with topk {self.topk} and depth "
                 f"{self.depth}"

@@ -9,7 +9,6 @@ import torch
 from builders import recording
 from plain_eagle import target_and_head
 
-from draftlab.acceptance import expected
 from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
@@ -24,7 +23,6 @@ from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.eagle_tree import EagleTreeDrafter
 from draftlab_research.drafting.tree import full_tree
-from draftlab_research.expected_trees import tree
 
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
 
@@ -106,15 +104,24 @@ def test_replay_expects_what_greedy_decoding_with_trees_counts(near_head, k):
         (np.array(prompt), np.array(text)) for prompt, text in zip(PROMPTS, texts, strict=True)
     ]
     scored = score_chains(target, head, pairs, 307, sampling, 5)
-    chances = expected.texts_of([np.exp(each.logprobs)[1:] for each in scored])
-    ranks = expected.padded([each.ranks[1:] for each in scored])
     widths = [3, 2, 1][: min(3, k)]
     drafter = EagleTreeDrafter(EagleDrafter(target, head), full_tree(widths), "top")
-    counts = tree(chances, ranks, widths)
     live = list(speculative_decode(target, drafter, PROMPTS, len(full_tree(widths)), sampling))
-    for row in range(len(PROMPTS)):
-        own = [step for step in live if step.row == row][1:]
-        assert len(own) == counts.passes[row]
-        assert sum(step.accepted for step in own) == counts.accepted[row]
+    deepest = 0
+    for row, score in enumerate(scored):
+        accepted, at, ranks = [], 0, score.ranks[1:]
+        while at < len(ranks):
+            depth = 0
+            while (
+                depth < min(len(widths), len(ranks) - at - 1)
+                and ranks[at + depth, depth] < widths[depth]
+            ):
+                depth += 1
+            accepted.append(depth)
+            at += depth + 1
+        own = [step.accepted for step in live if step.row == row][1:]
+        # near the end of a text, a smaller tree may need the same number of steps in another order
+        assert (len(own), sum(own)) == (len(accepted), sum(accepted))
+        deepest = max(deepest, *accepted)
     # some accepted tokens were drafted from the head's own states
-    assert counts.reached[:, min(2, k)].sum() > 0
+    assert deepest >= min(2, k)

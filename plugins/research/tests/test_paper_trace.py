@@ -14,7 +14,7 @@ from draftlab.prompts import Prompt
 from draftlab.target_outputs.replay import Drafting, drafter_of, replay_draft
 from draftlab.target_outputs.store import read_store
 from draftlab_research.import_paper_trace import import_paper_trace
-from draftlab_research.paper_trace import PaperTrace, paper_texts
+from draftlab_research.paper_trace import paper_texts, trace_outputs
 
 
 def paper_file(path: Path, texts: list[list[int]]) -> Path:
@@ -44,7 +44,7 @@ def test_a_trace_of_the_papers_scripts_replays_as_the_recorded_one(tmp_path, fam
     for name, written in (("alone", texts), ("with-prompts", with_prompts)):
         file, out = paper_file(tmp_path / name, written), tmp_path / f"{name}-store"
         outcome = import_paper_trace(
-            file=file, prompt_file=prompts, tokenizer=target, name="big", out=out
+            file=file, prompt_file=prompts, target=str(target), name="big", out=out
         )
         assert outcome.data["sequences"] == 3
         found = replay_draft(read_store(out), drafter_of(draft), settings).chances()
@@ -82,18 +82,16 @@ def test_the_papers_own_example_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("nothing here", r"it has no tensor\(\[\[...\]\]\)"),
-        ("tensor([[1, 2]])\ntensor([[3, 4", "text 2 has no end"),
-        ("tensor([[1, 2, ..., 9]])", "text 1 is abbreviated"),
-        ("tensor([[1, 2]])\ntensor([[1, 2.5]])", "text 2: invalid literal"),
-        ("tensor([[1, -2]])", "-2 is not a token id"),
+        ("nothing here", "t.txt is not a complete trace"),
+        ("tensor([[1, 2]])\ntensor([[3, 4", "t.txt is not a complete trace"),
+        ("tensor([[1, 2, ..., 9]])", "t.txt is not a complete trace"),
+        ("tensor([[1, 2]])\ntensor([[1, 2.5]])", "t.txt is not a complete trace"),
         ("tensor([[1, 2]])", "1 texts.* 2 prompts"),
-        ("tensor([[1, 2]])\ntensor([[400, 2]])", "text 2 has the id 400, .* 307 ids"),
+        ("tensor([[1, 2]])\ntensor([[1, -2]])", "text 2"),
+        ("tensor([[1, 2]])\ntensor([[400, 2]])", "text 2"),
     ],
 )
 def test_files_that_are_no_paper_trace_are_refused(tmp_path, content, message):
     (tmp_path / "t.txt").write_text(content)
     with pytest.raises(UserError, match=message):
-        PaperTrace.read(
-            tmp_path / "t.txt", [Prompt([5]), Prompt([6])], count=None, vocab=307, eos_ids=()
-        )
+        trace_outputs(tmp_path / "t.txt", [Prompt([5]), Prompt([6])], vocab=307, eos_ids=())

@@ -40,7 +40,7 @@ from draftlab_research.drafting.eagle_tree import EagleTreeDrafter
 from draftlab_research.drafting.layer_skip import skip_layers
 from draftlab_research.drafting.medusa import MedusaDrafter
 from draftlab_research.drafting.parallel_tree import ParallelTreeDrafter
-from draftlab_research.drafting.stops import ConfidenceStopDrafter, confidence_below, entropy_above
+from draftlab_research.drafting.stops import ConfidenceStopDrafter
 from draftlab_research.drafting.tree import (
     TreeDrafter,
     best_tree,
@@ -53,6 +53,7 @@ from draftlab_research.drafting.tree import (
 )
 from draftlab_research.layer_search import search_layers
 from draftlab_research.policy import EDGES, LENGTHS, Policy
+from draftlab_research.stops import ConfidenceStopSpec, EntropyStopSpec
 
 HEADS = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(2)) * 0.05
 
@@ -89,8 +90,12 @@ DRAFTERS = [
 def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Drafter:
     noisy = models["noisy"]
     return {
-        "unsure": lambda: ConfidenceStopDrafter(noisy, VOCAB, confidence_below(0.3)),
-        "entropy": lambda: ConfidenceStopDrafter(noisy, VOCAB, entropy_above(1.0)),
+        "unsure": lambda: ConfidenceStopDrafter(
+            noisy, VOCAB, ConfidenceStopSpec.of(threshold=0.3).stops
+        ),
+        "entropy": lambda: ConfidenceStopDrafter(
+            noisy, VOCAB, EntropyStopSpec.of(threshold=1.0).stops
+        ),
         "staged": lambda: CascadeDrafter(noisy, VOCAB, NgramDrafter(ngrams), 2),
         "staged model": lambda: CascadeDrafter(noisy, VOCAB, ModelDrafter(noisy, VOCAB), 3),
         "skip": lambda: ModelDrafter(skip_layers(models["target"], [0, 2]), VOCAB),
@@ -179,7 +184,10 @@ class Always(Drafter):
 
 
 def test_an_unsure_model_keeps_the_token_that_it_is_unsure_of(models):
-    for unsure, counts in ((confidence_below(1.1), [1, 1, 1]), (entropy_above(-1), [1, 1, 1])):
+    for unsure, counts in (
+        (ConfidenceStopSpec.of(threshold=1).stops, [1, 1, 1]),
+        (EntropyStopSpec.of(threshold=0).stops, [1, 1, 1]),
+    ):
         proposing = ConfidenceStopDrafter(models["noisy"], VOCAB, unsure)
         proposing.reset(3, 40)
         assert proposing.propose(PROMPTS, 4, SamplingParams(), torch.zeros(3, 4)).counts == counts
@@ -187,7 +195,7 @@ def test_an_unsure_model_keeps_the_token_that_it_is_unsure_of(models):
 
 def test_an_unsure_model_that_is_never_unsure_is_the_model(models):
     never, model = (
-        ConfidenceStopDrafter(models["noisy"], VOCAB, confidence_below(0)),
+        ConfidenceStopDrafter(models["noisy"], VOCAB, ConfidenceStopSpec.of(threshold=0).stops),
         ModelDrafter(models["noisy"], VOCAB),
     )
     found = []

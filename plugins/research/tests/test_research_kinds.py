@@ -117,7 +117,7 @@ def test_no_more_tokens_are_drafted_than_there_are_heads(context, heads, monkeyp
     monkeypatch.setattr(context, "ks", [1, 2, 3])
     assert built(context, heads).ks == [1, 2]
     monkeypatch.setattr(context, "ks", [3])
-    with pytest.raises(UserError, match="2 tokens; lower --k"):
+    with pytest.raises(UserError, match="lower --k"):
         built(context, heads)
 
 
@@ -178,7 +178,7 @@ def test_what_a_target_of_transformers_cannot_do_is_refused(text):
 def test_a_tree_of_heads_has_a_level_for_each_head_at_most(context, heads):
     way = built(context, f"{heads},widths=2x2")
     assert (way.ks, way.drafter.parents) == ([6], (0, 0, 1, 1, 2, 2))
-    with pytest.raises(UserError, match="at most 2 levels"):
+    with pytest.raises(UserError, match="fewer widths"):
         built(context, f"{heads},widths=2x2x1")
     with pytest.raises(UserError, match="siblings: works only with widths"):
         parse_drafter(f"{heads},siblings=top")

@@ -4,7 +4,6 @@ B rows (texts of a batch), K drafted tokens, V vocab.
 """
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -15,7 +14,14 @@ from torch import Tensor
 from draftlab.engine.drafters.context import DrafterContext
 from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.drafters.ngram import MATCH_KINDS, TextDrafter, copy_from, latest_match
-from draftlab.engine.generate import Draft, Drafter, ModelDrafter, Sampler, speculative_decode
+from draftlab.engine.generate import (
+    Draft,
+    Drafter,
+    ModelDrafter,
+    Sampler,
+    TokenIds,
+    speculative_decode,
+)
 from draftlab.errors import UserError
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.stops import StoppingSampler
@@ -79,16 +85,15 @@ class PolicyDraft(Drafter):
     def attach(self, cache: Any) -> None:
         self.inner.attach(cache)
 
-    def prefill(self, texts: Sequence[list[int]]) -> None:
+    def prefill(self, texts: TokenIds) -> None:
         if self.policy.draft_gain > 0:
             self.inner.prefill(texts)
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         if self.policy.draft_gain <= 0:
-            nothing = torch.zeros(len(texts), 0, dtype=torch.long, device=uniform.device)
-            return Draft(ids=nothing, q=None, counts=[0] * len(texts))
+            return Draft.empty(len(texts), uniform.device)
         stopping = StoppingSampler(sampling.unlimited(), self.inner.vocab, PolicyStop(self.policy))
         self.inner.sampler = lambda *_: stopping
         draft = self.inner.propose(texts, count, sampling, uniform)
@@ -96,7 +101,7 @@ class PolicyDraft(Drafter):
 
 
 def recorded(
-    context: DrafterContext, drafter: Stoppable, prompts: Sequence[list[int]], k: int, longest: int
+    context: DrafterContext, drafter: Stoppable, prompts: TokenIds, k: int, longest: int
 ) -> tuple[Steps, float]:
     """Decode each prompt with K drafted tokens per step. Return the steps, and the milliseconds per drafted token.
 

@@ -3,12 +3,10 @@
 B rows (texts of a batch), K drafted tokens, V vocab.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Draft, Drafter, ModelDrafter, fit_vocab, verify_batch
+from draftlab.engine.generate import Draft, Drafter, ModelDrafter, TokenIds, fit_vocab, verify_batch
 from draftlab.engine.verify import distribution
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
@@ -32,12 +30,12 @@ class CascadeDrafter(ModelDrafter):
         super().reset(rows, capacity + self.inner_tokens)
         self.inner.reset(rows, capacity + self.inner_tokens)
 
-    def prefill(self, texts: Sequence[list[int]]) -> None:
+    def prefill(self, texts: TokenIds) -> None:
         super().prefill(texts)
         self.inner.prefill(texts)
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         tokens: list[list[int]] = [[] for _ in texts]
         q: list[list[Tensor]] = [[] for _ in texts]
@@ -65,10 +63,9 @@ class CascadeDrafter(ModelDrafter):
                         if sampling.temperature == 0
                         else [distribution(logits[row, : len(emitted)], sampling)]
                     )
-        return Draft(
-            ids=torch.tensor([row[:count] for row in tokens], device=uniform.device),
-            q=torch.stack([torch.cat(rows)[:count] for rows in q]) if q[0] else None,
-            counts=[count] * len(texts),
+        return Draft.chain(
+            torch.tensor([row[:count] for row in tokens], device=uniform.device),
+            torch.stack([torch.cat(rows)[:count] for rows in q]) if q[0] else None,
         )
 
     def _draws(self, uniform: Tensor) -> Tensor:

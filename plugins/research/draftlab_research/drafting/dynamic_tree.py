@@ -6,13 +6,12 @@ topk children. The N candidates of highest value are drafted. A parent's value i
 candidates form a tree. The tree depends only on the text, so q is one-hot, and verification is lossless.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Draft, Drafter, fit_vocab
+from draftlab.engine.generate import Draft, Drafter, TokenIds, fit_vocab
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.tree import TreeDrafter
 from draftlab_research.rules import recursive
@@ -28,19 +27,19 @@ class DynamicTreeDrafter(Drafter):
         each level, and number of children of each of them. depth: Number of levels.
         """
         self.reader, self.topk, self.depth = reader, topk, depth
-        reader.spare = topk * (depth - 1)  # cache positions for all candidates that are read
 
     def reset(self, rows: int, capacity: int) -> None:
-        self.reader.reset(rows, capacity)
+        # all candidates that are read have a place in the cache
+        self.reader.reset(rows, capacity + self.topk * (self.depth - 1))
 
     def attach(self, cache: Any) -> None:
         self.reader.attach(cache)
 
-    def prefill(self, texts: Sequence[list[int]]) -> None:
+    def prefill(self, texts: TokenIds) -> None:
         self.reader.prefill(texts)
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         # [B, candidates read in the last pass, V]
         logits = fit_vocab(self.reader.last_logits(texts), self.reader.vocab)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.drafters.eagle import EagleDrafter
+from draftlab.engine.generate import TokenIds
 from draftlab.model.decoder import Parents, Tree
 from draftlab.model.llama import Cache
 from draftlab_research.drafting.tree import Siblings, TreeDrafter
@@ -27,17 +28,15 @@ class EagleTreeDrafter(TreeDrafter):
 
     def reset(self, rows: int, capacity: int) -> None:
         self.drafter.reset(rows, capacity)
-        if self.spare:
-            self.drafter.cache = self.head.new_cache(rows, capacity + self.spare)
         self.cache = self.drafter.cache
 
     def attach(self, cache: Cache) -> None:
         self.drafter.attach(cache)
 
-    def prefill(self, texts: Sequence[list[int]]) -> None:
+    def prefill(self, texts: TokenIds) -> None:
         self.drafter.prefill(texts)
 
-    def last_logits(self, texts: Sequence[list[int]], last: int = 1) -> Tensor:
+    def last_logits(self, texts: TokenIds, last: int = 1) -> Tensor:
         logits, self.state = self.drafter.last_logits(texts)
         self.first = logits.unsqueeze(1)  # [B, 1, V]
         self.states = (
@@ -45,7 +44,7 @@ class EagleTreeDrafter(TreeDrafter):
         )  # the head's states after the text and each drafted token, [B, nodes, D]
         return self.first
 
-    def read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: Parents) -> Tensor:
+    def read(self, texts: TokenIds, ids: list[Tensor], parents: Parents) -> Tensor:
         """Run a pass of the head over the drafted tokens. Arguments and result: See TreeDrafter.read."""
         self.cache.used = [len(text) - 1 for text in texts]
         rooted = Tree.from_parents(parents, self.head.device)

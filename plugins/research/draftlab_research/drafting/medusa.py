@@ -5,7 +5,7 @@ predicts the next token. Head k predicts the token k positions after that token:
 is the target's LM head, so a head adds only W_k.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab import provenance
-from draftlab.engine.generate import Draft, Drafter
-from draftlab.engine.verify import distribution, draw
+from draftlab.engine.generate import Draft, Drafter, TokenIds, draw_each
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import check_weight
 from draftlab.model.llama import Cache, Llama, rms_norm
@@ -62,15 +61,12 @@ class MedusaDrafter(Drafter):
         self.parents = parents
         self.siblings: Siblings = siblings
 
-    def reset(self, rows: int, capacity: int) -> None:
-        """Do nothing, because the drafter keeps no state of its own."""
-
     def attach(self, cache: Cache) -> None:
         self.states = self.target.new_layer_states(cache, (self.target.shape.layers,))
         cache.layer_states = self.states
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         # the target has not read the last token yet, so its last state belongs to the second-to-last token
         at = [len(text) - 2 for text in texts]
@@ -84,11 +80,7 @@ class MedusaDrafter(Drafter):
         logits = self.target.expand_logits(F.linear(hidden, self.target.head))
         if parents is not None:
             return draft_levels(logits, parents, self.siblings, sampling, uniform)
-        counts = [logits.shape[1]] * len(texts)
-        if sampling.temperature == 0:
-            return Draft(ids=logits.argmax(-1), q=None, counts=counts)
-        q = distribution(logits, sampling)
-        return Draft(ids=draw(q, uniform[:, : q.shape[1]]), q=q, counts=counts)
+        return draw_each(logits, uniform, sampling, None)
 
 
 def apply_heads(hidden: Tensor, heads: Tensor) -> Tensor:
@@ -117,24 +109,13 @@ def read(folder: Path, target: Path) -> Tensor:
     Raises:
         UserError: The folder has no heads, a file is damaged, or the heads were trained for another target.
     """
-    missing = next((name for name in (MANIFEST, WEIGHTS) if not (folder / name).is_file()), None)
-    if missing is not None:
-        raise UserError(
-            f"{folder} has no Medusa heads ({missing} is missing); train heads with {TRAINED_BY}"
-        )
-    manifest = read_model(Manifest, folder / MANIFEST)
-    with reading(folder / WEIGHTS):
-        weights = load_file(folder / WEIGHTS)
+    manifest = read_model(Manifest, folder / MANIFEST, hint=f"; train heads with {TRAINED_BY}")
     if manifest.target != provenance.fingerprint(target):
         raise UserError(
             f"{folder} has heads for another target than {target}; use the target for which the heads were trained"
         )
-    shapes = [(manifest.hidden, manifest.hidden)] * manifest.heads
-    names = [f"{number:02d}" for number in range(1, manifest.heads + 1)]
-    if sorted(weights) != sorted(names) or [tuple(w.shape) for w in weights.values()] != shapes:
-        raise UserError(
-            f"{folder / WEIGHTS} does not have the {manifest.heads} heads of {MANIFEST}; train the heads again"
-        )
-    for name, tensor in weights.items():
-        check_weight(tensor, name, folder)
-    return torch.stack([weights[name] for name in names])
+    with reading(folder / WEIGHTS):
+        weights = load_file(folder / WEIGHTS)
+        heads = torch.stack([weights[f"{n:02d}"] for n in range(1, manifest.heads + 1)])
+    check_weight(heads, WEIGHTS, folder)
+    return heads

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from draftlab.engine.drafters.parallel import mask_token, offset_logits
-from draftlab.engine.generate import Draft, fit_vocab
+from draftlab.engine.generate import Draft, TokenIds, fit_vocab
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.tree import Siblings, TreeDrafter, draft_levels
@@ -25,7 +25,7 @@ class ParallelTreeDrafter(TreeDrafter):
         self.token = mask_token(model)
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         parents, levels = self.parents[:count], self.levels[:count]
         logits = fit_vocab(offset_logits(self, self.token, texts, max(levels)), self.vocab)

@@ -3,33 +3,17 @@
 B rows (texts of a batch), V vocab.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Draft, ModelDrafter, Sampler
+from draftlab.engine.generate import Draft, ModelDrafter, Sampler, TokenIds
 from draftlab.model.decoder import Decoder
 from draftlab.sampling import SamplingParams
 
 # a function that takes the draft's probabilities at temperature 1, [B, V], and returns whether each row stops, [B]
 StopRule = Callable[[Tensor], Tensor]
-
-
-def confidence_below(threshold: float) -> StopRule:
-    """Return a rule that stops a row if the largest probability of its draft is below the threshold.
-
-    transformers does the same with assistant_confidence_threshold.
-    """
-    return lambda p: p.amax(-1) < threshold
-
-
-def entropy_above(nats: float) -> StopRule:
-    """Return a rule that stops a row if the entropy of its draft is above `nats`.
-
-    The entropy bounds the acceptance rate (SVIP, 2411.18462).
-    """
-    return lambda p: torch.special.entr(p).sum(-1) > nats
 
 
 class ConfidenceStopDrafter(ModelDrafter):
@@ -43,7 +27,7 @@ class ConfidenceStopDrafter(ModelDrafter):
         self.stops = stops
 
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         logits = self.last_logits(texts)[:, -1]
         stopping = StoppingSampler(sampling.unlimited(), self.vocab, self.stops)

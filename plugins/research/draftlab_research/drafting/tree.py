@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.engine.generate import Draft, ModelDrafter, fit_vocab
+from draftlab.engine.generate import Draft, ModelDrafter, TokenIds, fit_vocab
 from draftlab.engine.verify import distribution, draw
 from draftlab.model.decoder import Decoder, Parents, Tree
 from draftlab.model.devices import staged
@@ -31,10 +31,8 @@ class TreeDrafter(ModelDrafter):
 
     parents: Parent node of each drafted token, level by level. siblings: How the children of a node are chosen: drawn
     independently (sampled), drawn without replacement (distinct), or the most probable tokens (top). Greedy decoding
-    always takes the most probable tokens. spare: Number of cache positions of each row beyond the text and the tree.
+    always takes the most probable tokens.
     """
-
-    spare = 0
 
     def __init__(
         self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings
@@ -47,36 +45,24 @@ class TreeDrafter(ModelDrafter):
             raise ValueError(f"parents must be sorted by level: {parents}")
         super().__init__(model, vocab)
 
-    def reset(self, rows: int, capacity: int) -> None:
-        super().reset(rows, capacity + self.spare)
-
     def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
     ) -> Draft:
         parents, levels = self.parents[:count], self.levels[:count]
-        logits = fit_vocab(self.last_logits(texts), self.vocab)  # [B, nodes so far, V]
-        ids, q = [], []
-        for level in range(1, max(levels) + 1):
-            if level > 1:
-                logits = self.read(texts, ids, parents[: len(ids)])
-            for token in [i for i, own in enumerate(levels) if own == level]:
-                elder = [ids[i] for i in range(token) if parents[i] == parents[token]]
-                child, drawn_from = draw_child(
-                    logits[:, parents[token]], elder, self.siblings, sampling, uniform[:, token]
-                )
-                ids.append(child)
-                q += [] if drawn_from is None else [drawn_from]
+        logits = fit_vocab(self.last_logits(texts), self.vocab)  # [B, nodes of finished levels, V]
+
+        def logits_before(token: int, ids: list[Tensor]) -> Tensor:
+            nonlocal logits
+            if token and levels[token] > levels[token - 1]:
+                logits = self.read(texts, ids, parents[:token])
+            return logits[:, parents[token]]
+
+        draft = draft_tree(parents, self.siblings, sampling, uniform, logits_before)
         # drop the cached positions after the text, which hold the tree
         self.cache.used = [len(text) for text in texts]
-        return Draft(
-            ids=torch.stack(ids, 1),
-            q=torch.stack(q, 1) if q else None,
-            counts=[len(ids)] * len(texts),
-            parents=parents,
-            rule=recursive,
-        )
+        return draft
 
-    def read(self, texts: Sequence[list[int]], ids: list[Tensor], parents: Parents) -> Tensor:
+    def read(self, texts: TokenIds, ids: list[Tensor], parents: Parents) -> Tensor:
         """Run a pass over the tree. Return the logits after the text and after each drafted token, [B, nodes, V].
 
         ids: Tokens drafted so far, [B] each. parents: Parent node of each drafted token.
@@ -115,6 +101,35 @@ def draw_child(
     return draw(q, uniform.to(q.device)), q
 
 
+def draft_tree(
+    parents: Sequence[int],
+    siblings: Siblings,
+    sampling: SamplingParams,
+    uniform: Tensor,
+    logits_before: Callable[[int, list[Tensor]], Tensor],
+) -> Draft:
+    """Draft the tokens of a tree, one after the other.
+
+    logits_before: Function that returns the logits of a token, [B, V], from its index and from all earlier tokens,
+    [B] each.
+    """
+    ids: list[Tensor] = []
+    q: list[Tensor] = []
+    for token, parent in enumerate(parents):
+        elder = [ids[i] for i in range(token) if parents[i] == parent]
+        logits = logits_before(token, ids)
+        child, drawn_from = draw_child(logits, elder, siblings, sampling, uniform[:, token])
+        ids.append(child)
+        q += [] if drawn_from is None else [drawn_from]
+    return Draft(
+        ids=torch.stack(ids, 1),
+        q=torch.stack(q, 1) if q else None,
+        counts=[len(ids)] * len(uniform),
+        parents=tuple(parents),
+        rule=recursive,
+    )
+
+
 def draft_levels(
     logits: Tensor,
     parents: Sequence[int],
@@ -126,21 +141,9 @@ def draft_levels(
 
     logits: Logits of each level, [B, levels, V].
     """
-    ids: list[Tensor] = []
-    q: list[Tensor] = []
-    for token, level in enumerate(node_depths(parents)):
-        elder = [ids[i] for i in range(token) if parents[i] == parents[token]]
-        child, drawn_from = draw_child(
-            logits[:, level - 1], elder, siblings, sampling, uniform[:, token]
-        )
-        ids.append(child)
-        q += [] if drawn_from is None else [drawn_from]
-    return Draft(
-        ids=torch.stack(ids, 1),
-        q=torch.stack(q, 1) if q else None,
-        counts=[len(ids)] * len(logits),
-        parents=tuple(parents),
-        rule=recursive,
+    levels = node_depths(parents)
+    return draft_tree(
+        parents, siblings, sampling, uniform, lambda token, _: logits[:, levels[token] - 1]
     )
 
 

@@ -105,20 +105,15 @@ class Output:
         """Return the path of the state directory, in which an unfinished run keeps its work."""
         return state_directory(self.out)
 
-    def claim_state(self, inputs: Sequence[Path], *, but: Sequence[str] = ()) -> None:
+    def claim_state(self, inputs: Sequence[Path]) -> None:
         """Make the state directory, or check that it belongs to a run with the same settings and inputs.
 
-        Args:
-            inputs: Files and directories that the command reads.
-            but: Names of settings in which the two runs may differ.
+        inputs: Files and directories that the command reads.
 
         Raises:
             UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
         """
-        settings = {
-            name: value for name, value in self.config.settings().items() if name not in but
-        }
-        settings |= {
+        settings = self.config.settings() | {
             "command": self.command,
             "inputs": [provenance.fingerprint(path) for path in inputs],
         }

@@ -159,6 +159,31 @@ def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(tmp_path, tokenizer_
     assert not (folder / "ran").exists()
 
 
+def test_prune_runs_the_code_of_a_tokenizer_only_where_it_is_trusted(tmp_path, tokenizer_dir):
+    """XGen, for example, has LLaMA's tensors and a tokenizer of its own."""
+    folder = remote_checkpoint(tmp_path / "own", tokenizer_dir)
+    build("llama").save_pretrained(folder)
+    (folder / "code.py").write_text(
+        f"open({str(folder / 'ran')!r}, 'w').close()\nfrom transformers import PreTrainedTokenizerFast\n"
+        "class Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {
+        "tokenizer_class": "Tokenizer",
+        "auto_map": {"AutoTokenizer": [None, "code.Tokenizer"]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    cut = {
+        "source": str(folder),
+        "layers": 2,
+        "data": "stdlib",
+        "calibration_tokens": 64,
+        "seq_len": 32,
+    }
+    COMMANDS["prune"](**cut, trust_remote_code=True, out=tmp_path / "out")
+    assert (folder / "ran").exists()
+
+
 def test_trust_holds_for_one_command_and_is_not_written(tmp_path):
     assert not trusts_remote_code()
     with remote_code(True):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config.base import TRAINING, Only, OutputConfig, option
 from draftlab.config.shared import (
+    CheckpointSettings,
     Count,
     Device,
     Vocab,
@@ -35,7 +36,7 @@ SHAPE, CALIBRATION = "Shape of the draft", "Calibration and refit"  # panels of 
 SIZES = ("layers", "width", "ffn", "params")
 
 
-class PruneConfig(OutputConfig):
+class PruneConfig(OutputConfig, CheckpointSettings):
     """The settings of the command `prune`: source, shape of the draft, choice of weights, and calibration text."""
 
     layers: int | None = option(None, "Number of layers to keep.", ge=1, panel=SHAPE)

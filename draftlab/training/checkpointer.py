@@ -321,7 +321,7 @@ def _check_trusted(folder: Path) -> None:
     if not trusts_remote_code():
         raise UserError(
             f"{folder} is a checkpoint of FSDP or DeepSpeed with pickle files, which can run code; if you made it, add "
-            "--trust-remote-code to distill; otherwise start again with --force"
+            "--trust-remote-code; otherwise start again with --force"
         )
 
 

@@ -18,7 +18,6 @@ from draftlab.reading import read_object
 
 STATE_RECORD = "run.json"
 LONGEST_LINE = 1 << 16
-EMPTY: Mapping[str, object] = {}
 
 
 def write_atomic(path: Path, text: str | bytes) -> None:
@@ -173,39 +172,30 @@ def state_directory(out: Path) -> Path:
     return _beside(out, "state")
 
 
-def claim_state(
-    state: Path,
-    identity: Mapping[str, object],
-    *,
-    defaults: Mapping[str, object] = EMPTY,
-    force: bool = False,
-) -> None:
+def claim_state(state: Path, identity: Mapping[str, object], *, force: bool = False) -> None:
     """Make the state directory of a run, or check that an existing state directory belongs to this run.
 
     A state directory without work is accepted from any run.
 
     Args:
         identity: All values that decide the result of the run. Runs with equal values are the same run.
-        defaults: Values of settings that are missing in the record of an older version of draftlab.
         force: Whether to remove the work of another run.
 
     Raises:
         UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
     """
     record = state / STATE_RECORD
-    this_run, assumed = (
-        json.loads(json.dumps(dict(values), default=str)) for values in (identity, defaults)
-    )
+    this_run = json.loads(json.dumps(dict(identity), default=str))
     _recover(state)
     before = None
     with contextlib.suppress(UserError):
-        before = assumed | read_object(record)
-    if before is not None and not _differing(before, assumed | this_run):
+        before = read_object(record)
+    if before is not None and not _differing(before, this_run):
         return
     with _writing(state):
         if any(file.name != STATE_RECORD for file in state.glob("[!.]*")):
             if not force:
-                raise UserError(_difference(state, before, assumed | this_run))
+                raise UserError(_difference(state, before, this_run))
             note(f"removed the unfinished run in {state}, because of --force")
             remove_state(state)
         state.mkdir(parents=True, exist_ok=True)

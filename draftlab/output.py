@@ -117,8 +117,7 @@ class Output:
             "command": self.command,
             "inputs": [provenance.fingerprint(path) for path in inputs],
         }
-        defaults = {name: field.default for name, field in type(self.config).model_fields.items()}
-        claim_state(self.state, settings, defaults=defaults, force=self.force)
+        claim_state(self.state, settings, force=self.force)
 
     @contextlib.contextmanager
     def directory(self) -> Iterator[Path]:

@@ -19,8 +19,7 @@ from draftlab.reading import read_json_lines
 from draftlab.sampling import SamplingParams
 
 FOLDER = "turns"  # folder under the workspace's runs
-# number of conversations that are answered together; if a run is killed, at most their answers are lost
-TOGETHER = 64
+TOGETHER = 64  # number of conversations that are answered together
 Messages = tuple[Message, ...]
 Answer = Callable[[list[Prompt], list[int]], Sequence[Sequence[int]]]
 
@@ -93,25 +92,14 @@ def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | Non
 def _write(
     file: Path, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: Answer
 ) -> list[Messages]:
-    """Let the target answer the turns, and write the messages of all requests to a file. Return these messages.
-
-    TOGETHER conversations are answered at a time. Answers that a killed run stored are not generated again.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".unfinished")
-    rows = _read(unfinished) if unfinished.exists() else []
-    first = 0
+    """Let the target answer the turns, and write the messages of all requests to a file. Return these messages."""
+    asked: list[Prompt] = []
     for start in range(0, len(prompts), TOGETHER):
-        talks = prompts[start : start + TOGETHER]
-        if first == len(rows):
-            asked = _asked(talks, first, tokenizer, answer)
-            rows += [prompt.messages for prompt in asked]
-            lines = [{"category": prompt.category, "messages": prompt.messages} for prompt in asked]
-            before = unfinished.read_text() if start else ""
-            write_atomic(unfinished, before + "".join(json.dumps(line) + "\n" for line in lines))
-        first += sum(1 + len(prompt.later) for prompt in talks)
-    unfinished.replace(file)
-    return rows
+        asked += _asked(prompts[start : start + TOGETHER], len(asked), tokenizer, answer)
+    lines = [{"category": prompt.category, "messages": prompt.messages} for prompt in asked]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, "".join(json.dumps(line) + "\n" for line in lines))
+    return [prompt.messages for prompt in asked]
 
 
 def _asked(

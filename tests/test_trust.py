@@ -11,14 +11,12 @@ import yaml
 from builders import build
 from errors import raises_option
 
-from draftlab import provenance
 from draftlab.commands import COMMANDS
 from draftlab.commands.distill import DistillConfig
 from draftlab.commands.score import ScoreConfig
 from draftlab.errors import UserError
 from draftlab.exporting import card
 from draftlab.model import native_cpu, saving
-from draftlab.reading import read_json
 from draftlab.registry import SERVERS
 from draftlab.servers.kinds import Launch
 from draftlab.target_outputs.store import Manifest
@@ -89,19 +87,6 @@ def test_no_part_of_a_password_is_printed(sign):
     shown = str(refused.value) + without_secrets(address)
     assert not any(part in shown for part in ("user", "SEC", "RET"))
     check_address("http://user:SEC%2FRET@host:8000")
-
-
-def test_a_hashed_file_without_an_end_is_refused(tmp_path):
-    name = "extra.safetensors"
-    (tmp_path / name).symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=name):
-        provenance.fingerprint(tmp_path)
-    (tmp_path / name).unlink()
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match=name):
-        provenance.fingerprint(tmp_path)
-    with pytest.raises(UserError, match=name):
-        read_json(tmp_path / name)
 
 
 def test_scripts_have_no_line_that_others_wrote():

@@ -138,7 +138,7 @@ def scripted(log: list[int], fail: int = 99) -> Callable:
     return answer
 
 
-def test_a_killed_run_goes_on_with_the_conversations_that_are_left(tmp_path, chatty, monkeypatch):  # noqa: F811
+def test_answers_are_generated_once_and_stored_whole(tmp_path, chatty, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(turns, "TOGETHER", 2)
     prompts = file_prompts(lines(tmp_path, *TALKS * 3), chatty, chat="on")
@@ -148,16 +148,11 @@ def test_a_killed_run_goes_on_with_the_conversations_that_are_left(tmp_path, cha
     assert file is not None
     text = file.read_text()
     file.unlink()
-    calls: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        turns.answered(prompts, chatty, **how, answer=scripted(calls, fail=4))
-    again = turns.answered(prompts, chatty, **how, answer=scripted(calls))
+        turns.answered(prompts, chatty, **how, answer=scripted([], fail=4))
+    assert not list(file.parent.iterdir())
+    assert turns.answered(prompts, chatty, **how, answer=scripted([])).rows == whole.rows
     assert file.read_text() == text
-    assert again.rows == whole.rows
-    complete: list[int] = []
-    file.unlink()
-    turns.answered(prompts, chatty, **how, answer=scripted(complete))
-    assert sum(calls) < 2 * sum(complete)
     assert turns.answered(prompts, chatty, **how, answer=scripted([], fail=0)).rows == whole.rows
     assert [json.loads(line)["messages"][-1]["role"] for line in text.splitlines()] == ["user"] * 18
     file.write_text(text[:-30])

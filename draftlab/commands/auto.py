@@ -73,7 +73,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         "PATH, if there is one.",
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
-    device: shared.Device = shared.device()
+    device: str = shared.device()
     threads: int | None = shared.threads()
 
     only = (

@@ -11,12 +11,11 @@ from typing_extensions import Self
 
 from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_data, check_program, command, fill
-from draftlab.config.base import MAX_K, Config, Only, OutputConfig, option
+from draftlab.config.base import MAX_K, Config, Only, OutputConfig, advanced_option, option
 from draftlab.config.shared import (
     KEY_RULE,
     ONE_SOURCE,
     CheckpointSettings,
-    Device,
     api_key_file,
     data,
     device,
@@ -106,10 +105,9 @@ class ExportConfig(DraftConfig, OutputConfig):
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "Data type of the weights in a Hugging Face directory. Default: the checkpoint's."
     )
-    use_heterogeneous_vocab: bool = option(
+    use_heterogeneous_vocab: bool = advanced_option(
         False,
         "Export a draft whose vocabulary differs from the target's; only vLLM and transformers can run it.",
-        advanced=True,
     )
     k: int | None = option(
         None,
@@ -133,12 +131,10 @@ class ExportConfig(DraftConfig, OutputConfig):
         "Path of the program vllm or llama-server, in which the export is tested. The draft's acceptance there must "
         "equal its acceptance in draftlab's engine.",
     )
-    temperature: float = option(
-        0.0, "Temperature with --verify-with; 0 is greedy.", ge=0, advanced=True
-    )
+    temperature: float = advanced_option(0.0, "Temperature with --verify-with; 0 is greedy.", ge=0)
     data: str = data("Text source of the prompts with --verify-with.", advanced=True)
     prompt_file: Path | None = prompt_file(advanced=True)
-    device: Device = device()
+    device: str = device()
 
     @field_validator("to")
     @classmethod
@@ -244,7 +240,7 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
     running = None
     if config.server is not None:
         with about("--server"):
-            running = Server.connect(config.server, None, config.api_key_file, workers=1)
+            running = Server.connect(config.server, config.api_key_file, workers=1)
 
     def run() -> tuple[Path, list[Finding]]:
         try:

@@ -23,7 +23,6 @@ from draftlab.config.base import (
 from draftlab.config.shared import (
     KEY_RULE,
     CheckpointSettings,
-    Device,
     EngineMode,
     WeightsDtype,
     api_key_file,
@@ -91,7 +90,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
     )
     mode: EngineMode = mode()
     dtype: WeightsDtype = dtype()
-    device: Device = device()
+    device: str = device()
     threads: int | None = threads()
     device_map: str | None = device_map()
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
-from draftlab.config.base import TRAINING, Only, OutputConfig, option
+from draftlab.config.base import TRAINING, Only, OutputConfig, advanced_option, option
 from draftlab.config.shared import (
     CheckpointSettings,
     Count,
-    Device,
     Vocab,
     data,
     device,
@@ -52,19 +51,17 @@ class PruneConfig(OutputConfig, CheckpointSettings):
         "Number of parameters of the draft, as 1.3b; the FFN size is chosen to match.",
         panel=SHAPE,
     )
-    shape: Path | None = option(
+    shape: Path | None = advanced_option(
         None,
         "Shape file, which sets the numbers of layers, hidden dimensions, FFN neurons and parameters.",
         panel=SHAPE,
-        advanced=True,
     )
     vocab: Vocab = draft_vocab("--outputs or --data", panel=SHAPE)
-    untie: bool = option(
+    untie: bool = advanced_option(
         False,
         "Give the draft a separate lm_head, for a source that ties lm_head to the embedding. prune can then rotate the "
         "residual stream and refit lm_head.",
         panel=SHAPE,
-        advanced=True,
     )
     source: str = source()
     data: str = data("Calibration text: one SOURCE, or a mixture, SOURCE=WEIGHT,SOURCE=WEIGHT.")
@@ -75,54 +72,50 @@ class PruneConfig(OutputConfig, CheckpointSettings):
         "frequent token ids of these outputs.",
         panel=CALIBRATION,
     )
-    calibration_tokens: int = option(
-        32768, "Number of tokens of calibration text.", ge=1, panel=CALIBRATION, advanced=True
+    calibration_tokens: int = advanced_option(
+        32768, "Number of tokens of calibration text.", ge=1, panel=CALIBRATION
     )
-    seq_len: int = option(
-        512, "Length of each sequence in tokens.", ge=8, panel=CALIBRATION, advanced=True
+    seq_len: int = advanced_option(
+        512, "Length of each sequence in tokens.", ge=8, panel=CALIBRATION
     )
-    refit: Literal["none", "norms", "layers", "head"] | None = option(
+    refit: Literal["none", "norms", "layers", "head"] | None = advanced_option(
         None,
         "Weights to adjust after the cut. none: no weights; norms: scale the norms to the smaller width; layers: also "
         "fit "
         "o_proj and down_proj to the source's residual stream; head: also fit lm_head to the source's logits. Default: "
         "layers, or none with --lr, which trains weights away from the source's.",
         panel=CALIBRATION,
-        advanced=True,
     )
     method: Literal["importance", "masks", "random", "first", "magnitude"] = option(
         "importance",
         "How to choose the weights to keep. importance: by activations; masks: by trained masks (Sheared LLaMA); "
         "random, first, magnitude: baselines.",
     )
-    depth: Literal["influence", "even"] = option(
+    depth: Literal["influence", "even"] = advanced_option(
         "influence",
         "Which layers to keep. influence: the layers that change their input most; even: evenly spaced layers.",
         panel=CALIBRATION,
-        advanced=True,
     )
-    scores_cache: Path | None = option(
+    scores_cache: Path | None = advanced_option(
         None,
         "File for the importance scores. If it exists, the scores are read from it, and no calibration is needed.",
         panel=CALIBRATION,
-        advanced=True,
     )
     steps: int = option(
         300, "Number of optimizer steps that train the masks.", ge=1, panel=TRAINING
     )
-    batch_size: int = option(
-        16, "Number of sequences per step, over all processes.", ge=1, panel=TRAINING, advanced=True
+    batch_size: int = advanced_option(
+        16, "Number of sequences per step, over all processes.", ge=1, panel=TRAINING
     )
-    lr: float | None = option(
+    lr: float | None = advanced_option(
         None,
         "Train the weights along with the masks, with this peak learning rate. Default: the weights are frozen.",
         gt=0,
         panel=TRAINING,
-        advanced=True,
     )
     reweigh_steps: int = reweigh_steps()
     reference_losses: str | None = reference_losses("source")
-    device: Device = device()
+    device: str = device()
     seed: int = seed()
 
     only = (

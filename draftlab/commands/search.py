@@ -10,7 +10,15 @@ from typing_extensions import Self
 
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config import shared
-from draftlab.config.base import DraftedTokens, Numbers, Only, OutputConfig, numbers, option
+from draftlab.config.base import (
+    DraftedTokens,
+    Numbers,
+    Only,
+    OutputConfig,
+    advanced_option,
+    numbers,
+    option,
+)
 from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
@@ -59,16 +67,15 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
         "JSON-lines file of prompts on which drafts are replayed and measured, instead of --data.",
         panel=TEXT,
     )
-    first_steps: int = option(
+    first_steps: int = advanced_option(
         30,
         "Number of distillation steps of every candidate in the first round. Later rounds have fewer candidates and "
         "more "
         "steps.",
         ge=1,
-        advanced=True,
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
-    device: shared.Device = shared.device()
+    device: str = shared.device()
     threads: int | None = shared.threads()
 
     only = (

@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -85,6 +86,9 @@ def option(
         json_schema_extra=extra,
         validate_default=typed is not None,
     )
+
+
+advanced_option = partial(option, advanced=True)
 
 
 def from_workspace(name: str, help: str, **others: Any) -> Any:

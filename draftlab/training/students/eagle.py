@@ -37,14 +37,7 @@ class EagleStudent(StudentSpec):
     """
 
     unused = frozenset(
-        {
-            "server",
-            "served_model",
-            "api_key_file",
-            "top_logprobs",
-            "gradient_checkpointing",
-            "reweigh_steps",
-        }
+        {"server", "api_key_file", "top_logprobs", "gradient_checkpointing", "reweigh_steps"}
     )
     lr_share = 0.5  # learning rate relative to that of pruned drafts, from runs on SmolLM2-135M
     ttt_steps: int = Field(4, ge=1, le=16)

@@ -95,11 +95,9 @@ def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace
     """
     if out.name in ("", ".."):
         raise UserError(f"--out {out} is not the name of a new directory; write --out NAME")
-    with _writing(out):  # the name may be too long
-        exists = out.exists()
-    if exists and not out.is_dir():
+    if out.is_file():
         raise UserError(f"{out} is a file, but --out names a directory; choose another --out")
-    if exists and any(out.iterdir()) and not force:
+    if out.exists() and any(out.iterdir()) and not force:
         raise UserError(f"{out} exists and is not empty; choose another --out{remedy}")
     check_writable(out)
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,25 +54,15 @@ def typer_function(command: Command) -> Callable[..., None]:
     """Return a function that Typer turns into a command, with one parameter per setting."""
 
     def call(ctx: typer.Context, **values: Any) -> None:
+        fields = command.config.model_fields
         # sources are compared by name, because typer >= 0.27 has a copy of click with another enum
-        sources = {name: ctx.get_parameter_source(name) for name in values}
         typed = {
-            name
-            for name, source in sources.items()
-            if source is not None and source.name == "COMMANDLINE"
+            name: values[name]
+            for name in fields
+            if "COMMANDLINE" in repr(ctx.get_parameter_source(name))
         }
-        wiring = {
-            name: values.pop(name)
-            for name in list(values)
-            if name not in command.config.model_fields
-        }
-        given = {name: value for name, value in values.items() if name in typed}
-
-        def outcome() -> Outcome:
-            with never_silent(command.name):
-                return _run(command, given, wiring)
-
-        _exit_with(outcome, wiring["json_output"], command.config)
+        wiring = {name: value for name, value in values.items() if name not in fields}
+        _exit_with(partial(_run, command, typed, wiring), wiring["json_output"], command.config)
 
     parameters = [
         inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
@@ -101,23 +92,14 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
         config = command.config.build(settings | typed, f"--config {file}: " if file else "")
     except UsageError as error:
         raise UsageError(f"{error}; see draftlab {command.name} --help") from None
-    _check_processes(command.name)
-    return command.run(
-        config, force=wiring.get("force", False), dry_run=wiring.get("dry_run", False)
-    )
-
-
-def _check_processes(command: str) -> None:
-    """Check that a launcher did not start several processes of a command that must run in one process.
-
-    Raises:
-        UserError: The launcher started several processes.
-    """
-    if processes() > 1 and command not in LAUNCHED:
+    if processes() > 1 and command.name not in LAUNCHED:
         raise UserError(
-            f"draftlab {command} runs in one process only: start it without accelerate or torchrun "
+            f"draftlab {command.name} runs in one process only: start it without accelerate or torchrun "
             f"(only {' and '.join(LAUNCHED)} can run in several processes)"
         )
+    switches = {name: wiring[name] for name in ("force", "dry_run") if name in wiring}
+    with never_silent(command.name):
+        return command.run(config, **switches)
 
 
 def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Config]) -> None:
@@ -129,16 +111,14 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
         outcome = outcome_of()
     except UserError as error:
         if is_main_process():
-            text = printable(str(error))
-            text = text if len(text) <= LONGEST_ERROR else text[:LONGEST_ERROR] + " ..."
-            print(f"error: {text}", file=sys.stderr)
+            print(f"error: {printable(str(error))[:LONGEST_ERROR]}", file=sys.stderr)
         raise typer.Exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_USER_ERROR) from None
     except KeyboardInterrupt as stop:
         if is_main_process():
             print(str(stop) or "interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        if type(error).__name__ != "OutOfMemoryError":  # of torch, which may not be imported
             raise
         print(
             f"error: {one_line(str(error).partition(' GPU ')[0])} {_cures(config)}", file=sys.stderr
@@ -151,12 +131,6 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
         print(f"missed: {text}", file=sys.stderr)
     if outcome.missed:
         raise typer.Exit(EXIT_MISSED)
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an error means that a device ran out of memory. This check does not import torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def _cures(config: type[Config]) -> str:
@@ -214,38 +188,25 @@ def _flags_of_arguments(config: type[Config]) -> list[inspect.Parameter]:
 
 def _wiring(command: Command) -> list[inspect.Parameter]:
     """Return the options that are not settings: --config, --json and, where a command has them, --force, --dry-run."""
-    options: dict[str, tuple[Any, Any]] = {
-        "config_file": (
-            Path | None,
-            Option(
-                "--config",
-                help="YAML file of settings, or the output directory of an earlier run, to repeat its settings.",
-                rich_help_panel=OUTPUT,
-            ),
-        )
-    }
-    if command.has_force:
-        options["force"] = (
-            bool,
-            Option("--force", help="Replace an existing output.", rich_help_panel=OUTPUT),
-        )
-    if command.dry_run:
-        options["dry_run"] = (
-            bool,
-            Option("--dry-run", help="Show the plan and do nothing.", rich_help_panel=OUTPUT),
-        )
-    options["json_output"] = (
-        bool,
-        Option("--json", help="Print the result as JSON.", rich_help_panel=OUTPUT),
+    config_help = (
+        "YAML file of settings, or the output directory of an earlier run, to repeat its settings."
     )
+    options: list[tuple[str, Any, str, str]] = [
+        ("config_file", Path | None, "--config", config_help),
+        ("force", bool, "--force", "Replace an existing output."),
+        ("dry_run", bool, "--dry-run", "Show the plan and do nothing."),
+        ("json_output", bool, "--json", "Print the result as JSON."),
+    ]
+    lacks = {"force": not command.has_force, "dry_run": not command.dry_run}
     return [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=None if name == "config_file" else False,
-            annotation=Annotated[kind, info],
+            default=False if kind is bool else None,
+            annotation=Annotated[kind, Option(flag, help=text, rich_help_panel=OUTPUT)],
         )
-        for name, (kind, info) in options.items()
+        for name, kind, flag, text in options
+        if not lacks.get(name)
     ]
 
 

@@ -157,12 +157,9 @@ def file_prompts(
         if split is None or data.in_split(data.line_name(file, each[0]), split)
     ]
     if not chosen:
-        few = (
-            f" in its {split} split: the file has only {len(numbered)} rows; add rows"
-            if numbered
-            else ""
+        raise UserError(
+            f"{file} has {len(numbered)} rows, of which none is a prompt to use here; add rows"
         )
-        raise UserError(f"{file} has no prompts{few}")
     rows: list[Prompt] = []
     for conversation, (number, row) in enumerate(chosen):
         where = f"{file}:{number}"
@@ -207,9 +204,8 @@ def _has_chat(
         return False
     if not tokenizer.chat_template:
         if chat == "on" or system_prompt is not None:
-            option = "--chat on" if chat == "on" else "--system-prompt"
             raise UserError(
-                f"{option}: the tokenizer has no chat template; use a chat model, or leave {option} out"
+                "--chat on, --system-prompt: the tokenizer has no chat template; use a chat model, or leave them out"
             )
         return False
     if tokens is not None:
@@ -224,12 +220,10 @@ def _ids(
     row: TextRow, where: str, tokenizer: PreTrainedTokenizerBase, tokens: int | None
 ) -> list[int]:
     if row.messages:
-        reason = (
-            "--chat is off; use --chat auto or rows of plain text"
-            if tokenizer.chat_template
-            else "the tokenizer has no chat template; use a chat model or rows of plain text"
+        raise UserError(
+            f"{where}: the row has messages, which need --chat auto and a tokenizer with a chat template; use these, "
+            "or rows of plain text"
         )
-        raise UserError(f"{where}: the row has messages, but {reason}")
     ids = text_ids(row.text, tokenizer, where)
     if not ids:
         raise UserError(f"{where}: the prompt is empty; write a prompt, or remove this row")

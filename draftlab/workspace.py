@@ -67,8 +67,6 @@ def preset(name: str) -> Workspace:
     """Return the preset with this name. Raises UserError: there is no such preset."""
     if name in PRESETS:
         return PRESETS[name]
-    if Path(name).is_dir():
-        raise UserError(f"{name} is a directory, not a preset; use draftlab init --target {name}")
     raise UserError(
         f"there is no preset {name!r}{did_you_mean(name, PRESETS)}; for another checkpoint, use draftlab init --target "
         "DIRECTORY "

@@ -34,10 +34,8 @@ from draftlab.model import hub
 from draftlab.model.hub import ROW_FILES
 from draftlab.output import Output
 from draftlab.registry import CROSS_ENTROPY, LOSSES
-from draftlab.trust import check_address
 
 if TYPE_CHECKING:
-    from draftlab.servers.client import Server
     from draftlab.training.answers import PromptFile
     from draftlab.training.evaluate import LengthComparison
     from draftlab.training.run import TrainingResult
@@ -348,6 +346,7 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
     """
     with note_if_slow("distill: loading torch and transformers"):
         from draftlab.data import loss_on_of, parse_mixture
+        from draftlab.servers.client import Server
         from draftlab.training import checkpointer, run
         from draftlab.training.loop import Hardware, Loop
         from draftlab.training.losses import parse_loss
@@ -382,6 +381,10 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
             reweighing = Reweighing.of(
                 config.reweigh_steps, config.reference_losses or target, config.data, weights
             )
+    server = None
+    if config.server is not None and weights:
+        with about("--server"):
+            server = Server.connect(config.server, config.api_key_file)
     text = fill(
         TrainingText,
         config,
@@ -398,7 +401,7 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
         text=text,
         loop=fill(Loop, config, dtype=config.training_dtype),
         answers=answers,
-        server=_server(config, weights),
+        server=server,
         hardware=fill(Hardware, config),
     )
     config.student.check(job)
@@ -521,20 +524,3 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
     )
     answers.check(config.temperature)
     return answers
-
-
-def _server(config: DistillConfig, weights: bool) -> "Server | None":
-    """Connect to the server of --server, and return it. Return None without --server and in a dry run (weights=False).
-
-    Raises:
-        UserError: The address or the key file is wrong, or the server does not answer.
-    """
-    from draftlab.servers.client import Server
-
-    with about("--server"):
-        check_address(config.server)
-    if config.api_key_file is not None and not config.api_key_file.exists():
-        raise UserError(f"--api-key-file {config.api_key_file}: there is no such file")
-    if config.server is None or not weights:
-        return None
-    return Server.connect(config.server, config.api_key_file)

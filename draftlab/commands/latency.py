@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.base import (
@@ -53,7 +53,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
 
     models: list[str] = option(
         help="Checkpoints, or shapes, which are timed with random weights. With --law: one checkpoint or shape, which "
-        "is scaled down; or several shapes; or a directory of measured profiles. With --server: the target, then the "
+        "is scaled down; or several shapes. With --server: the target, then the "
         "draft if there is a second server.",
         argument=True,
     )
@@ -111,20 +111,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
             "leave it out, because a server runs its own model with its own settings",
         ),
         KEY_RULE,
-        Only(
-            (*ENGINE, "batch", "context", "repeats", "out"),
-            lambda c: c.profiles is None,
-            "leave it out, because the law is fitted to profiles that are measured already",
-        ),
     )
-
-    @property
-    def profiles(self) -> Path | None:
-        """Return the directory of the profiles to which the law is fitted, or None if passes must be timed first."""
-        first = Path(self.models[0]) if len(self.models) == 1 else None
-        if not self.law or first is None or not first.is_dir() or (first / "config.json").exists():
-            return None
-        return first
 
 
 class PredictConfig(Config):
@@ -162,6 +149,7 @@ class PredictConfig(Config):
     )
 
 
+Measured: TypeAlias = "tuple[list[Profile], ScalingLaw | None]"  # latency profiles, and the law that is fitted to them
 ASSUMED_PROMPT = 128  # assumed length of prompts in tokens, if --acceptance is a number
 PREDICT = "draftlab predict --draft-profile DRAFT --target-profile TARGET --acceptance 0.7"
 
@@ -181,7 +169,7 @@ class Predicted(Outcome):
     predictions: "list[DraftPrediction]"
 
 
-def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
+def prepare_profile(config: ProfileConfig, weights: bool) -> Job[Measured]:
     """Resolve and check the settings of the command `profile`, and return the job.
 
     Raises:
@@ -190,14 +178,9 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
     """
     if config.server:
         return _prepare_servers(config)
-    from draftlab.latency.scaling_law import fit_law, law_shapes, read_law
+    from draftlab.latency.scaling_law import fit_law, law_shapes
     from draftlab.pruning.source import prunable_shape
 
-    if config.profiles is not None:
-        law = read_law(config.profiles)
-        measured = Measured(law.profiles, config.profiles, law)
-        count = {"profiles": len(law.profiles)}
-        return Job(lambda _: measured, f"law-{config.profiles.name}", lambda: count)
     if config.law:
         with about("--law"):
             places = law_shapes(dict(map(prunable_shape, config.models)))
@@ -237,7 +220,7 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
 
     def run(output: Output) -> Measured:
         profiles = profile_models(models, grid, running, output)
-        return Measured(profiles, output.out, fit_law(profiles) if has_law else None)
+        return profiles, fit_law(profiles) if has_law else None
 
     def facts() -> dict[str, object]:
         points = len(grid.widths) * len(grid.batches) * len(grid.contexts)
@@ -250,24 +233,16 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
 
 
 @command(ProfileConfig, prepare=prepare_profile, dry_run=True)
-def profile(measured: "Measured", output: Output) -> Profiled:
+def profile(measured: Measured, output: Output) -> Profiled:
     """Measure the latency of forward passes by tokens, batch size and context; --law fits a latency law over shapes."""
     from draftlab.commands.latency_tables import profile_table
 
-    profiles, directory, law = measured
+    profiles, law = measured
     if law is not None:
-        return _fitted(directory, law)
+        return _fitted(output.out, law)
     data = {"out": str(output.out), "profiles": [each.model_dump() for each in profiles]}
     show = [*map(profile_table, profiles), str(output.out)]
     return Profiled(path=output.out, show=show, data=data, profiles=profiles, next=PREDICT)
-
-
-class Measured(NamedTuple):
-    """Latency profiles, the directory in which they are stored, and the latency law that is fitted to them."""
-
-    profiles: "list[Profile]"
-    directory: Path
-    law: "ScalingLaw | None" = None
 
 
 def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPrediction]]":
@@ -380,7 +355,7 @@ def _acceptance(text: str, max_tokens: int) -> "DraftAcceptance":
     return DraftAcceptance(work=work, model=model, rule=rule if temperature > 0 else None)
 
 
-def _prepare_servers(config: ProfileConfig) -> "Job[Measured]":
+def _prepare_servers(config: ProfileConfig) -> Job[Measured]:
     """Connect to the servers of profile --server, check them, and return the job.
 
     Raises:
@@ -420,9 +395,7 @@ def _prepare_servers(config: ProfileConfig) -> "Job[Measured]":
     )
     facts = {str(model): server.describe() for model, server in zip(models, servers, strict=True)}
     return Job(
-        lambda output: Measured(run(output=output), output.out),
-        f"profile-served-{target.name}",
-        lambda: facts,
+        lambda output: (run(output=output), None), f"profile-served-{target.name}", lambda: facts
     )
 
 

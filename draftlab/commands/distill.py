@@ -87,7 +87,11 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
     max_new_tokens: int = option(128, "Largest number of tokens of an answer.", ge=2)
     chat: shared.ChatMode = shared.chat(panel=GENERATED, advanced=True)
     system_prompt: str | None = shared.system_prompt(panel=GENERATED)
-    loss_on: shared.LossOn | None = shared.loss_on(advanced=True)
+    loss_on: shared.LossOn | None = advanced_option(
+        None,
+        "Tokens of conversations (rows of messages) to train on: the tokens of the assistant, or all tokens. Default: "
+        "assistant.",
+    )
     prompt_tokens: int = advanced_option(
         32,
         "Number of tokens of data at the start of each sequence, which the target or the draft continues.",
@@ -176,7 +180,9 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
     )
     device: str = shared.device()
     device_map: shared.DeviceMap = shared.device_map()
-    memory: float = shared.memory()
+    memory: float = advanced_option(
+        2.0, "Limit on the memory for the target's logits and KV caches, in GB.", ge=0.01
+    )
     seed: int = shared.seed()
 
     only = (

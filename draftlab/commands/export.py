@@ -72,16 +72,6 @@ class CheckConfig(DraftConfig):
     temperature: float = option(0.0, "Temperature of the requests to the server.", ge=0)
     api_key_file: Path | None = api_key_file()
 
-    @field_validator("servers")
-    @classmethod
-    def _are_known(cls, text: str | None) -> str | None:
-        for name in (part.strip() for part in (text or "").split(",")):
-            if name and name not in SERVERS.names():
-                raise ValueError(
-                    f"there is no server {name!r}{did_you_mean(name, SERVERS.names())}"
-                )
-        return text
-
     only = (
         Only(
             ("data", "prompt_file", "server"),
@@ -135,14 +125,6 @@ class ExportConfig(DraftConfig, OutputConfig):
     data: str = data("Text source of the prompts with --verify-with.", advanced=True)
     prompt_file: Path | None = prompt_file(advanced=True)
     device: str = device()
-
-    @field_validator("to")
-    @classmethod
-    def _is_known(cls, to: str) -> str:
-        names = [*FORMATS, *SERVERS.names()]
-        if to not in names:
-            raise ValueError(f"there is no such server or format{did_you_mean(to, names)}")
-        return to
 
     @field_validator("outtype")
     @classmethod
@@ -230,13 +212,13 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
     from draftlab.servers.kinds import error
 
     draft, target = _located(config.draft, config.target, weights=False)
-    data, prompt_file, servers = config.data, config.prompt_file, SERVERS.loadable()
+    data, prompt_file = config.data, config.prompt_file
     device = None if config.files_only else checkpoint.resolve_device(workspace.load().device)
     if device is not None and prompt_file is None:
         check_data(data, weights=False)
+    servers = SERVERS.loadable()
     if config.servers is not None:
-        names = {part.strip() for part in config.servers.split(",")}
-        servers = [SERVERS.get(name, "--for") for name in SERVERS.names() if name in names]
+        servers = [SERVERS.get(name.strip(), "--for") for name in config.servers.split(",")]
     running = None
     if config.server is not None:
         with about("--server"):

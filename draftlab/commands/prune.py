@@ -217,17 +217,14 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
             f"--untie: {config.source} has a separate lm_head already; leave --untie out"
         )
     have = have.model_copy(update={"tied": have.tied and not config.untie})
-    shape = _requested(config, have, weights)
-    source = None
+    source, llama = None, not have.options - {"untied"}
     if isinstance(place, Path):
         source = Source(directory=place, shape=have, device=device, untied=config.untie)
-        named = [config.flag(name) for name in (*SIZES, "shape") if config.is_set(name)]
-        with about(", ".join(named) or "--layers"):
-            check(shape, llama=source.config.get("model_type") == "llama")
+        llama = source.config.get("model_type") == "llama"
+    shape = _requested(config, have, weights, llama)
+    if source is not None:
         with about("--source"):
             check_cut(source.config, have, shape)
-    else:
-        check(shape, llama=not have.options - {"untied"})
     if config.refit == "head" and have.tied:
         raise UserError(
             "--refit head: the source ties lm_head to the embedding, so the refit would change the embedding, too; add "
@@ -408,8 +405,12 @@ def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
     return place, None
 
 
-def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
-    """Return the shape of the draft, from the settings. have: Shape of the source.
+def _requested(config: PruneConfig, have: Shape, weights: bool, llama: bool) -> Shape:
+    """Return the shape of the draft, from the settings.
+
+    Args:
+        have: Shape of the source.
+        llama: Whether the source is of the family LLaMA.
 
     Raises:
         UserError: The shape cannot be cut from the source.
@@ -420,15 +421,16 @@ def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
         "ffn": config.ffn,
         "params": parse_count(config.params) if config.params else None,
     }
-    shape, preset = have, None
-    if config.vocab is None or config.shape is not None or any(sizes.values()):
-        named = [config.flag(name) for name in (*SIZES, "shape") if config.is_set(name)]
-        with about(", ".join(named) or "--layers"):
+    shape = have
+    named = [config.flag(name) for name in (*SIZES, "shape") if config.is_set(name)]
+    with about(", ".join(named) or "--layers"):
+        if named or config.vocab is None:
             shape, preset = families.requested_shape(
                 have, **sizes, multiple_of=FFN_MULTIPLE, file=config.shape
             )
-    if preset is not None and weights:
-        note(f"shape {preset}: {shape.describe()}")
+            if preset is not None and weights:
+                note(f"shape {preset}: {shape.describe()}")
+        check(shape, llama=llama)
     size = config.vocab or shape.draft_vocab
     if have.draft_vocab not in (None, size):
         raise UserError(

@@ -23,7 +23,7 @@ from draftlab.config.base import (
 from draftlab.config.kinds import DRAFTERS, Drafter
 from draftlab.config.server_rules import ServerRule, chosen_rule
 from draftlab.console import note, note_if_slow
-from draftlab.errors import UsageError, UserError, about, did_you_mean
+from draftlab.errors import UserError, about, did_you_mean
 from draftlab.intervals import tokens_per_second
 from draftlab.model import hub
 from draftlab.output import Output
@@ -162,6 +162,11 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         ),
         shared.KEY_RULE,
         Only(
+            ("speculative_server",),
+            lambda c: c.server,
+            "needs --server: a server that runs the target alone, or the directory of its stored answers",
+        ),
+        Only(
             ("draft", "min_speedup"),
             lambda c: not c.served or c.speculative_server,
             "needs --speculative-server URL, a second server that runs the target with the draft",
@@ -189,15 +194,6 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     def served(self) -> bool:
         """Return whether servers decode the prompts instead of draftlab's engine."""
         return self.server is not None or self.speculative_server is not None
-
-    @model_validator(mode="after")
-    def _server_is_named(self) -> Self:
-        if self.server is None and self.speculative_server is not None:
-            raise UsageError(
-                "--server is required: write the address of a server that runs the target alone, or the directory of "
-                "its stored answers"
-            )
-        return self
 
     @model_validator(mode="after")
     def _rule_is_known(self) -> Self:

@@ -206,14 +206,9 @@ class Config(BaseModel):
         if path.is_dir() or path.name == RECORD_FILE:
             record = read_record(path if path.is_dir() else path.parent)
             if record is None or record.command != command:
-                origin = (
-                    "not written by draftlab"
-                    if record is None
-                    else f"an output of draftlab {record.command}"
-                )
                 raise UserError(
-                    f"--config {path}: this directory is {origin}; name an output of draftlab "
-                    f"{command}, or a YAML file of its settings"
+                    f"--config {path}: this directory is not an output of draftlab {command}; name an output of this "
+                    "command, or a YAML file of its settings"
                 )
             return {name: value for name, value in record.config.items() if name != TRUST}
         settings = read_yaml(path, f"--config {path}")

@@ -146,12 +146,6 @@ def reference_losses(default: str) -> Any:
     )
 
 
-def memory() -> Any:
-    return advanced_option(
-        2.0, "Limit on the memory for the target's logits and KV caches, in GB.", ge=0.01
-    )
-
-
 def prompt_file(**others: Any) -> Any:
     return option(
         None,
@@ -168,14 +162,6 @@ def chat(**others: Any) -> Any:
 
 def system_prompt(**others: Any) -> Any:
     return advanced_option(None, "System prompt of every conversation.", **others)
-
-
-def loss_on(**others: Any) -> Any:
-    text = (
-        "Tokens of conversations (rows of messages) to train on: the tokens of the assistant, or all tokens. Default: "
-        "assistant."
-    )
-    return option(None, text, **others)
 
 
 def api_key_file() -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from draftlab import provenance
 from draftlab.atomic import write_atomic
@@ -204,14 +204,6 @@ def write_search(search: Search, folder: Path) -> None:
     write_atomic(folder / FILE, search.model_dump_json(indent=1))
 
 
-class Runnable(Protocol):
-    """A step: a command with its settings. entry: The step as an entry of a recipe."""
-
-    @property
-    def entry(self) -> dict[str, dict[str, Any]]: ...
-    def run(self, label: str) -> object: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRunner:
     """Runs steps whose outputs are in one folder.
@@ -221,16 +213,16 @@ class StepRunner:
 
     Args:
         folder: Folder of the outputs.
-        make: Function that returns a step, from the name of a command and its settings. It adds the settings that all
-            steps share.
+        make: Function that returns a step (commands/steps.py), from the name of a command and its settings. It adds
+            the settings that all steps share.
         label: Function that returns the line to print before a step, from the names of the output and the command.
         done: Finished steps, by the name of their output.
     """
 
     folder: Path
-    make: Callable[[str, dict[str, Any]], Runnable]
+    make: Callable[[str, dict[str, Any]], Any]
     label: Callable[[str, str], str] = "{}: {}".format
-    done: dict[str, Runnable] = field(default_factory=dict)
+    done: dict[str, Any] = field(default_factory=dict)
 
     def run(self, name: str, command: str, **settings: Any) -> Path:
         """Run a command, unless the step is finished already. Return its output directory.

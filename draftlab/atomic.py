@@ -95,9 +95,11 @@ def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace
     """
     if out.name in ("", ".."):
         raise UserError(f"--out {out} is not the name of a new directory; write --out NAME")
-    if out.is_file():
+    with _writing(out):  # the name may be too long
+        exists = out.exists()
+    if exists and not out.is_dir():
         raise UserError(f"{out} is a file, but --out names a directory; choose another --out")
-    if out.exists() and any(out.iterdir()) and not force:
+    if exists and any(out.iterdir()) and not force:
         raise UserError(f"{out} exists and is not empty; choose another --out{remedy}")
     check_writable(out)
 

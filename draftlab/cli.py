@@ -28,7 +28,6 @@ from draftlab.errors import UsageError, UserError, one_line, plain_words
 from draftlab.recipe import run
 from draftlab.trust import printable
 
-BY_FLAG = "_by_flag"
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LONGEST_ERROR = 2000  # characters
 LAUNCHED = ("distill", "prune")  # commands that a launcher may run in several processes
@@ -71,7 +70,7 @@ def typer_function(command: Command) -> Callable[..., None]:
         _parameter(command.config, name, field)
         for name, field in command.config.model_fields.items()
     ]
-    parameters += [*_flags_of_arguments(command.config), *_wiring(command)]
+    parameters += _wiring(command)
     call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     call.__doc__ = command.function.__doc__
@@ -81,13 +80,6 @@ def typer_function(command: Command) -> Callable[..., None]:
 def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Outcome:
     file = wiring.get("config_file")
     settings = command.config.of_file(file, command.name) if file else {}
-    for name in command.config.model_fields:
-        if (value := wiring.get(name + BY_FLAG)) is not None:
-            if name in typed:
-                raise UsageError(
-                    f"{name.upper()} has two values, {typed[name]} and {value}; leave one value out"
-                )
-            typed[name] = value
     try:
         config = command.config.build(settings | typed, f"--config {file}: " if file else "")
     except UsageError as error:
@@ -169,21 +161,6 @@ def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Par
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
-
-
-def _flags_of_arguments(config: type[Config]) -> list[inspect.Parameter]:
-    """Return hidden options that a user can type in place of positional arguments, such as --draft X in place of X."""
-    flags = {name: extra(field) for name, field in config.model_fields.items()}
-    return [
-        inspect.Parameter(
-            name + BY_FLAG,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[str | None, Option(details["flag"], hidden=True)],
-        )
-        for name, details in flags.items()
-        if details["argument"] and details["flag"]
-    ]
 
 
 def _wiring(command: Command) -> list[inspect.Parameter]:

@@ -9,14 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftlab import provenance
-from draftlab.atomic import (
-    check_free,
-    check_space,
-    claim_state,
-    locked,
-    new_directory,
-    state_directory,
-)
+from draftlab.atomic import check_space, claim_state, locked, new_directory, state_directory
 from draftlab.config.base import Config
 from draftlab.errors import Interrupted, UserError
 
@@ -45,14 +38,6 @@ class Output:
     @property
     def command_line(self) -> str:
         return self.config.command_line(self.command)
-
-    def check_free(self) -> None:
-        """Check that the output overwrites no finished work.
-
-        Raises:
-            UserError: A finished output exists and force is off, or the directory cannot be written.
-        """
-        check_free(self.out, force=self.force)
 
     def check_space(self, needed: int, contents: str) -> None:
         """Check that the disk of the output has at least `needed` free bytes.

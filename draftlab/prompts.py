@@ -80,9 +80,6 @@ class Prompts:
             )
         return replace(self, rows=[self.rows[i * len(self.rows) // count] for i in range(count)])
 
-    def first(self, count: int | None) -> "Prompts":
-        return replace(self, rows=self.rows[:count])
-
 
 def load_prompts(
     file: Path | None,

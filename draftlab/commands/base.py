@@ -149,7 +149,7 @@ class Command:
             return plan(output, job.facts())
         with output.locked(resumes=self.resumes):
             if not self.resumes:
-                output.check_free()
+                check_free(out, force=force)
             return self.function(job.run(output), output)
 
     @property

@@ -219,6 +219,12 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
         *shared.CHAT_RULES,
         Only(
             ("server",),
+            lambda c: "target" not in shared.names(c.text),
+            "here the target only scores text; first store its answers with draftlab outputs build --text target "
+            "--server URL, then distil with --outputs DIRECTORY",
+        ),
+        Only(
+            ("server",),
             lambda c: c.compares_with_target,
             "leave it out, because --loss ce does not use a target",
         ),
@@ -244,16 +250,6 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
             lambda c: c.generates,
             "works only with --text target or --text draft",
         ),
-        Only(
-            ("memory",),
-            lambda c: c.needs_target or c.generates,
-            "leave it out, because this run loads no target and generates no text",
-        ),
-        Only(
-            ("temperature",),
-            lambda c: c.outputs or c.compares_with_target,
-            "leave it out, because --loss ce does not use a temperature",
-        ),
     )
 
     @model_validator(mode="after")
@@ -262,15 +258,6 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
             raise ValueError(
                 f"{', '.join(map(self.flag, idle))}: --student {self.student.kind} does not use this option; "
                 "leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _server_scores_only(self) -> Self:
-        if self.server is not None and "target" in shared.names(self.text):
-            raise ValueError(
-                f"--text {self.text}: with --server the target only scores text; first store the target's answers "
-                "with draftlab outputs build --text target --server URL, then distil with --outputs DIRECTORY"
             )
         return self
 
@@ -504,7 +491,7 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
     from draftlab.training.answers import PromptFile
     from draftlab.training.loop import Hardware
 
-    file, of_data, longest = config.prompt_file, False, config.max_new_tokens
+    file, of_data = config.prompt_file, False
     if file is not None:
         with about("--prompt-file"):
             check_prompts(file)
@@ -524,7 +511,6 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
         target=target,
         file=file,
         of_data=of_data,
-        max_new_tokens=longest,
         temperature=config.sample_temperature,
         hardware=fill(Hardware, config),
     )

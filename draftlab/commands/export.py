@@ -41,10 +41,7 @@ FORMATS = {"hf": "", "gguf": "llama.cpp", "speculators": "vllm"}
 
 class DraftConfig(Config, CheckpointSettings):
     draft: str | None = option(
-        None,
-        "Checkpoint of the draft, or EAGLE-3 head. Default: the newest draft.",
-        argument=True,
-        flag="--draft",
+        None, "Checkpoint of the draft, or EAGLE-3 head. Default: the newest draft.", argument=True
     )
     target: str = target()
 

@@ -5,9 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import model_validator
-from typing_extensions import Self
-
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config import shared
 from draftlab.config.base import (
@@ -84,13 +81,12 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
             lambda c: not (c.outputs and c.prompt_file),
             "leave it out, because --outputs and --prompt-file replace it",
         ),
+        Only(
+            ("parallel",),
+            lambda c: max(c.k) > 1,
+            "a parallel draft drafts several tokens in one pass; use a --k above 1",
+        ),
     )
-
-    @model_validator(mode="after")
-    def _drafts_several_in_parallel(self) -> Self:
-        if self.parallel and max(self.k) < 2:
-            raise ValueError("--parallel drafts several tokens in one pass; use a --k above 1")
-        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -64,7 +64,7 @@ def option(
         flag: Spelling of the option if it differs from the field's name.
         panel: Heading under which --help lists the option.
         advanced: Whether to hide the option in --help. docs/configuration.md lists it in any case.
-        argument: Whether the option is a positional argument. The command then accepts a flag as well.
+        argument: Whether the option is a positional argument.
         shown_default: Text that --help shows in place of the default.
         typed: Type on the command line if it differs from the field's type.
     """

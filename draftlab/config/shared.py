@@ -201,7 +201,7 @@ def newest_output(*commands: str, ready: bool = False) -> Path:
     if path is None:
         raise UserError(
             f"{space.runs} has no output of draftlab {' or '.join(commands)}; run draftlab {commands[-1]} first, or "
-            "add --draft DIRECTORY"
+            "name a draft"
         )
     return path
 

@@ -143,12 +143,6 @@ def test_init_writes_a_preset(tmp_path, monkeypatch):
     assert workspace.load() == workspace.PRESETS["tiny"]
 
 
-def test_a_draft_goes_by_its_place_or_by_its_name(drafted):
-    name, check = "runs/prune-2x32", "--files-only --for transformers"
-    assert call(f"check {name} {check}").output == call(f"check --draft {name} {check}").output
-    call("check a --draft b", code=2)
-
-
 def test_parse_numbers():
     assert parse_numbers("1-3,8") == [1, 2, 3, 8]
     assert parse_numbers("1-10000") == list(range(1, 10_001))

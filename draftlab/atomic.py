@@ -51,7 +51,7 @@ def append_line(path: Path, line: str) -> None:
     Raises:
         UserError: The log cannot be written.
     """
-    with _writing(path), path.open("ab+") as log:
+    with writing(path), path.open("ab+") as log:
         start = max(0, log.seek(0, os.SEEK_END) - LONGEST_LINE)
         log.seek(start)
         log.truncate(start + log.read().rfind(b"\n") + 1)
@@ -69,7 +69,7 @@ def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
     """
     check_free(out, force=force)
     work = _beside(out, "new")
-    with _writing(out):
+    with writing(out):
         _recover(out)
         try:
             work.mkdir(parents=True)
@@ -95,7 +95,7 @@ def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace
     """
     if out.name in ("", ".."):
         raise UserError(f"--out {out} is not the name of a new directory; write --out NAME")
-    with _writing(out):  # the name may be too long
+    with writing(out):  # the name may be too long
         exists = out.exists()
     if exists and not out.is_dir():
         raise UserError(f"{out} is a file, but --out names a directory; choose another --out")
@@ -123,7 +123,7 @@ def check_space(out: Path, needed: int, contents: str) -> None:
 
 def check_writable(path: Path) -> None:
     """Check that `path` can be written, by writing a temporary file in its folder. Raises UserError: it cannot be."""
-    with _writing(path):
+    with writing(path):
         TemporaryFile(dir=_existing_parent(path)).close()
 
 
@@ -143,7 +143,7 @@ def locked(out: Path) -> Iterator[None]:
     file, state = _beside(out, "lock"), state_directory(out)
     lock = FileLock(file, blocking=False)
     made = [folder for folder in file.parents if not folder.exists()]
-    with _writing(out):
+    with writing(out):
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
@@ -192,7 +192,7 @@ def claim_state(state: Path, identity: Mapping[str, object], *, force: bool = Fa
         before = read_object(record)
     if before is not None and not _differing(before, this_run):
         return
-    with _writing(state):
+    with writing(state):
         if any(file.name != STATE_RECORD for file in state.glob("[!.]*")):
             if not force:
                 raise UserError(_difference(state, before, this_run))
@@ -235,7 +235,8 @@ def _recover(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Turn any OSError of the block into a UserError, which says that `path` cannot be written."""
     try:
         yield
     except OSError as error:

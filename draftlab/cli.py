@@ -102,16 +102,15 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
     try:
         outcome = outcome_of()
     except UserError as error:
-        if is_main_process():
-            print(f"error: {printable(str(error))[:LONGEST_ERROR]}", file=sys.stderr)
+        _complain(f"error: {printable(str(error))[:LONGEST_ERROR]}")
         raise typer.Exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_USER_ERROR) from None
     except KeyboardInterrupt as stop:
-        if is_main_process():
-            print(str(stop) or "interrupted", file=sys.stderr)
+        _complain(str(stop) or "interrupted")
         raise typer.Exit(130) from None
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # of torch, which may not be imported
             raise
+        # from every process, because only one of them may lack memory
         print(
             f"error: {one_line(str(error).partition(' GPU ')[0])} {_cures(config)}", file=sys.stderr
         )
@@ -120,9 +119,15 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
         return
     _print(outcome, as_json)
     for text in outcome.missed:
-        print(f"missed: {text}", file=sys.stderr)
+        _complain(f"missed: {text}")
     if outcome.missed:
         raise typer.Exit(EXIT_MISSED)
+
+
+def _complain(text: str) -> None:
+    """Print a line on stderr, from the main process only."""
+    if is_main_process():
+        print(text, file=sys.stderr)
 
 
 def _cures(config: type[Config]) -> str:
@@ -143,7 +148,7 @@ def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Par
     details = extra(field)
     kind: Any = details["typed"] or field.annotation
     default = None if field.default is PydanticUndefined else field.default
-    if default is None and field.default_factory is None and field.is_required():
+    if field.is_required():
         details["shown_default"] = details["shown_default"] or "required"
     shown = details["shown_default"] or (default is not None and default != [])
     bounds = {"min": bound(field, "ge"), "max": bound(field, "le")}

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from draftlab import workspace
-from draftlab.atomic import write_atomic
+from draftlab.atomic import write_atomic, writing
 from draftlab.console import note
 from draftlab.data.text import Message, chat_ids, read_messages
 from draftlab.errors import UserError
@@ -48,10 +48,7 @@ def answered(
     file = place(prompts, target, sampling)
     if file is None:
         return prompts
-    try:
-        rows = _read(file) if file.exists() else _write(file, prompts.rows, tokenizer, answer)
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None
+    rows = _read(file) if file.exists() else _write(file, prompts.rows, tokenizer, answer)
     if len(rows) != prompts.requests:
         raise UserError(
             f"{file} has {len(rows)} requests, but the prompts need {prompts.requests}; remove the "
@@ -97,8 +94,9 @@ def _write(
     for start in range(0, len(prompts), TOGETHER):
         asked += _asked(prompts[start : start + TOGETHER], len(asked), tokenizer, answer)
     lines = [{"category": prompt.category, "messages": prompt.messages} for prompt in asked]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, "".join(json.dumps(line) + "\n" for line in lines))
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, "".join(json.dumps(line) + "\n" for line in lines))
     return [prompt.messages for prompt in asked]
 
 

@@ -491,7 +491,7 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
     from draftlab.training.answers import PromptFile
     from draftlab.training.loop import Hardware
 
-    file, of_data = config.prompt_file, False
+    file, of_data, longest = config.prompt_file, False, config.max_new_tokens
     if file is not None:
         with about("--prompt-file"):
             check_prompts(file)
@@ -511,6 +511,7 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
         target=target,
         file=file,
         of_data=of_data,
+        max_new_tokens=longest,
         temperature=config.sample_temperature,
         hardware=fill(Hardware, config),
     )

@@ -430,13 +430,14 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
     Raises:
         UserError: A draft is missing, or two drafts have the same name.
     """
+    from draftlab.exporting.hf import parse_quantized_name
+
     hub.check_rounded(*names)
     drafts: dict[str, Path] = {}
     for name in names:
-        base, _, kind = name.rpartition("@")
-        rounded = bool(base) and kind in hub.ROUNDED
-        path = hub.locate_model(base if rounded else name, weights)
-        drafts[hub.checkpoint_name(path) + (f"@{kind}" if rounded else "")] = path
+        base, kind = parse_quantized_name(name)
+        path = hub.locate_model(base, weights)
+        drafts[hub.checkpoint_name(path) + (f"@{kind}" if kind else "")] = path
     if len(drafts) < len(names):
         raise UserError(
             "two drafts have the same directory name; rename one directory: " + ", ".join(names)

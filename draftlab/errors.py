@@ -11,7 +11,7 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
-    """The error for a command line that lacks an argument or an option, or gives an argument twice."""
+    """The error for a command line that lacks an argument or an option."""
 
 
 class OtherArchitecture(UserError):

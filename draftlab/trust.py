@@ -64,14 +64,12 @@ def folder_name(text: str, label: str) -> str:
     return name
 
 
-def check_address(url: str | None) -> None:
-    """Check that a text is the address of a server. None passes.
+def check_address(url: str) -> None:
+    """Check that a text is the address of a server.
 
     Raises:
         UserError: The text is not an address. The message shows no part of a password.
     """
-    if url is None:
-        return
     try:
         parts = urlsplit(url)
         good = (

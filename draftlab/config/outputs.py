@@ -177,9 +177,6 @@ class OutputsInfoConfig(StoredTargetSettings, Config):
     only = (Only(("target", "server"), lambda c: c.verify, "needs --verify"), shared.KEY_RULE)
 
 
-UNREAD_TARGET = "leave it out, because none of these drafters reads the target's hidden states"
-
-
 class ReplayConfig(OutputConfig, shared.CheckpointSettings):
     """The settings of replay."""
 
@@ -225,7 +222,7 @@ class ReplayConfig(OutputConfig, shared.CheckpointSettings):
             ("target", "device_map"),
             # a draft that an earlier step of a recipe will make may be a head
             lambda c: c.reads_target or not all(Path(name).exists() for name in c.draft),
-            UNREAD_TARGET,
+            "leave it out, because none of these drafters reads the target's hidden states",
         ),
     )
 

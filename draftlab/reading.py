@@ -130,12 +130,14 @@ def validation_text(error: ValidationError) -> str:
     """Return the first three complaints of a pydantic error as one line, each with its field and value."""
     parts = []
     for item in error.errors()[:3]:
-        where = ".".join(str(part) for part in item["loc"])[:80] or "top level"
-        value = "" if item["type"] == "missing" else f" (got {reprlib.repr(item['input'])})"
         complaint = (
             "must be an object" if item["type"].startswith("model_") else plain_words(item["msg"])
         )
-        parts.append(f"{where}: {complaint}{value}")
+        if item["loc"]:
+            complaint = f"{'.'.join(map(str, item['loc']))[:80]}: {complaint}"
+        if item["loc"] and item["type"] != "missing":
+            complaint += f" (got {reprlib.repr(item['input'])})"
+        parts.append(complaint)
     more = f"; and {error.error_count() - 3} more" if error.error_count() > 3 else ""
     return one_line("; ".join(parts)) + more
 

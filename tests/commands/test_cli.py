@@ -209,7 +209,7 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(drafted):
 def test_a_recorded_command_line_can_be_typed_again():
     settings = {"directory": Path("runs/a store"), "draft": ["a", "b"], "k": "2,3", "rule": "match"}
     line = ReplayConfig.build(settings).command_line("replay")
-    assert line == "draftlab replay --rule match --draft a --draft b --k 2,3 'runs/a store'"
+    assert line == "draftlab replay --draft a --draft b --k 2,3 --rule match 'runs/a store'"
     trimmed = DistillConfig.build({"draft": "a", "outputs": "b", "vocab": "16k"})
     line = trimmed.command_line("distill")
     assert line == "draftlab distill --draft a --outputs b --vocab 16384"

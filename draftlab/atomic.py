@@ -18,7 +18,6 @@ from draftlab.reading import read_object
 
 STATE_RECORD = "run.json"
 LONGEST_LINE = 1 << 16
-EMPTY: Mapping[str, object] = {}
 
 
 def write_atomic(path: Path, text: str | bytes) -> None:
@@ -52,7 +51,7 @@ def append_line(path: Path, line: str) -> None:
     Raises:
         UserError: The log cannot be written.
     """
-    with _writing(path), path.open("ab+") as log:
+    with writing(path), path.open("ab+") as log:
         start = max(0, log.seek(0, os.SEEK_END) - LONGEST_LINE)
         log.seek(start)
         log.truncate(start + log.read().rfind(b"\n") + 1)
@@ -70,7 +69,7 @@ def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
     """
     check_free(out, force=force)
     work = _beside(out, "new")
-    with _writing(out):
+    with writing(out):
         _recover(out)
         try:
             work.mkdir(parents=True)
@@ -96,7 +95,7 @@ def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace
     """
     if out.name in ("", ".."):
         raise UserError(f"--out {out} is not the name of a new directory; write --out NAME")
-    with _writing(out):  # the name may be too long
+    with writing(out):  # the name may be too long
         exists = out.exists()
     if exists and not out.is_dir():
         raise UserError(f"{out} is a file, but --out names a directory; choose another --out")
@@ -124,7 +123,7 @@ def check_space(out: Path, needed: int, contents: str) -> None:
 
 def check_writable(path: Path) -> None:
     """Check that `path` can be written, by writing a temporary file in its folder. Raises UserError: it cannot be."""
-    with _writing(path):
+    with writing(path):
         TemporaryFile(dir=_existing_parent(path)).close()
 
 
@@ -144,7 +143,7 @@ def locked(out: Path) -> Iterator[None]:
     file, state = _beside(out, "lock"), state_directory(out)
     lock = FileLock(file, blocking=False)
     made = [folder for folder in file.parents if not folder.exists()]
-    with _writing(out):
+    with writing(out):
         file.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire()
@@ -173,39 +172,30 @@ def state_directory(out: Path) -> Path:
     return _beside(out, "state")
 
 
-def claim_state(
-    state: Path,
-    identity: Mapping[str, object],
-    *,
-    defaults: Mapping[str, object] = EMPTY,
-    force: bool = False,
-) -> None:
+def claim_state(state: Path, identity: Mapping[str, object], *, force: bool = False) -> None:
     """Make the state directory of a run, or check that an existing state directory belongs to this run.
 
     A state directory without work is accepted from any run.
 
     Args:
         identity: All values that decide the result of the run. Runs with equal values are the same run.
-        defaults: Values of settings that are missing in the record of an older version of draftlab.
         force: Whether to remove the work of another run.
 
     Raises:
         UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
     """
     record = state / STATE_RECORD
-    this_run, assumed = (
-        json.loads(json.dumps(dict(values), default=str)) for values in (identity, defaults)
-    )
+    this_run = json.loads(json.dumps(dict(identity), default=str))
     _recover(state)
     before = None
     with contextlib.suppress(UserError):
-        before = assumed | read_object(record)
-    if before is not None and not _differing(before, assumed | this_run):
+        before = read_object(record)
+    if before is not None and not _differing(before, this_run):
         return
-    with _writing(state):
+    with writing(state):
         if any(file.name != STATE_RECORD for file in state.glob("[!.]*")):
             if not force:
-                raise UserError(_difference(state, before, assumed | this_run))
+                raise UserError(_difference(state, before, this_run))
             note(f"removed the unfinished run in {state}, because of --force")
             remove_state(state)
         state.mkdir(parents=True, exist_ok=True)
@@ -245,7 +235,8 @@ def _recover(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Iterator[None]:
+    """Turn any OSError of the block into a UserError, which says that `path` cannot be written."""
     try:
         yield
     except OSError as error:

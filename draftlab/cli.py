@@ -8,6 +8,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,6 @@ from draftlab.errors import UsageError, UserError, one_line, plain_words
 from draftlab.recipe import run
 from draftlab.trust import printable
 
-BY_FLAG = "_by_flag"
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
 LONGEST_ERROR = 2000  # characters
 LAUNCHED = ("distill", "prune")  # commands that a launcher may run in several processes
@@ -53,25 +53,15 @@ def typer_function(command: Command) -> Callable[..., None]:
     """Return a function that Typer turns into a command, with one parameter per setting."""
 
     def call(ctx: typer.Context, **values: Any) -> None:
+        fields = command.config.model_fields
         # sources are compared by name, because typer >= 0.27 has a copy of click with another enum
-        sources = {name: ctx.get_parameter_source(name) for name in values}
         typed = {
-            name
-            for name, source in sources.items()
-            if source is not None and source.name == "COMMANDLINE"
+            name: values[name]
+            for name in fields
+            if "COMMANDLINE" in repr(ctx.get_parameter_source(name))
         }
-        wiring = {
-            name: values.pop(name)
-            for name in list(values)
-            if name not in command.config.model_fields
-        }
-        given = {name: value for name, value in values.items() if name in typed}
-
-        def outcome() -> Outcome:
-            with never_silent(command.name):
-                return _run(command, given, wiring)
-
-        _exit_with(outcome, wiring["json_output"], command.config)
+        wiring = {name: value for name, value in values.items() if name not in fields}
+        _exit_with(partial(_run, command, typed, wiring), wiring["json_output"], command.config)
 
     parameters = [
         inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
@@ -80,7 +70,7 @@ def typer_function(command: Command) -> Callable[..., None]:
         _parameter(command.config, name, field)
         for name, field in command.config.model_fields.items()
     ]
-    parameters += [*_flags_of_arguments(command.config), *_wiring(command)]
+    parameters += _wiring(command)
     call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     call.__doc__ = command.function.__doc__
@@ -90,34 +80,18 @@ def typer_function(command: Command) -> Callable[..., None]:
 def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Outcome:
     file = wiring.get("config_file")
     settings = command.config.of_file(file, command.name) if file else {}
-    for name in command.config.model_fields:
-        if (value := wiring.get(name + BY_FLAG)) is not None:
-            if name in typed:
-                raise UsageError(
-                    f"{name.upper()} has two values, {typed[name]} and {value}; leave one value out"
-                )
-            typed[name] = value
     try:
         config = command.config.build(settings | typed, f"--config {file}: " if file else "")
     except UsageError as error:
         raise UsageError(f"{error}; see draftlab {command.name} --help") from None
-    _check_processes(command.name)
-    return command.run(
-        config, force=wiring.get("force", False), dry_run=wiring.get("dry_run", False)
-    )
-
-
-def _check_processes(command: str) -> None:
-    """Check that a launcher did not start several processes of a command that must run in one process.
-
-    Raises:
-        UserError: The launcher started several processes.
-    """
-    if processes() > 1 and command not in LAUNCHED:
+    if processes() > 1 and command.name not in LAUNCHED:
         raise UserError(
-            f"draftlab {command} runs in one process only: start it without accelerate or torchrun "
+            f"draftlab {command.name} runs in one process only: start it without accelerate or torchrun "
             f"(only {' and '.join(LAUNCHED)} can run in several processes)"
         )
+    switches = {name: wiring[name] for name in ("force", "dry_run") if name in wiring}
+    with never_silent(command.name):
+        return command.run(config, **switches)
 
 
 def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Config]) -> None:
@@ -128,18 +102,15 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
     try:
         outcome = outcome_of()
     except UserError as error:
-        if is_main_process():
-            text = printable(str(error))
-            text = text if len(text) <= LONGEST_ERROR else text[:LONGEST_ERROR] + " ..."
-            print(f"error: {text}", file=sys.stderr)
+        _complain(f"error: {printable(str(error))[:LONGEST_ERROR]}")
         raise typer.Exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_USER_ERROR) from None
     except KeyboardInterrupt as stop:
-        if is_main_process():
-            print(str(stop) or "interrupted", file=sys.stderr)
+        _complain(str(stop) or "interrupted")
         raise typer.Exit(130) from None
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        if type(error).__name__ != "OutOfMemoryError":  # of torch, which may not be imported
             raise
+        # from every process, because only one of them may lack memory
         print(
             f"error: {one_line(str(error).partition(' GPU ')[0])} {_cures(config)}", file=sys.stderr
         )
@@ -148,15 +119,15 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
         return
     _print(outcome, as_json)
     for text in outcome.missed:
-        print(f"missed: {text}", file=sys.stderr)
+        _complain(f"missed: {text}")
     if outcome.missed:
         raise typer.Exit(EXIT_MISSED)
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an error means that a device ran out of memory. This check does not import torch."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+def _complain(text: str) -> None:
+    """Print a line on stderr, from the main process only."""
+    if is_main_process():
+        print(text, file=sys.stderr)
 
 
 def _cures(config: type[Config]) -> str:
@@ -177,7 +148,7 @@ def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Par
     details = extra(field)
     kind: Any = details["typed"] or field.annotation
     default = None if field.default is PydanticUndefined else field.default
-    if default is None and field.default_factory is None and field.is_required():
+    if field.is_required():
         details["shown_default"] = details["shown_default"] or "required"
     shown = details["shown_default"] or (default is not None and default != [])
     bounds = {"min": bound(field, "ge"), "max": bound(field, "le")}
@@ -197,55 +168,27 @@ def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Par
     )
 
 
-def _flags_of_arguments(config: type[Config]) -> list[inspect.Parameter]:
-    """Return hidden options that a user can type in place of positional arguments, such as --draft X in place of X."""
-    flags = {name: extra(field) for name, field in config.model_fields.items()}
-    return [
-        inspect.Parameter(
-            name + BY_FLAG,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[str | None, Option(details["flag"], hidden=True)],
-        )
-        for name, details in flags.items()
-        if details["argument"] and details["flag"]
-    ]
-
-
 def _wiring(command: Command) -> list[inspect.Parameter]:
     """Return the options that are not settings: --config, --json and, where a command has them, --force, --dry-run."""
-    options: dict[str, tuple[Any, Any]] = {
-        "config_file": (
-            Path | None,
-            Option(
-                "--config",
-                help="YAML file of settings, or the output directory of an earlier run, to repeat its settings.",
-                rich_help_panel=OUTPUT,
-            ),
-        )
-    }
-    if command.has_force:
-        options["force"] = (
-            bool,
-            Option("--force", help="Replace an existing output.", rich_help_panel=OUTPUT),
-        )
-    if command.dry_run:
-        options["dry_run"] = (
-            bool,
-            Option("--dry-run", help="Show the plan and do nothing.", rich_help_panel=OUTPUT),
-        )
-    options["json_output"] = (
-        bool,
-        Option("--json", help="Print the result as JSON.", rich_help_panel=OUTPUT),
+    config_help = (
+        "YAML file of settings, or the output directory of an earlier run, to repeat its settings."
     )
+    options: list[tuple[str, Any, str, str]] = [
+        ("config_file", Path | None, "--config", config_help),
+        ("force", bool, "--force", "Replace an existing output."),
+        ("dry_run", bool, "--dry-run", "Show the plan and do nothing."),
+        ("json_output", bool, "--json", "Print the result as JSON."),
+    ]
+    lacks = {"force": not command.has_force, "dry_run": not command.dry_run}
     return [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=None if name == "config_file" else False,
-            annotation=Annotated[kind, info],
+            default=False if kind is bool else None,
+            annotation=Annotated[kind, Option(flag, help=text, rich_help_panel=OUTPUT)],
         )
-        for name, (kind, info) in options.items()
+        for name, kind, flag, text in options
+        if not lacks.get(name)
     ]
 
 

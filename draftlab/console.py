@@ -75,13 +75,8 @@ def never_silent(label: str, seconds: float = MAX_SILENT_SECONDS) -> Iterator[No
     def report() -> None:
         while not done.wait(seconds / 10):
             if time.monotonic() - stream.written_at > seconds:
-                elapsed = f"{time.monotonic() - started:.0f} s"
-                console.print(
-                    f"{label} is still working, {elapsed}",
-                    style="dim",
-                    highlight=False,
-                    markup=False,
-                )
+                elapsed = time.monotonic() - started
+                print_words(console, f"{label} is still working, {elapsed:.0f} s", "dim")
 
     threading.Thread(target=report, daemon=True).start()
     try:
@@ -99,7 +94,7 @@ def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None
     redirects stderr.
     """
     console, done, status, started = (
-        Console(file=sys.stderr, soft_wrap=True),
+        Console(file=sys.stderr),
         threading.Event(),
         "",
         time.monotonic(),
@@ -107,8 +102,8 @@ def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None
 
     def report() -> None:
         while not done.wait(seconds):
-            text = f"{label}: {status}{time.monotonic() - started:.0f} s"
-            console.print(text, style="dim", highlight=False, markup=False)
+            elapsed = time.monotonic() - started
+            print_words(console, f"{label}: {status}{elapsed:.0f} s", "dim")
 
     def beat(text: str) -> None:
         nonlocal status

@@ -11,7 +11,7 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
-    """The error for a command line that lacks an argument or an option, or gives an argument twice."""
+    """The error for a command line that lacks an argument or an option."""
 
 
 class OtherArchitecture(UserError):
@@ -95,16 +95,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     The ending is '; did you mean X?' with the nearest known name, or '; known: X, Y' if no known name is near.
     """
     names = sorted(known)
-    near = [
-        n
-        for n in difflib.get_close_matches(name, names, n=3, cutoff=0.65)
-        if _same_numbers(name, n)
-    ]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.65)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
-
-
-def _same_numbers(name: str, other: str) -> bool:
-    """Return whether a typing error may explain the different numbers in two names: 66b and 65b, but not 8b and 70b."""
-    a, b = ("".join(filter(str.isdigit, text)) for text in (name, other))
-    one_wrong = len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) <= 1
-    return one_wrong or sorted(a) == sorted(b) or a.startswith(b) or b.startswith(a)

@@ -9,14 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftlab import provenance
-from draftlab.atomic import (
-    check_free,
-    check_space,
-    claim_state,
-    locked,
-    new_directory,
-    state_directory,
-)
+from draftlab.atomic import check_space, claim_state, locked, new_directory, state_directory
 from draftlab.config.base import Config
 from draftlab.errors import Interrupted, UserError
 
@@ -45,14 +38,6 @@ class Output:
     @property
     def command_line(self) -> str:
         return self.config.command_line(self.command)
-
-    def check_free(self) -> None:
-        """Check that the output overwrites no finished work.
-
-        Raises:
-            UserError: A finished output exists and force is off, or the directory cannot be written.
-        """
-        check_free(self.out, force=self.force)
 
     def check_space(self, needed: int, contents: str) -> None:
         """Check that the disk of the output has at least `needed` free bytes.
@@ -105,25 +90,19 @@ class Output:
         """Return the path of the state directory, in which an unfinished run keeps its work."""
         return state_directory(self.out)
 
-    def claim_state(self, inputs: Sequence[Path], *, but: Sequence[str] = ()) -> None:
+    def claim_state(self, inputs: Sequence[Path]) -> None:
         """Make the state directory, or check that it belongs to a run with the same settings and inputs.
 
-        Args:
-            inputs: Files and directories that the command reads.
-            but: Names of settings in which the two runs may differ.
+        inputs: Files and directories that the command reads.
 
         Raises:
             UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
         """
-        settings = {
-            name: value for name, value in self.config.settings().items() if name not in but
-        }
-        settings |= {
+        settings = self.config.settings() | {
             "command": self.command,
             "inputs": [provenance.fingerprint(path) for path in inputs],
         }
-        defaults = {name: field.default for name, field in type(self.config).model_fields.items()}
-        claim_state(self.state, settings, defaults=defaults, force=self.force)
+        claim_state(self.state, settings, force=self.force)
 
     @contextlib.contextmanager
     def directory(self) -> Iterator[Path]:

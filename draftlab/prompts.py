@@ -80,9 +80,6 @@ class Prompts:
             )
         return replace(self, rows=[self.rows[i * len(self.rows) // count] for i in range(count)])
 
-    def first(self, count: int | None) -> "Prompts":
-        return replace(self, rows=self.rows[:count])
-
 
 def load_prompts(
     file: Path | None,
@@ -200,9 +197,8 @@ def _has_chat(
         return False
     if not tokenizer.chat_template:
         if chat == "on" or system_prompt is not None:
-            option = "--chat on" if chat == "on" else "--system-prompt"
             raise UserError(
-                f"{option}: the tokenizer has no chat template; use a chat model, or leave {option} out"
+                "--chat on, --system-prompt: the tokenizer has no chat template; use a chat model, or leave them out"
             )
         return False
     if tokens is not None:

@@ -19,7 +19,7 @@ from pydantic import Field
 from draftlab.atomic import write_atomic
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.reading import FileModel, check_regular, read_json_lines, read_model
+from draftlab.reading import FileModel, read_json_lines, read_model
 
 RECORD_FILE, LOG_FILE = "draftlab.json", "log.jsonl"
 CURVE_POINTS = 100
@@ -219,7 +219,6 @@ def file_sha256(file: Path) -> str:
 
 
 def _add(digest: "hashlib._Hash", file: Path) -> None:
-    check_regular(file)
     with file.open("rb") as stream:
         while block := stream.read(1 << 22):
             digest.update(block)

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from draftlab.errors import UserError, one_line, plain_words
 
 Kind = TypeVar("Kind", bound=BaseModel)
-MOST_VALUES = 1_000_000  # of a YAML file, with the values that aliases repeat
 
 
 class FileModel(BaseModel):
@@ -59,32 +58,8 @@ def parse_json(data: bytes | str) -> Any:
     return json.loads(data, parse_constant=_constant)
 
 
-def parse_yaml(data: bytes) -> Any:
-    """Return the value of a YAML text. Raises ValueError: it is not YAML, or its aliases repeat too many values."""
-    content = yaml.safe_load(data)
-    values, count = [content], 0
-    while values:
-        value, count = values.pop(), count + 1
-        if count > MOST_VALUES:
-            raise ValueError("a value contains itself, or aliases repeat too many values")
-        values += value.values() if isinstance(value, dict) else ()
-        values += value if isinstance(value, list) else ()
-    return content
-
-
-def check_regular(file: Path) -> None:
-    """Check that a path is a regular file, because a pipe or a device may have no end. A missing file passes.
-
-    Raises:
-        UserError: The path is a directory, a pipe or a device.
-    """
-    if file.exists() and not file.is_file():
-        raise UserError(f"{file} is a directory, a pipe or a device; name a regular file")
-
-
 def read_json(file: Path) -> Any:
     """Return the content of a JSON file. Raises UserError: the file is missing or not JSON."""
-    check_regular(file)
     with reading(f"{file} cannot be read"):
         return parse_json(file.read_bytes())
 
@@ -135,33 +110,34 @@ def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> 
         UserError: The file is missing, or its content does not fit the model.
     """
     file = path / name if name and path.is_dir() else path
-    check_regular(file)
     try:
         data = file.read_bytes()
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}{hint}") from None
     with reading(f"{file} is not a {kind.__name__.lower()}"):
         return kind.model_validate(
-            parse_yaml(data) if file.suffix in (".yaml", ".yml") else parse_json(data)
+            yaml.safe_load(data) if file.suffix in (".yaml", ".yml") else parse_json(data)
         )
 
 
 def read_yaml(path: Path, label: str) -> Any:
     """Return the content of a YAML file. label: Start of an error message. Raises UserError: it cannot be read."""
     with reading(label):
-        return parse_yaml(path.read_bytes())
+        return yaml.safe_load(path.read_bytes())
 
 
 def validation_text(error: ValidationError) -> str:
     """Return the first three complaints of a pydantic error as one line, each with its field and value."""
     parts = []
     for item in error.errors()[:3]:
-        where = ".".join(str(part) for part in item["loc"])[:80] or "top level"
-        value = "" if item["type"] == "missing" else f" (got {reprlib.repr(item['input'])})"
         complaint = (
             "must be an object" if item["type"].startswith("model_") else plain_words(item["msg"])
         )
-        parts.append(f"{where}: {complaint}{value}")
+        if item["loc"]:
+            complaint = f"{'.'.join(map(str, item['loc']))[:80]}: {complaint}"
+        if item["loc"] and item["type"] != "missing":
+            complaint += f" (got {reprlib.repr(item['input'])})"
+        parts.append(complaint)
     more = f"; and {error.error_count() - 3} more" if error.error_count() > 3 else ""
     return one_line("; ".join(parts)) + more
 

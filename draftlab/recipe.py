@@ -1,12 +1,12 @@
 """Recipes: files that list commands. All commands are checked first, then run from top to bottom."""
 
 from pathlib import Path
+from typing import Any
 
 from draftlab.commands.base import Outcome, command
 from draftlab.commands.steps import CommandStep, read_step
 from draftlab.config.base import Config, option
-from draftlab.errors import UserError
-from draftlab.reading import read_yaml
+from draftlab.reading import FileModel, read_yaml, reading
 
 
 class RunConfig(Config):
@@ -16,24 +16,21 @@ class RunConfig(Config):
     plan_only: bool = option(False, "Only show which steps are done.", flag="--dry-run")
 
 
+class Recipe(FileModel):
+    """The content of a recipe."""
+
+    steps: list[dict[str, dict[str, Any] | None]]
+
+
 def read_recipe(path: Path) -> list[CommandStep]:
     """Read a recipe, and check the settings of all steps before any step runs.
 
     Raises:
         UserError: A step or a setting is wrong. The message names both.
     """
-    content = read_yaml(path, f"recipe {path}")
-    if (
-        not isinstance(content, dict)
-        or set(content) != {"steps"}
-        or not isinstance(content["steps"], list)
-    ):
-        raise UserError(
-            f"recipe {path}: the file must have only the key steps, whose value is a list of commands"
-        )
-    return [
-        read_step(step, f"{path}: step {number}") for number, step in enumerate(content["steps"], 1)
-    ]
+    with reading(f"recipe {path}"):
+        steps = Recipe.model_validate(read_yaml(path, f"recipe {path}")).steps
+    return [read_step(step, f"{path}: step {number}") for number, step in enumerate(steps, 1)]
 
 
 @command(RunConfig)

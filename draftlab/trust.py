@@ -37,11 +37,6 @@ def printable(text: str, keep: str = "") -> str:
     )
 
 
-def is_name(text: object) -> bool:
-    """Return whether a value is a string of 1 to LONGEST_NAME printable characters."""
-    return isinstance(text, str) and 0 < len(text) <= LONGEST_NAME and text.isprintable()
-
-
 def checked_name(text: str, label: str) -> str:
     """Check that a name or version from a file or a server is safe to print, and return it.
 
@@ -50,7 +45,7 @@ def checked_name(text: str, label: str) -> str:
     Raises:
         UserError: The text is empty, too long or not printable.
     """
-    if not is_name(text):
+    if not isinstance(text, str) or not 0 < len(text) <= LONGEST_NAME or not text.isprintable():
         raise UserError(f"{label} must be printable text, but is {printable(repr(text)[:80])}")
     return text
 
@@ -69,14 +64,12 @@ def folder_name(text: str, label: str) -> str:
     return name
 
 
-def check_address(url: str | None) -> None:
-    """Check that a text is the address of a server. None passes.
+def check_address(url: str) -> None:
+    """Check that a text is the address of a server.
 
     Raises:
         UserError: The text is not an address. The message shows no part of a password.
     """
-    if url is None:
-        return
     try:
         parts = urlsplit(url)
         good = (

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from draftlab import workspace
-from draftlab.atomic import write_atomic
+from draftlab.atomic import write_atomic, writing
 from draftlab.console import note
 from draftlab.data.text import Message, chat_ids, read_messages
 from draftlab.errors import UserError
@@ -84,11 +84,9 @@ def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | Non
 def _write(file: Path, requests: list[Prompt]) -> None:
     """Write the messages of requests to a prompt file. Raises UserError: the file cannot be written."""
     lines = [{"category": prompt.category, "messages": prompt.messages} for prompt in requests]
-    try:
+    with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, "".join(json.dumps(line) + "\n" for line in lines))
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None
 
 
 def _asked(

@@ -6,7 +6,7 @@ from typing import Literal
 import yaml
 
 from draftlab import provenance
-from draftlab.atomic import write_atomic
+from draftlab.atomic import write_atomic, writing
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean
 from draftlab.reading import FileModel, read_model
@@ -67,8 +67,6 @@ def preset(name: str) -> Workspace:
     """Return the preset with this name. Raises UserError: there is no such preset."""
     if name in PRESETS:
         return PRESETS[name]
-    if Path(name).is_dir():
-        raise UserError(f"{name} is a directory, not a preset; use draftlab init --target {name}")
     raise UserError(
         f"there is no preset {name!r}{did_you_mean(name, PRESETS)}; for another checkpoint, use draftlab init --target "
         "DIRECTORY "
@@ -111,10 +109,7 @@ def write(workspace: Workspace, folder: Path = Path(), comment: str | None = Non
     file = folder / FILE
     fields = workspace.model_dump(mode="json", exclude_none=True)
     lines = ["defaults of draftlab's commands", *([comment] if comment else [])]
-    try:
-        write_atomic(
-            file, "".join(f"# {line}\n" for line in lines) + yaml.safe_dump(fields, sort_keys=False)
-        )
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}") from None
+    head = "".join(f"# {line}\n" for line in lines)
+    with writing(file):
+        write_atomic(file, head + yaml.safe_dump(fields, sort_keys=False))
     return file

@@ -41,8 +41,8 @@ COMMANDS = {
     "predicted": "predict --draft-profile wide-796m@a100-80gb,eager --target-profile llama-65b@4xa100-80gb,eager "
     "--acceptance 2.5@4 --batch 1,4 --json",
     "designed": "design --params 4m --layers 2,4,8 --source tiny --json",
-    "exported": "export --draft cut --target target --to hf --dtype bfloat16",
-    "gguf": "export --draft cut --target target --to gguf --outtype q8_0",
+    "exported": "export cut --target target --to hf --dtype bfloat16",
+    "gguf": "export cut --target target --to gguf --outtype q8_0",
 }
 
 

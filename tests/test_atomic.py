@@ -178,23 +178,6 @@ def test_a_state_belongs_to_one_run(tmp_path):
     assert not (state / "work").exists()
 
 
-def test_an_older_versions_state_lacks_a_setting_only_at_its_default(tmp_path):
-    state = tmp_path / ".out.state"
-    atomic.claim_state(state, {"lr": 1.0, "vocab": None})
-    (state / "work").write_text("half")
-    (state / atomic.STATE_RECORD).write_text('{"vocab": null, "gone": null}')
-    with pytest.raises(UserError):
-        atomic.claim_state(state, {"lr": 2.0}, defaults={"lr": 1.0})
-    atomic.claim_state(state, {"lr": 1.0}, defaults={"lr": 1.0})
-    (state / atomic.STATE_RECORD).write_text('{"gone": 5}')
-    with raises_option("gone = 5"):
-        atomic.claim_state(state, {"lr": 1.0}, defaults={"lr": 1.0})
-    (state / atomic.STATE_RECORD).write_text("{}")
-    atomic.claim_state(state, {"lr": 1.0, "vocab": None}, defaults={"lr": 1.0, "vocab": None})
-    with pytest.raises(UserError):
-        atomic.claim_state(state, {"lr": 2.0, "vocab": None}, defaults={"lr": 1.0, "vocab": None})
-
-
 def test_a_claim_without_work_is_removed_with_the_lock(tmp_path):
     with atomic.locked(tmp_path / "out"):
         atomic.claim_state(tmp_path / ".out.state", {"lr": 1.0})

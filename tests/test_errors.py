@@ -3,7 +3,6 @@
 import pytest
 
 from draftlab.errors import did_you_mean, one_line
-from draftlab.reading import parse_yaml
 
 
 @pytest.mark.parametrize(
@@ -25,12 +24,3 @@ def test_any_text_is_one_short_line(text):
     line = one_line(text)
     assert line.isprintable()
     assert len(line) <= 300
-
-
-def test_yaml_that_contains_itself_or_grows_without_end_is_refused():
-    """json.dumps fails at the first, and does not end at the second."""
-    laughs = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
-    for text in ("layers: &a [*a]", "x: &a {b: *a}", f"a0: &a0 [1]\n{laughs}"):
-        with pytest.raises(ValueError, match="aliases"):
-            parse_yaml(text.encode())
-    assert parse_yaml(b"x: &a [1, {y: 2}]\nz: *a") == {"x": [1, {"y": 2}], "z": [1, {"y": 2}]}

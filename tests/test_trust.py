@@ -11,14 +11,12 @@ import yaml
 from builders import build
 from errors import raises_option
 
-from draftlab import provenance
 from draftlab.commands import COMMANDS
 from draftlab.commands.distill import DistillConfig
 from draftlab.commands.score import ScoreConfig
 from draftlab.errors import UserError
 from draftlab.exporting import card
 from draftlab.model import native_cpu, saving
-from draftlab.reading import read_json
 from draftlab.registry import SERVERS
 from draftlab.servers.kinds import Launch
 from draftlab.target_outputs.store import Manifest
@@ -91,19 +89,6 @@ def test_no_part_of_a_password_is_printed(sign):
     check_address("http://user:SEC%2FRET@host:8000")
 
 
-def test_a_hashed_file_without_an_end_is_refused(tmp_path):
-    name = "extra.safetensors"
-    (tmp_path / name).symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=name):
-        provenance.fingerprint(tmp_path)
-    (tmp_path / name).unlink()
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(UserError, match=name):
-        provenance.fingerprint(tmp_path)
-    with pytest.raises(UserError, match=name):
-        read_json(tmp_path / name)
-
-
 def test_scripts_have_no_line_that_others_wrote():
     for runtime in ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "transformers"):
         server, reason = SERVERS.get(runtime, "--to"), f"measured with vllm {HOSTILE}"
@@ -157,6 +142,31 @@ def test_code_of_a_checkpoint_runs_only_where_it_is_trusted(tmp_path, tokenizer_
         with pytest.raises(UserError):
             COMMANDS[command](**given)
     assert not (folder / "ran").exists()
+
+
+def test_prune_runs_the_code_of_a_tokenizer_only_where_it_is_trusted(tmp_path, tokenizer_dir):
+    """XGen, for example, has LLaMA's tensors and a tokenizer of its own."""
+    folder = remote_checkpoint(tmp_path / "own", tokenizer_dir)
+    build("llama").save_pretrained(folder)
+    (folder / "code.py").write_text(
+        f"open({str(folder / 'ran')!r}, 'w').close()\nfrom transformers import PreTrainedTokenizerFast\n"
+        "class Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {
+        "tokenizer_class": "Tokenizer",
+        "auto_map": {"AutoTokenizer": [None, "code.Tokenizer"]},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    cut = {
+        "source": str(folder),
+        "layers": 2,
+        "data": "stdlib",
+        "calibration_tokens": 64,
+        "seq_len": 32,
+    }
+    COMMANDS["prune"](**cut, trust_remote_code=True, out=tmp_path / "out")
+    assert (folder / "ran").exists()
 
 
 def test_trust_holds_for_one_command_and_is_not_written(tmp_path):

@@ -8,9 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import model_validator
-from typing_extensions import Self
-
 from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_program, command, fill
 from draftlab.config import shared
@@ -73,7 +70,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         "PATH, if there is one.",
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
-    device: shared.Device = shared.device()
+    device: str = shared.device()
     threads: int | None = shared.threads()
 
     only = (
@@ -87,6 +84,16 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
             lambda c: c.server and c.server_kind.program,
             "works only with --for vllm or --for llama.cpp, whose servers draftlab can start",
         ),
+        Only(
+            ("streams",),
+            lambda c: not c.server or not c.server_kind.one_stream,
+            "leave it out, because this server decodes one prompt at a time",
+        ),
+        Only(
+            ("out",),
+            lambda c: "," not in str(c.out),
+            "the name must not have a comma, because a comma separates the options of drafters",
+        ),
     )
 
     @property
@@ -99,18 +106,6 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         if self.temperature == 0 or self.server is None:
             return None
         return f"{self.server}-{self.server_kind.script_rule}".rstrip("-")
-
-    @model_validator(mode="after")
-    def _server_can(self) -> Self:
-        if self.server is not None and self.server_kind.one_stream and self.streams != [1]:
-            raise ValueError(
-                f"--streams: {self.server} decodes one prompt at a time; use --streams 1"
-            )
-        if "," in str(self.out or ""):
-            raise ValueError(
-                f"--out {self.out}: the name must not have a comma, because a comma separates the options of drafters"
-            )
-        return self
 
     @property
     def server_kind(self) -> Any:

@@ -1,6 +1,5 @@
 """The parts of a command: settings, a function that checks them and returns a job, and an outcome to show."""
 
-import errno
 import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from draftlab import workspace
 from draftlab.atomic import check_free
 from draftlab.config.base import Config, OutputConfig
 from draftlab.config.shared import CheckpointSettings
-from draftlab.errors import EXTRAS, MissingExtra, UserError, about, one_line
+from draftlab.errors import EXTRAS, MissingExtra, UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
 from draftlab.trust import remote_code
@@ -127,7 +126,7 @@ class Command:
         """Run the command with a config, and return the outcome. dry_run: Whether to return only the plan.
 
         Raises:
-            UserError: The output exists and force is off, a file name is too long, or the command fails.
+            UserError: The output exists and force is off, or the command fails.
         """
         try:
             with remote_code(isinstance(config, CheckpointSettings) and config.trust_remote_code):
@@ -136,31 +135,21 @@ class Command:
             if error.name not in EXTRAS:
                 raise
             raise MissingExtra(error.name) from error
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise
-            raise UserError(
-                f"a file name is longer than this system allows; use a shorter name: {one_line(error.filename, 80)}"
-            ) from None
 
     def _run(self, config: Config, *, force: bool, dry_run: bool) -> Outcome:
-        checked = force or dry_run or self.resumes
-        if isinstance(config, OutputConfig) and config.out is not None and not checked:
+        if not isinstance(config, OutputConfig):
+            return self.function(self.prepare(config, not dry_run).run())
+        if config.out is not None and not (force or dry_run or self.resumes):
             # checked first, because the check of the settings may take minutes
             check_free(config.out, force=False)
         job = self.prepare(config, not dry_run)
-        if not isinstance(config, OutputConfig):
-            return self.function(job.run())
         out = config.out or workspace.load().runs / job.name
         output = Output(command=self.name, config=config, out=out, force=force, dry_run=dry_run)
         if dry_run:
             return plan(output, job.facts())
-        if not self.resumes:
-            output.check_free()
         with output.locked(resumes=self.resumes):
             if not self.resumes:
-                # checked again, because another process may have written the output meanwhile
-                output.check_free()
+                check_free(out, force=force)
             return self.function(job.run(output), output)
 
     @property

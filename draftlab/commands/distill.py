@@ -10,13 +10,21 @@ from typing_extensions import Self
 
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config import shared
-from draftlab.config.base import CHECKPOINTS, SERVER, TRAINING, Only, OutputConfig, option
+from draftlab.config.base import (
+    CHECKPOINTS,
+    SERVER,
+    TRAINING,
+    Only,
+    OutputConfig,
+    advanced_option,
+    option,
+)
 from draftlab.config.kinds import STUDENTS, Student
 from draftlab.config.outputs import check_store
 from draftlab.config.shared import (
     CheckpointSettings,
     Optimizer,
-    ServerConnection,
+    ServerSettings,
     TrainingDtype,
     Vocab,
 )
@@ -26,10 +34,8 @@ from draftlab.model import hub
 from draftlab.model.hub import ROW_FILES
 from draftlab.output import Output
 from draftlab.registry import CROSS_ENTROPY, LOSSES
-from draftlab.trust import check_address
 
 if TYPE_CHECKING:
-    from draftlab.servers.client import Server
     from draftlab.training.answers import PromptFile
     from draftlab.training.evaluate import LengthComparison
     from draftlab.training.run import TrainingResult
@@ -51,7 +57,7 @@ def _proven_lr(settings: dict[str, Any]) -> float:
     return PROVEN_LR[settings.get("optimizer", "muon")] * share
 
 
-class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
+class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
     """The settings of the command `distill`: the student, the target, the text, the loss and the length of training."""
 
     student: Student = option(
@@ -81,47 +87,44 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
     max_new_tokens: int = option(128, "Largest number of tokens of an answer.", ge=2)
     chat: shared.ChatMode = shared.chat(panel=GENERATED, advanced=True)
     system_prompt: str | None = shared.system_prompt(panel=GENERATED)
-    loss_on: shared.LossOn | None = shared.loss_on(advanced=True)
-    prompt_tokens: int = option(
+    loss_on: shared.LossOn | None = advanced_option(
+        None,
+        "Tokens of conversations (rows of messages) to train on: the tokens of the assistant, or all tokens. Default: "
+        "assistant.",
+    )
+    prompt_tokens: int = advanced_option(
         32,
         "Number of tokens of data at the start of each sequence, which the target or the draft continues.",
         ge=1,
         panel=GENERATED,
-        advanced=True,
     )
-    sample_temperature: float = option(
-        1.0,
-        "Temperature at which target and draft generate training text.",
-        ge=0,
-        panel=GENERATED,
-        advanced=True,
+    sample_temperature: float = advanced_option(
+        1.0, "Temperature at which target and draft generate training text.", ge=0, panel=GENERATED
     )
     loss: shared.LossName = option(
         "fkl",
         f"Loss: {', '.join([CROSS_ENTROPY, *LOSSES.names()])}. With a parameter: jsd(0.5). A sum: 0.9*fkl + 0.1*ce. "
         "A schedule: fkl@0.2 -> lk(3) uses fkl for the first 20 % of the steps, then lk(3).",
     )
-    temperature: float = option(
-        1.0, "Temperature of both distributions in the loss.", ge=0.01, advanced=True
+    temperature: float = advanced_option(
+        1.0, "Temperature of both distributions in the loss.", ge=0.01
     )
     vocab: Vocab = shared.draft_vocab("the training text")
-    top_logprobs: int = option(
+    top_logprobs: int = advanced_option(
         20,
         "Number of most probable tokens that the server returns at each position.",
         ge=1,
         panel=SERVER,
-        advanced=True,
     )
     steps: int = option(500, "Number of optimizer steps.", ge=1, panel=TRAINING)
     batch_size: int = option(
         16, "Number of sequences per step, over all processes.", ge=1, panel=TRAINING
     )
     seq_len: int = option(256, "Length of each sequence in tokens.", ge=8, panel=TRAINING)
-    optimizer: Optimizer = option(
+    optimizer: Optimizer = advanced_option(
         "muon",
         "adamw: AdamW for all weights; muon: Muon for the matrices of the layers, and AdamW for all other weights.",
         panel=TRAINING,
-        advanced=True,
     )
     lr: float = option(
         factory=_proven_lr,
@@ -130,71 +133,56 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         panel=TRAINING,
         shown_default="0.004; 0.001 with adamw; half of that for heads",
     )
-    weight_decay: float = option(
-        0.0,
-        "Decoupled weight decay, as in AdamW, of the matrices.",
-        ge=0,
-        panel=TRAINING,
-        advanced=True,
+    weight_decay: float = advanced_option(
+        0.0, "Decoupled weight decay, as in AdamW, of the matrices.", ge=0, panel=TRAINING
     )
-    warmup_ratio: float = option(
+    warmup_ratio: float = advanced_option(
         0.03,
         "Fraction of the steps in which the learning rate rises to --lr.",
         ge=0,
         le=1,
         panel=TRAINING,
-        advanced=True,
     )
-    training_dtype: TrainingDtype = option(
+    training_dtype: TrainingDtype = advanced_option(
         "auto",
         "bfloat16: autocast with fp32 weights; auto: bfloat16 on devices that are fast in it, else float32.",
         panel=TRAINING,
-        advanced=True,
     )
-    micro_batch_tokens: int = option(
+    micro_batch_tokens: int = advanced_option(
         4096,
         "Largest number of tokens in a forward pass, which limits memory; 0: the whole batch in one pass.",
         ge=0,
         panel=TRAINING,
-        advanced=True,
     )
-    gradient_checkpointing: bool = option(
+    gradient_checkpointing: bool = advanced_option(
         False,
         "Recompute activations in the backward pass, which saves memory but makes steps slower.",
         panel=TRAINING,
-        advanced=True,
     )
-    torch_compile: bool = option(
-        False,
-        "Compile the model: the start is slower, but the steps are faster.",
-        panel=TRAINING,
-        advanced=True,
+    torch_compile: bool = advanced_option(
+        False, "Compile the model: the start is slower, but the steps are faster.", panel=TRAINING
     )
     reweigh_steps: int = shared.reweigh_steps()
     reference_losses: str | None = shared.reference_losses("target")
-    eval_steps: int = option(
-        100,
-        "Number of steps between evaluations on held-out text.",
-        ge=1,
-        panel=CHECKPOINTS,
-        advanced=True,
+    eval_steps: int = advanced_option(
+        100, "Number of steps between evaluations on held-out text.", ge=1, panel=CHECKPOINTS
     )
-    save_steps: int = option(
+    save_steps: int = advanced_option(
         100,
         "Number of steps between checkpoints, from which a killed run resumes.",
         ge=1,
         panel=CHECKPOINTS,
-        advanced=True,
     )
-    report_to: list[str] = option(
+    report_to: list[str] = advanced_option(
         factory=list,
         help="Tracker to log to: tensorboard, trackio or wandb; repeat the option for several trackers.",
         panel=CHECKPOINTS,
-        advanced=True,
     )
-    device: shared.Device = shared.device()
+    device: str = shared.device()
     device_map: shared.DeviceMap = shared.device_map()
-    memory: float = shared.memory()
+    memory: float = advanced_option(
+        2.0, "Limit on the memory for the target's logits and KV caches, in GB.", ge=0.01
+    )
     seed: int = shared.seed()
 
     only = (
@@ -236,14 +224,16 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
         *shared.CHAT_RULES,
         Only(
             ("server",),
+            lambda c: "target" not in shared.names(c.text),
+            "here the target only scores text; first store its answers with draftlab outputs build --text target "
+            "--server URL, then distil with --outputs DIRECTORY",
+        ),
+        Only(
+            ("server",),
             lambda c: c.compares_with_target,
             "leave it out, because --loss ce does not use a target",
         ),
-        Only(
-            ("served_model", "api_key_file", "top_logprobs"),
-            lambda c: c.server,
-            "needs --server URL",
-        ),
+        Only(("api_key_file", "top_logprobs"), lambda c: c.server, "needs --server URL"),
         Only(
             ("target",),
             lambda c: c.server is None,
@@ -265,16 +255,6 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
             lambda c: c.generates,
             "works only with --text target or --text draft",
         ),
-        Only(
-            ("memory",),
-            lambda c: c.needs_target or c.generates,
-            "leave it out, because this run loads no target and generates no text",
-        ),
-        Only(
-            ("temperature",),
-            lambda c: c.outputs or c.compares_with_target,
-            "leave it out, because --loss ce does not use a temperature",
-        ),
     )
 
     @model_validator(mode="after")
@@ -283,15 +263,6 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerConnection):
             raise ValueError(
                 f"{', '.join(map(self.flag, idle))}: --student {self.student.kind} does not use this option; "
                 "leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _server_scores_only(self) -> Self:
-        if self.server is not None and "target" in shared.names(self.text):
-            raise ValueError(
-                f"--text {self.text}: with --server the target only scores text; first store the target's answers "
-                "with draftlab outputs build --text target --server URL, then distil with --outputs DIRECTORY"
             )
         return self
 
@@ -373,6 +344,7 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
     """
     with note_if_slow("distill: loading torch and transformers"):
         from draftlab.data import loss_on_of, parse_mixture
+        from draftlab.servers.client import Server
         from draftlab.training import checkpointer, run
         from draftlab.training.loop import Hardware, Loop
         from draftlab.training.losses import parse_loss
@@ -408,6 +380,10 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
             reference = parse_reference(asked, weights) if asked else target
             assert reference is not None  # this run loads the target
         reweighing = Reweighing(every=config.reweigh_steps, reference=reference)
+    server = None
+    if config.server is not None and weights:
+        with about("--server"):
+            server = Server.connect(config.server, config.api_key_file)
     text = fill(
         TrainingText,
         config,
@@ -424,7 +400,7 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
         text=text,
         loop=fill(Loop, config, dtype=config.training_dtype),
         answers=answers,
-        server=_server(config, weights),
+        server=server,
         hardware=fill(Hardware, config),
     )
     config.student.check(job)
@@ -547,20 +523,3 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
     )
     answers.check(config.temperature)
     return answers
-
-
-def _server(config: DistillConfig, weights: bool) -> "Server | None":
-    """Connect to the server of --server, and return it. Return None without --server and in a dry run (weights=False).
-
-    Raises:
-        UserError: The address or the key file is wrong, or the server does not answer.
-    """
-    from draftlab.servers.client import Server
-
-    with about("--server"):
-        check_address(config.server)
-    if config.api_key_file is not None and not config.api_key_file.exists():
-        raise UserError(f"--api-key-file {config.api_key_file}: there is no such file")
-    if config.server is None or not weights:
-        return None
-    return Server.connect(config.server, config.served_model, config.api_key_file)

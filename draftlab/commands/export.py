@@ -11,12 +11,11 @@ from typing_extensions import Self
 
 from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_data, check_program, command, fill
-from draftlab.config.base import MAX_K, Config, Only, OutputConfig, option
+from draftlab.config.base import MAX_K, Config, Only, OutputConfig, advanced_option, option
 from draftlab.config.shared import (
     KEY_RULE,
     ONE_SOURCE,
     CheckpointSettings,
-    Device,
     api_key_file,
     data,
     device,
@@ -42,10 +41,7 @@ FORMATS = {"hf": "", "gguf": "llama.cpp", "speculators": "vllm"}
 
 class DraftConfig(Config, CheckpointSettings):
     draft: str | None = option(
-        None,
-        "Checkpoint of the draft, or EAGLE-3 head. Default: the newest draft.",
-        argument=True,
-        flag="--draft",
+        None, "Checkpoint of the draft, or EAGLE-3 head. Default: the newest draft.", argument=True
     )
     target: str = target()
 
@@ -73,16 +69,6 @@ class CheckConfig(DraftConfig):
     temperature: float = option(0.0, "Temperature of the requests to the server.", ge=0)
     api_key_file: Path | None = api_key_file()
 
-    @field_validator("servers")
-    @classmethod
-    def _are_known(cls, text: str | None) -> str | None:
-        for name in (part.strip() for part in (text or "").split(",")):
-            if name and name not in SERVERS.names():
-                raise ValueError(
-                    f"there is no server {name!r}{did_you_mean(name, SERVERS.names())}"
-                )
-        return text
-
     only = (
         Only(
             ("data", "prompt_file", "server"),
@@ -106,10 +92,9 @@ class ExportConfig(DraftConfig, OutputConfig):
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "Data type of the weights in a Hugging Face directory. Default: the checkpoint's."
     )
-    use_heterogeneous_vocab: bool = option(
+    use_heterogeneous_vocab: bool = advanced_option(
         False,
         "Export a draft whose vocabulary differs from the target's; only vLLM and transformers can run it.",
-        advanced=True,
     )
     k: int | None = option(
         None,
@@ -133,20 +118,10 @@ class ExportConfig(DraftConfig, OutputConfig):
         "Path of the program vllm or llama-server, in which the export is tested. The draft's acceptance there must "
         "equal its acceptance in draftlab's engine.",
     )
-    temperature: float = option(
-        0.0, "Temperature with --verify-with; 0 is greedy.", ge=0, advanced=True
-    )
+    temperature: float = advanced_option(0.0, "Temperature with --verify-with; 0 is greedy.", ge=0)
     data: str = data("Text source of the prompts with --verify-with.", advanced=True)
     prompt_file: Path | None = prompt_file(advanced=True)
-    device: Device = device()
-
-    @field_validator("to")
-    @classmethod
-    def _is_known(cls, to: str) -> str:
-        names = [*FORMATS, *SERVERS.names()]
-        if to not in names:
-            raise ValueError(f"there is no such server or format{did_you_mean(to, names)}")
-        return to
+    device: str = device()
 
     @field_validator("outtype")
     @classmethod
@@ -234,17 +209,17 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
     from draftlab.servers.kinds import error
 
     draft, target = _located(config.draft, config.target, weights=False)
-    data, prompt_file, servers = config.data, config.prompt_file, SERVERS.loadable()
+    data, prompt_file = config.data, config.prompt_file
     device = None if config.files_only else checkpoint.resolve_device(workspace.load().device)
     if device is not None and prompt_file is None:
         check_data(data, weights=False)
+    servers = SERVERS.loadable()
     if config.servers is not None:
-        names = {part.strip() for part in config.servers.split(",")}
-        servers = [SERVERS.get(name, "--for") for name in SERVERS.names() if name in names]
+        servers = [SERVERS.get(name.strip(), "--for") for name in config.servers.split(",")]
     running = None
     if config.server is not None:
         with about("--server"):
-            running = Server.connect(config.server, None, config.api_key_file, workers=1)
+            running = Server.connect(config.server, config.api_key_file, workers=1)
 
     def run() -> tuple[Path, list[Finding]]:
         try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.base import (
@@ -23,7 +23,6 @@ from draftlab.config.base import (
 from draftlab.config.shared import (
     KEY_RULE,
     CheckpointSettings,
-    Device,
     EngineMode,
     WeightsDtype,
     api_key_file,
@@ -55,7 +54,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
 
     models: list[str] = option(
         help="Checkpoints, or shapes, which are timed with random weights. With --law: one checkpoint or shape, which "
-        "is scaled down; or several shapes; or a directory of measured profiles. With --server: the target, then the "
+        "is scaled down; or several shapes. With --server: the target, then the "
         "draft if there is a second server.",
         argument=True,
     )
@@ -92,7 +91,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
     )
     mode: EngineMode = mode()
     dtype: WeightsDtype = dtype()
-    device: Device = device()
+    device: str = device()
     threads: int | None = threads()
     device_map: str | None = device_map()
 
@@ -113,20 +112,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
             "leave it out, because a server runs its own model with its own settings",
         ),
         KEY_RULE,
-        Only(
-            (*ENGINE, "batch", "context", "repeats", "out"),
-            lambda c: c.profiles is None,
-            "leave it out, because the law is fitted to profiles that are measured already",
-        ),
     )
-
-    @property
-    def profiles(self) -> Path | None:
-        """Return the directory of the profiles to which the law is fitted, or None if passes must be timed first."""
-        first = Path(self.models[0]) if len(self.models) == 1 else None
-        if not self.law or first is None or not first.is_dir() or (first / "config.json").exists():
-            return None
-        return first
 
 
 class PredictConfig(Config):
@@ -164,6 +150,7 @@ class PredictConfig(Config):
     )
 
 
+Measured: TypeAlias = "tuple[list[Profile], ScalingLaw | None]"  # latency profiles, and the law that is fitted to them
 ASSUMED_PROMPT = 128  # assumed length of prompts in tokens, if --acceptance is a number
 PREDICT = "draftlab predict --draft-profile DRAFT --target-profile TARGET --acceptance 0.7"
 
@@ -183,7 +170,7 @@ class Predicted(Outcome):
     predictions: "list[DraftPrediction]"
 
 
-def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
+def prepare_profile(config: ProfileConfig, weights: bool) -> Job[Measured]:
     """Resolve and check the settings of the command `profile`, and return the job.
 
     Raises:
@@ -192,14 +179,9 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
     """
     if config.server:
         return _prepare_servers(config)
-    from draftlab.latency.scaling_law import fit_law, law_shapes, read_law
+    from draftlab.latency.scaling_law import fit_law, law_shapes
     from draftlab.pruning.source import prunable_shape
 
-    if config.profiles is not None:
-        law = read_law(config.profiles)
-        measured = Measured(law.profiles, config.profiles, law)
-        count = {"profiles": len(law.profiles)}
-        return Job(lambda _: measured, f"law-{config.profiles.name}", lambda: count)
     if config.law:
         with about("--law"):
             places = law_shapes(dict(map(prunable_shape, config.models)))
@@ -239,7 +221,7 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
 
     def run(output: Output) -> Measured:
         profiles = profile_models(models, grid, running, output)
-        return Measured(profiles, output.out, fit_law(profiles) if has_law else None)
+        return profiles, fit_law(profiles) if has_law else None
 
     def facts() -> dict[str, object]:
         points = len(grid.widths) * len(grid.batches) * len(grid.contexts)
@@ -252,24 +234,16 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> "Job[Measured]":
 
 
 @command(ProfileConfig, prepare=prepare_profile, dry_run=True)
-def profile(measured: "Measured", output: Output) -> Profiled:
+def profile(measured: Measured, output: Output) -> Profiled:
     """Measure the latency of forward passes by tokens, batch size and context; --law fits a latency law over shapes."""
     from draftlab.commands.latency_tables import profile_table
 
-    profiles, directory, law = measured
+    profiles, law = measured
     if law is not None:
-        return _fitted(directory, law)
+        return _fitted(output.out, law)
     data = {"out": str(output.out), "profiles": [each.model_dump() for each in profiles]}
     show = [*map(profile_table, profiles), str(output.out)]
     return Profiled(path=output.out, show=show, data=data, profiles=profiles, next=PREDICT)
-
-
-class Measured(NamedTuple):
-    """Latency profiles, the directory in which they are stored, and the latency law that is fitted to them."""
-
-    profiles: "list[Profile]"
-    directory: Path
-    law: "ScalingLaw | None" = None
 
 
 def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPrediction]]":
@@ -371,7 +345,7 @@ def _acceptance(text: str, max_tokens: int) -> "Workload":
     return workload_of_replay(read_replay(path))
 
 
-def _prepare_servers(config: ProfileConfig) -> "Job[Measured]":
+def _prepare_servers(config: ProfileConfig) -> Job[Measured]:
     """Connect to the servers of profile --server, check them, and return the job.
 
     Raises:
@@ -411,9 +385,7 @@ def _prepare_servers(config: ProfileConfig) -> "Job[Measured]":
     )
     facts = {str(model): server.describe() for model, server in zip(models, servers, strict=True)}
     return Job(
-        lambda output: Measured(run(output=output), output.out),
-        f"profile-served-{target.name}",
-        lambda: facts,
+        lambda output: (run(output=output), None), f"profile-served-{target.name}", lambda: facts
     )
 
 

@@ -12,7 +12,15 @@ from draftlab import provenance, workspace
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.commands.prune import PruneConfig
 from draftlab.config import shared
-from draftlab.config.base import Config, Numbers, Only, OutputConfig, numbers, option
+from draftlab.config.base import (
+    Config,
+    Numbers,
+    Only,
+    OutputConfig,
+    advanced_option,
+    numbers,
+    option,
+)
 from draftlab.console import note, note_if_slow
 from draftlab.errors import UserError, about
 from draftlab.model import hub
@@ -98,7 +106,7 @@ class DesignConfig(Config):
     layers: Numbers = numbers("1-12", "Numbers of layers to try, as 2,4,8 or 1-8.")
     source: str = shared.source()
     vocab: shared.Vocab = shared.draft_vocab("the target's answers")
-    multiple_of: int = option(64, "The FFN size is a multiple of this number.", ge=1, advanced=True)
+    multiple_of: int = advanced_option(64, "The FFN size is a multiple of this number.", ge=1)
     tensor_parallel: int = option(
         1,
         "Number of tensor-parallel devices over which heads, KV heads and FFN must split evenly.",

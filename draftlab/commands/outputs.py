@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, cast
 from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config.kinds import DRAFTERS
-from draftlab.config.outputs import (
-    UNREAD_TARGET,
-    OutputsBuildConfig,
-    OutputsInfoConfig,
-    ReplayConfig,
-)
+from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig, ReplayConfig
 from draftlab.console import note_if_slow
 from draftlab.errors import UserError, about
 from draftlab.model import hub
@@ -352,21 +347,20 @@ def prepare_replay(
     if config.reads_target:
         with about("--target"):
             target = hub.locate(config.target, weights)
-    elif weights and (unread := [o for o in ("target", "device_map") if config.is_set(o)]):
-        raise UserError(f"--{unread[0].replace('_', '-')}: {UNREAD_TARGET}")
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
     rule, temperature = config.acceptance
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     ks = config.k
-    drafting = Drafting(
+    drafting = fill(
+        Drafting,
+        config,
         k=max(ks),
         rule=rule,
         temperature=temperature,
         dtype=dtype,
         device=device,
         target=target,
-        device_map=config.device_map,
     )
     for spec in drafters:
         check(store, spec, drafting)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
-from draftlab.config.base import TRAINING, Only, OutputConfig, option
+from draftlab.config.base import TRAINING, Only, OutputConfig, advanced_option, option
 from draftlab.config.shared import (
+    CheckpointSettings,
     Count,
-    Device,
     Vocab,
     data,
     device,
@@ -35,7 +35,7 @@ SHAPE, CALIBRATION = "Shape of the draft", "Calibration and refit"  # panels of 
 SIZES = ("layers", "width", "ffn", "params")
 
 
-class PruneConfig(OutputConfig):
+class PruneConfig(OutputConfig, CheckpointSettings):
     """The settings of the command `prune`: source, shape of the draft, choice of weights, and calibration text."""
 
     layers: int | None = option(None, "Number of layers to keep.", ge=1, panel=SHAPE)
@@ -51,19 +51,17 @@ class PruneConfig(OutputConfig):
         "Number of parameters of the draft, as 1.3b; the FFN size is chosen to match.",
         panel=SHAPE,
     )
-    shape: Path | None = option(
+    shape: Path | None = advanced_option(
         None,
         "Shape file, which sets the numbers of layers, hidden dimensions, FFN neurons and parameters.",
         panel=SHAPE,
-        advanced=True,
     )
     vocab: Vocab = draft_vocab("--outputs or --data", panel=SHAPE)
-    untie: bool = option(
+    untie: bool = advanced_option(
         False,
         "Give the draft a separate lm_head, for a source that ties lm_head to the embedding. prune can then rotate the "
         "residual stream and refit lm_head.",
         panel=SHAPE,
-        advanced=True,
     )
     source: str = source()
     data: str = data("Calibration text: one SOURCE, or a mixture, SOURCE=WEIGHT,SOURCE=WEIGHT.")
@@ -74,54 +72,50 @@ class PruneConfig(OutputConfig):
         "frequent token ids of these outputs.",
         panel=CALIBRATION,
     )
-    calibration_tokens: int = option(
-        32768, "Number of tokens of calibration text.", ge=1, panel=CALIBRATION, advanced=True
+    calibration_tokens: int = advanced_option(
+        32768, "Number of tokens of calibration text.", ge=1, panel=CALIBRATION
     )
-    seq_len: int = option(
-        512, "Length of each sequence in tokens.", ge=8, panel=CALIBRATION, advanced=True
+    seq_len: int = advanced_option(
+        512, "Length of each sequence in tokens.", ge=8, panel=CALIBRATION
     )
-    refit: Literal["none", "norms", "layers", "head"] | None = option(
+    refit: Literal["none", "norms", "layers", "head"] | None = advanced_option(
         None,
         "Weights to adjust after the cut. none: no weights; norms: scale the norms to the smaller width; layers: also "
         "fit "
         "o_proj and down_proj to the source's residual stream; head: also fit lm_head to the source's logits. Default: "
         "layers, or none with --lr, which trains weights away from the source's.",
         panel=CALIBRATION,
-        advanced=True,
     )
     method: Literal["importance", "masks", "random", "first"] = option(
         "importance",
         "How to choose the weights to keep. importance: by activations; masks: by trained masks (Sheared LLaMA); "
         "random, first: baselines.",
     )
-    depth: Literal["influence", "even"] = option(
+    depth: Literal["influence", "even"] = advanced_option(
         "influence",
         "Which layers to keep. influence: the layers that change their input most; even: evenly spaced layers.",
         panel=CALIBRATION,
-        advanced=True,
     )
-    scores_cache: Path | None = option(
+    scores_cache: Path | None = advanced_option(
         None,
         "File for the importance scores. If it exists, the scores are read from it, and no calibration is needed.",
         panel=CALIBRATION,
-        advanced=True,
     )
     steps: int = option(
         300, "Number of optimizer steps that train the masks.", ge=1, panel=TRAINING
     )
-    batch_size: int = option(
-        16, "Number of sequences per step, over all processes.", ge=1, panel=TRAINING, advanced=True
+    batch_size: int = advanced_option(
+        16, "Number of sequences per step, over all processes.", ge=1, panel=TRAINING
     )
-    lr: float | None = option(
+    lr: float | None = advanced_option(
         None,
         "Train the weights along with the masks, with this peak learning rate. Default: the weights are frozen.",
         gt=0,
         panel=TRAINING,
-        advanced=True,
     )
     reweigh_steps: int = reweigh_steps()
     reference_losses: str | None = reference_losses("source")
-    device: Device = device()
+    device: str = device()
     seed: int = seed()
 
     only = (
@@ -137,11 +131,6 @@ class PruneConfig(OutputConfig):
             "leave it out, because --outputs has the text",
         ),
         Only(
-            ("calibration_tokens",),
-            lambda c: c.calibrates,
-            "leave it out, because without a refit, this --method reads no calibration text",
-        ),
-        Only(
             ("depth", "scores_cache"),
             lambda c: c.method == "importance",
             "works only with --method importance",
@@ -152,11 +141,6 @@ class PruneConfig(OutputConfig):
             "works only with --method masks",
         ),
         Only(("reference_losses",), lambda c: c.reweigh_steps, "needs --reweigh-steps N"),
-        Only(
-            ("seed",),
-            lambda c: c.calibrates or c.method in ("random", "masks"),
-            "leave it out, because nothing in this run is random",
-        ),
     )
 
     @property
@@ -223,17 +207,14 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
             f"--untie: {config.source} has a separate lm_head already; leave --untie out"
         )
     have = have.model_copy(update={"tied": have.tied and not config.untie})
-    shape = _requested(config, have, weights)
-    source = None
+    source, llama = None, not have.options - {"untied"}
     if isinstance(place, Path):
         source = Source(directory=place, shape=have, device=device, untied=config.untie)
-        named = [config.flag(name) for name in (*SIZES, "shape") if config.is_set(name)]
-        with about(", ".join(named) or "--layers"):
-            check(shape, llama=source.config.get("model_type") == "llama")
+        llama = source.config.get("model_type") == "llama"
+    shape = _requested(config, have, weights, llama)
+    if source is not None:
         with about("--source"):
             check_cut(source.config, have, shape)
-    else:
-        check(shape, llama=not have.options - {"untied"})
     if config.refit == "head" and have.tied:
         raise UserError(
             "--refit head: the source ties lm_head to the embedding, so the refit would change the embedding, too; add "
@@ -415,8 +396,12 @@ def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
     return place, None
 
 
-def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
-    """Return the shape of the draft, from the settings. have: Shape of the source.
+def _requested(config: PruneConfig, have: Shape, weights: bool, llama: bool) -> Shape:
+    """Return the shape of the draft, from the settings.
+
+    Args:
+        have: Shape of the source.
+        llama: Whether the source is of the family LLaMA.
 
     Raises:
         UserError: The shape cannot be cut from the source.
@@ -427,15 +412,16 @@ def _requested(config: PruneConfig, have: Shape, weights: bool) -> Shape:
         "ffn": config.ffn,
         "params": parse_count(config.params) if config.params else None,
     }
-    shape, preset = have, None
-    if config.vocab is None or config.shape is not None or any(sizes.values()):
-        named = [config.flag(name) for name in (*SIZES, "shape") if config.is_set(name)]
-        with about(", ".join(named) or "--layers"):
+    shape = have
+    named = [config.flag(name) for name in (*SIZES, "shape") if config.is_set(name)]
+    with about(", ".join(named) or "--layers"):
+        if named or config.vocab is None:
             shape, preset = families.requested_shape(
                 have, **sizes, multiple_of=FFN_MULTIPLE, file=config.shape
             )
-    if preset is not None and weights:
-        note(f"shape {preset}: {shape.describe()}")
+            if preset is not None and weights:
+                note(f"shape {preset}: {shape.describe()}")
+        check(shape, llama=llama)
     size = config.vocab or shape.draft_vocab
     if have.draft_vocab not in (None, size):
         raise UserError(

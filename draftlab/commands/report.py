@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import Self
 
 from draftlab import workspace
-from draftlab.atomic import check_writable, write_atomic
+from draftlab.atomic import check_writable, write_atomic, writing
 from draftlab.commands.base import Job, Outcome, command
 from draftlab.config.base import OUTPUT, Config, option
 from draftlab.errors import UserError, about
@@ -91,11 +91,9 @@ def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
     if config.markdown is not None:
         texts[config.markdown] = markdown(scores)
     for file, text in texts.items():
-        try:
+        with writing(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(file, text)
-        except OSError as error:
-            raise UserError(f"cannot write {file}: {error.strerror}") from None
     path = next(iter(texts), None)
     tables = [ranking_table(ranking), accuracy_table(scores)]
     show = [

@@ -10,11 +10,20 @@ from typing_extensions import Self
 
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config import shared
-from draftlab.config.base import SERVER, DraftedTokens, Numbers, Only, OutputConfig, numbers, option
+from draftlab.config.base import (
+    SERVER,
+    DraftedTokens,
+    Numbers,
+    Only,
+    OutputConfig,
+    advanced_option,
+    numbers,
+    option,
+)
 from draftlab.config.kinds import DRAFTERS, Drafter
-from draftlab.config.server_rules import Acceptance, ServerRule, acceptance_of
+from draftlab.config.server_rules import ServerRule, chosen_rule
 from draftlab.console import note, note_if_slow
-from draftlab.errors import UsageError, UserError, about, did_you_mean
+from draftlab.errors import UserError, about, did_you_mean
 from draftlab.intervals import tokens_per_second
 from draftlab.model import hub
 from draftlab.output import Output
@@ -72,43 +81,38 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     num_prompts: int | None = option(
         None, "Number of prompts. Default: all prompts of a file, or 16 from a data source.", ge=1
     )
-    prompt_tokens: int | None = option(
+    prompt_tokens: int | None = advanced_option(
         None,
         "Cut prompts to this number of tokens. Default: prompts of a file are not cut; prompts from a data source "
         "have 64 tokens.",
         ge=1,
-        advanced=True,
     )
     max_new_tokens: int = option(128, "Largest number of tokens generated after each prompt.", ge=2)
-    repeats: int = option(
+    repeats: int = advanced_option(
         3,
         "Number of times that every prompt is decoded, for each draft and K and for plain decoding.",
         ge=1,
-        advanced=True,
     )
     seed: int = shared.seed()
-    rule: str = option(
+    rule: str = advanced_option(
         REJECTION,
         f"Rule that verifies sampled drafts: {', '.join([REJECTION, *RULES.names()])}.",
         panel=shared.SAMPLING,
-        advanced=True,
     )
-    server_rule: ServerRule = option(
+    server_rule: ServerRule = advanced_option(
         None,
         "Verify drafted tokens as this server does, in place of --rule.",
         panel=shared.SAMPLING,
-        advanced=True,
     )
     mode: shared.EngineMode = shared.mode()
     dtype: shared.WeightsDtype = shared.dtype()
-    device: shared.Device = shared.device()
+    device: str = shared.device()
     device_map: shared.DeviceMap = shared.device_map()
-    int8: Literal["draft", "target", "both"] | None = option(
+    int8: Literal["draft", "target", "both"] | None = advanced_option(
         None,
         "Round the weights of this model to 8 bits, with --mode native. Plain decoding is then timed twice: with "
         "rounded "
         "and with full weights.",
-        advanced=True,
     )
     threads: int | None = shared.threads()
     server: str | None = option(
@@ -126,29 +130,23 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         "Measure accuracy on these lm-eval tasks: names or YAML files, separated by commas.",
         panel=TASKS,
     )
-    task_limit: int = option(
-        200,
-        "Number of items of each task to evaluate, from the first item on.",
-        ge=1,
-        panel=TASKS,
-        advanced=True,
+    task_limit: int = advanced_option(
+        200, "Number of items of each task to evaluate, from the first item on.", ge=1, panel=TASKS
     )
-    task_batch_size: int = option(1, "Batch size of the tasks.", ge=1, panel=TASKS, advanced=True)
-    num_fewshot: int | None = option(
+    task_batch_size: int = advanced_option(1, "Batch size of the tasks.", ge=1, panel=TASKS)
+    num_fewshot: int | None = advanced_option(
         None,
         "Number of few-shot examples. Default: the number that the task defines.",
         ge=0,
         panel=TASKS,
-        advanced=True,
     )
-    apply_chat_template: bool = option(
+    apply_chat_template: bool = advanced_option(
         False,
         "Apply the tokenizer's chat template to the tasks; few-shot examples become turns.",
         panel=TASKS,
-        advanced=True,
     )
-    include_path: Path | None = option(
-        None, "Folder with YAML files of additional tasks.", panel=TASKS, advanced=True
+    include_path: Path | None = advanced_option(
+        None, "Folder with YAML files of additional tasks.", panel=TASKS
     )
     min_speedup: float | None = option(
         None,
@@ -163,6 +161,11 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
             "leave it out, because a server runs its own model with its own settings",
         ),
         shared.KEY_RULE,
+        Only(
+            ("speculative_server",),
+            lambda c: c.server,
+            "needs --server: a server that runs the target alone, or the directory of its stored answers",
+        ),
         Only(
             ("draft", "min_speedup"),
             lambda c: not c.served or c.speculative_server,
@@ -191,15 +194,6 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     def served(self) -> bool:
         """Return whether servers decode the prompts instead of draftlab's engine."""
         return self.server is not None or self.speculative_server is not None
-
-    @model_validator(mode="after")
-    def _server_is_named(self) -> Self:
-        if self.server is None and self.speculative_server is not None:
-            raise UsageError(
-                "--server is required: write the address of a server that runs the target alone, or the directory of "
-                "its stored answers"
-            )
-        return self
 
     @model_validator(mode="after")
     def _rule_is_known(self) -> Self:
@@ -332,9 +326,6 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     mode = resolve_mode(config.mode if used else "eager", device, dtype, own)
     requests = _requests(config, target)
     stop = checkpoint.eos_token_ids(target)
-    acceptance = Acceptance(config.rule, None)
-    if config.server_rule:
-        acceptance = acceptance_of(config.server_rule)
     comparison = Comparison(
         target=target,
         drafts=drafts,
@@ -352,7 +343,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         ),
         ks=config.k,
         batches=config.batch,
-        acceptance=acceptance,
+        acceptance=chosen_rule(config.server_rule, config.rule),
         data=config.data,
         tasks=tasks,
     )
@@ -379,7 +370,7 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
     ):
         if url is not None:
             with about(flag):
-                servers[name] = Server.connect(url, None, config.api_key_file)
+                servers[name] = Server.connect(url, config.api_key_file)
     if config.prompt_file is None:
         check_data(config.data, weights=True)
     with about("--target"):
@@ -439,12 +430,13 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
     Raises:
         UserError: A draft is missing, or two drafts have the same name.
     """
+    from draftlab.exporting.hf import parse_quantized_name
+
     drafts: dict[str, Path] = {}
     for name in names:
-        base, _, kind = name.rpartition("@")
-        rounded = bool(base) and kind in hub.ROUNDED
-        path = hub.locate_model(base if rounded else name, weights)
-        drafts[hub.checkpoint_name(path) + (f"@{kind}" if rounded else "")] = path
+        base, kind = parse_quantized_name(name)
+        path = hub.locate_model(base, weights)
+        drafts[hub.checkpoint_name(path) + (f"@{kind}" if kind else "")] = path
     if len(drafts) < len(names):
         raise UserError(
             "two drafts have the same directory name; rename one directory: " + ", ".join(names)

@@ -5,12 +5,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import model_validator
-from typing_extensions import Self
-
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config import shared
-from draftlab.config.base import DraftedTokens, Numbers, Only, OutputConfig, numbers, option
+from draftlab.config.base import (
+    DraftedTokens,
+    Numbers,
+    Only,
+    OutputConfig,
+    advanced_option,
+    numbers,
+    option,
+)
 from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
@@ -59,16 +64,15 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
         "JSON-lines file of prompts on which drafts are replayed and measured, instead of --data.",
         panel=TEXT,
     )
-    first_steps: int = option(
+    first_steps: int = advanced_option(
         30,
         "Number of distillation steps of every candidate in the first round. Later rounds have fewer candidates and "
         "more "
         "steps.",
         ge=1,
-        advanced=True,
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
-    device: shared.Device = shared.device()
+    device: str = shared.device()
     threads: int | None = shared.threads()
 
     only = (
@@ -77,13 +81,12 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
             lambda c: not (c.outputs and c.prompt_file),
             "leave it out, because --outputs and --prompt-file replace it",
         ),
+        Only(
+            ("parallel",),
+            lambda c: max(c.k) > 1,
+            "a parallel draft drafts several tokens in one pass; use a --k above 1",
+        ),
     )
-
-    @model_validator(mode="after")
-    def _drafts_several_in_parallel(self) -> Self:
-        if self.parallel and max(self.k) < 2:
-            raise ValueError("--parallel drafts several tokens in one pass; use a --k above 1")
-        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

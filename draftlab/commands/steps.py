@@ -94,7 +94,7 @@ def step_of(
     return read_step({name: {**known, **settings}}, where)
 
 
-def read_step(content: object, where: str) -> CommandStep:
+def read_step(content: Mapping[str, dict[str, Any] | None], where: str) -> CommandStep:
     """Parse an entry of a recipe, and check its settings. where: Start of an error message.
 
     Raises:
@@ -102,19 +102,13 @@ def read_step(content: object, where: str) -> CommandStep:
     """
     from draftlab.commands import COMMANDS
 
-    if not isinstance(content, dict) or len(content) != 1:
+    if len(content) != 1:
         raise UserError(
             f"{where}: a step must be one command with its settings, but is {one_line(content, 80)}"
         )
     name, settings = next(iter(content.items()))
-    if not isinstance(name, str) or name not in COMMANDS:
-        raise UserError(f"{where}: there is no command {name!r}{did_you_mean(str(name), COMMANDS)}")
-    if not isinstance(settings, dict | None) or not all(
-        isinstance(key, str) for key in settings or ()
-    ):
-        raise UserError(
-            f"{where} ({name}): write each setting as NAME: VALUE, not {one_line(settings, 80)}"
-        )
+    if name not in COMMANDS:
+        raise UserError(f"{where}: there is no command {name!r}{did_you_mean(name, COMMANDS)}")
     step = CommandStep(COMMANDS[name], settings or {}, f"{where} ({name}): ")
     step.config.settings()  # raises for bad settings
     return step

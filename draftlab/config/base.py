@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -63,7 +64,7 @@ def option(
         flag: Spelling of the option if it differs from the field's name.
         panel: Heading under which --help lists the option.
         advanced: Whether to hide the option in --help. docs/configuration.md lists it in any case.
-        argument: Whether the option is a positional argument. The command then accepts a flag as well.
+        argument: Whether the option is a positional argument.
         shown_default: Text that --help shows in place of the default.
         typed: Type on the command line if it differs from the field's type.
     """
@@ -85,6 +86,9 @@ def option(
         json_schema_extra=extra,
         validate_default=typed is not None,
     )
+
+
+advanced_option = partial(option, advanced=True)
 
 
 def from_workspace(name: str, help: str, **others: Any) -> Any:
@@ -202,14 +206,9 @@ class Config(BaseModel):
         if path.is_dir() or path.name == RECORD_FILE:
             record = read_record(path if path.is_dir() else path.parent)
             if record is None or record.command != command:
-                origin = (
-                    "not written by draftlab"
-                    if record is None
-                    else f"an output of draftlab {record.command}"
-                )
                 raise UserError(
-                    f"--config {path}: this directory is {origin}; name an output of draftlab "
-                    f"{command}, or a YAML file of its settings"
+                    f"--config {path}: this directory is not an output of draftlab {command}; name an output of this "
+                    "command, or a YAML file of its settings"
                 )
             return {name: value for name, value in record.config.items() if name != TRUST}
         settings = read_yaml(path, f"--config {path}")

@@ -14,8 +14,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, Va
 from typing_extensions import Self
 
 from draftlab.config.base import parsed
-from draftlab.errors import UserError, about, did_you_mean, plain_words
+from draftlab.errors import UserError, about, did_you_mean
 from draftlab.model import Mode, hub
+from draftlab.reading import validation_text
 from draftlab.registry import REJECTION, Registry
 
 
@@ -64,26 +65,13 @@ def parse_kind(text: str, registry: Registry[type[Spec]], option: str) -> Spec:
     try:
         return spec(text=text, **options)
     except ValidationError as error:
-        complaints = [_complaint(dict(item)) for item in error.errors()]
-        raise UserError(f"{where}: {'; '.join(complaints)}") from None
+        raise UserError(f"{where}: {validation_text(error)}") from None
 
 
 def text_or_spec(parse: Callable[[str], KindSpec]) -> BeforeValidator:
     """Return a validator that parses text to a KindSpec, and leaves a value that is a KindSpec unchanged."""
 
     return BeforeValidator(lambda value: parsed(parse, value) if isinstance(value, str) else value)
-
-
-def _complaint(item: dict[str, Any]) -> str:
-    """Return the error message about one KEY=VALUE, such as "order: must be at least 2 (got '1')"."""
-    message = plain_words(str(item["msg"]))
-    if not item["loc"]:
-        return message
-    value = "" if item["type"] == "missing" else f" (got {item['input']!r})"
-    return f"{item['loc'][0]}: {message}{value}"
-
-
-PACKAGE = "draftlab.drafters"
 
 
 def _modules(*package: str) -> dict[str, str]:
@@ -283,7 +271,9 @@ class DrafterSpec(KindSpec):
 
 
 DrafterKind = TypeVar("DrafterKind", bound=type[DrafterSpec])
-DRAFTERS: Registry[type[DrafterSpec]] = Registry(PACKAGE, "drafter", _modules("drafters"))
+DRAFTERS: Registry[type[DrafterSpec]] = Registry(
+    "draftlab.drafters", "drafter", _modules("drafters")
+)
 
 
 def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[DrafterKind], DrafterKind]:
@@ -294,13 +284,10 @@ def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[DrafterKin
     served_by: Names of the servers that have this drafter.
 
     Raises:
-        TypeError: The class does not define build().
         ValueError: Another kind has this name.
     """
 
     def decorate(spec: DrafterKind) -> DrafterKind:
-        if spec.build is DrafterSpec.build:
-            raise TypeError(f"{spec.__name__} has no method build()")
         spec.kind, spec.served_by = name, frozenset(served_by)
         if "acceptance" not in vars(spec):
             spec.acceptance = DrafterSpec.acceptance  # pyright: ignore[reportAttributeAccessIssue]
@@ -372,14 +359,10 @@ def student(name: str) -> Callable[[StudentKind], StudentKind]:
     """Return a decorator that registers a class as a kind of student with this name.
 
     Raises:
-        TypeError: The class does not define open() or facts().
         ValueError: Another kind has this name.
     """
 
     def decorate(spec: StudentKind) -> StudentKind:
-        for method in ("open", "facts"):
-            if getattr(spec, method) is getattr(StudentSpec, method):
-                raise TypeError(f"{spec.__name__} has no method {method}()")
         spec.kind = name
         return STUDENTS.register(name)(spec)
 

@@ -4,11 +4,20 @@ from pathlib import Path
 from typing import Literal
 
 from draftlab.config import shared
-from draftlab.config.base import SERVER, Config, DraftedTokens, Only, OutputConfig, numbers, option
+from draftlab.config.base import (
+    Config,
+    DraftedTokens,
+    Only,
+    OutputConfig,
+    advanced_option,
+    numbers,
+    option,
+)
 from draftlab.config.kinds import Drafter
-from draftlab.config.server_rules import AcceptanceSettings
+from draftlab.config.server_rules import Acceptance, ServerRule, chosen_rule
 from draftlab.errors import UserError
 from draftlab.model import hub
+from draftlab.registry import REJECTION, SERVERS
 
 MANIFEST = "manifest.json"  # the file that every store of target outputs has
 
@@ -21,16 +30,10 @@ def check_store(directory: Path) -> None:
         )
 
 
-class StoredTargetSettings(shared.CheckpointSettings):
+class StoredTargetSettings(shared.CheckpointSettings, shared.ServerSettings):
     """The settings of the target whose outputs are stored: a checkpoint, or a server that runs it."""
 
     target: str = shared.target()
-    server: str | None = option(
-        None,
-        "Server that runs the target, http://HOST:PORT, in place of a local checkpoint.",
-        panel=SERVER,
-    )
-    api_key_file: Path | None = shared.api_key_file()
 
 
 class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
@@ -93,13 +96,12 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
         "--use replay.",
         ge=0,
     )
-    dtype: shared.WeightsDtype | None = option(
+    dtype: shared.WeightsDtype | None = advanced_option(
         None,
         "Data type of weights. Default: with --use distill, the checkpoint's; with --use replay, dtype in "
         "draftlab.yaml.",
-        advanced=True,
     )
-    device: shared.Device = shared.device()
+    device: str = shared.device()
     device_map: shared.DeviceMap = shared.device_map()
     seed: int = shared.seed()
 
@@ -175,10 +177,7 @@ class OutputsInfoConfig(StoredTargetSettings, Config):
     only = (Only(("target", "server"), lambda c: c.verify, "needs --verify"), shared.KEY_RULE)
 
 
-UNREAD_TARGET = "leave it out, because none of these drafters reads the target's hidden states"
-
-
-class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
+class ReplayConfig(OutputConfig, shared.CheckpointSettings):
     """The settings of replay."""
 
     directory: Path = option(help="Directory of target outputs.", argument=True)
@@ -194,17 +193,23 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
     target: str = shared.target()
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens per step, as 1-8 or 2,4,8.")
     rule: Literal["rejection", "match"] = option(
-        "rejection",
+        REJECTION,
         "rejection: accept a drafted token with probability min(1, p/q); match: accept it if it equals the "
         "target's own sample.",
     )
+    server_rule: ServerRule = option(
+        None,
+        f"Verify as this server does, in place of --rule: vllm, vllm-probabilistic, vllm-block, "
+        f"{', '.join(SERVERS.names()[1:])}.",
+        panel=shared.SAMPLING,
+    )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
-    device: shared.Device = shared.device()
+    device: str = shared.device()
     device_map: shared.DeviceMap = shared.device_map()
 
     only = (
         Only(
-            ("rule", "draft_temperature"),
+            ("rule",),
             lambda c: c.server_rule is None,
             "leave it out, because --server-rule sets it",
         ),
@@ -217,9 +222,13 @@ class ReplayConfig(OutputConfig, AcceptanceSettings, shared.CheckpointSettings):
             ("target", "device_map"),
             # a draft that an earlier step of a recipe will make may be a head
             lambda c: c.reads_target or not all(Path(name).exists() for name in c.draft),
-            UNREAD_TARGET,
+            "leave it out, because none of these drafters reads the target's hidden states",
         ),
     )
+
+    @property
+    def acceptance(self) -> Acceptance:
+        return chosen_rule(self.server_rule, self.rule)
 
     @property
     def reads_target(self) -> bool:

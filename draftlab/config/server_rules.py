@@ -1,11 +1,9 @@
 """The verify rules of servers. The module of each server defines its rules; docs/servers.md has their sources."""
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, BaseModel
+from pydantic import AfterValidator
 
-from draftlab.config.base import option
-from draftlab.config.shared import SAMPLING
 from draftlab.errors import UserError, did_you_mean
 from draftlab.registry import SERVERS
 
@@ -17,7 +15,7 @@ class Acceptance(NamedTuple):
     one-hot.
     """
 
-    rule: Any  # name of a verify rule; each config restricts the choice
+    rule: str
     draft_temperature: float | None
 
 
@@ -48,26 +46,6 @@ def _known_rule(name: str | None) -> str | None:
 ServerRule = Annotated[str | None, AfterValidator(_known_rule)]
 
 
-class AcceptanceSettings(BaseModel):
-    """The settings of verification that several commands share. Each config defines its own --rule."""
-
-    rule: Any  # name of a verify rule; each config restricts the choice
-    draft_temperature: float | None = option(
-        None,
-        "Temperature of the draft; 0 is greedy. Default: the temperature of the target.",
-        ge=0,
-        panel=SAMPLING,
-        advanced=True,
-    )
-    server_rule: ServerRule = option(
-        None,
-        "Verify as this server does, in place of --rule and --draft-temperature: vllm, vllm-probabilistic, "
-        f"vllm-block, {', '.join(SERVERS.names()[1:])}.",
-        panel=SAMPLING,
-    )
-
-    @property
-    def acceptance(self) -> Acceptance:
-        if self.server_rule is not None:
-            return acceptance_of(self.server_rule)
-        return Acceptance(self.rule, self.draft_temperature)
+def chosen_rule(server_rule: str | None, rule: str) -> Acceptance:
+    """Return the verify rule of --server-rule or, without this option, of --rule."""
+    return Acceptance(rule, None) if server_rule is None else acceptance_of(server_rule)

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator
 
 from draftlab import workspace
-from draftlab.config.base import SERVER, TRAINING, Only, from_workspace, option, parsed
+from draftlab.config.base import (
+    SERVER,
+    TRAINING,
+    Only,
+    advanced_option,
+    from_workspace,
+    option,
+    parsed,
+)
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model.shape import parse_count, parse_vocab
 from draftlab.registry import CROSS_ENTROPY, LOSSES
@@ -20,7 +28,6 @@ Optimizer = Literal["adamw", "muon"]
 TrainingDtype = Literal["auto", "float32", "bfloat16"]
 SAMPLING = "Sampling"
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", "cpu", "cuda")
-DEVICE = re.compile(r"auto|(cpu|cuda|xpu|mps|npu|hpu|meta)(:\d+)?")
 
 
 def _vocab(value: object) -> object:
@@ -43,12 +50,6 @@ def data(
     help: str = "Text: one SOURCE, or a mixture, SOURCE=WEIGHT,SOURCE=WEIGHT.", **others: Any
 ) -> Any:
     return from_workspace("data", help, **others)
-
-
-def _known_device(name: str) -> str:
-    if not DEVICE.fullmatch(name):
-        raise ValueError("must be auto, or a torch device such as cpu, cuda or cuda:1")
-    return name
 
 
 def _known_device_map(name: str | None) -> str | None:
@@ -86,7 +87,6 @@ def names(spec: str) -> set[str]:
     return set(re.findall(r"[a-z][a-z_]+", spec.lower()))
 
 
-Device = Annotated[str, AfterValidator(_known_device)]
 DeviceMap = Annotated[str | None, AfterValidator(_known_device_map)]
 Count = Annotated[str | None, AfterValidator(_count)]  # number of parameters, written 1.3b
 LossName = Annotated[str, AfterValidator(_loss)]
@@ -105,11 +105,11 @@ def dtype(**others: Any) -> Any:
 
 
 def seed() -> Any:
-    return option(0, "Seed of all random choices.", advanced=True)
+    return advanced_option(0, "Seed of all random choices.")
 
 
 def threads() -> Any:
-    return option(None, "Number of CPU threads. Default: torch's choice.", ge=1, advanced=True)
+    return advanced_option(None, "Number of CPU threads. Default: torch's choice.", ge=1)
 
 
 def mode() -> Any:
@@ -121,40 +121,28 @@ def mode() -> Any:
 
 
 def device_map() -> Any:
-    return option(
+    return advanced_option(
         None,
         "Device map of accelerate for the target's layers; auto spreads the layers over GPUs, CPU memory and disk.",
-        advanced=True,
     )
 
 
 def reweigh_steps() -> Any:
-    return option(
+    return advanced_option(
         0,
         "Number of steps between updates of a mixture's weights from held-out losses, as in Sheared LLaMA; 0: fixed "
         "weights.",
         ge=0,
         panel=TRAINING,
-        advanced=True,
     )
 
 
 def reference_losses(default: str) -> Any:
-    return option(
+    return advanced_option(
         None,
         "Expected loss of each source in nats per token, as SOURCE=NATS,... with the name or domain of the source; or "
         f"a checkpoint, whose losses are then the expected losses. Default: the losses of the {default}.",
         panel=TRAINING,
-        advanced=True,
-    )
-
-
-def memory() -> Any:
-    return option(
-        2.0,
-        "Limit on the memory for the target's logits and KV caches, in GB.",
-        ge=0.01,
-        advanced=True,
     )
 
 
@@ -173,19 +161,11 @@ def chat(**others: Any) -> Any:
 
 
 def system_prompt(**others: Any) -> Any:
-    return option(None, "System prompt of every conversation.", advanced=True, **others)
-
-
-def loss_on(**others: Any) -> Any:
-    text = (
-        "Tokens of conversations (rows of messages) to train on: the tokens of the assistant, or all tokens. Default: "
-        "assistant."
-    )
-    return option(None, text, **others)
+    return advanced_option(None, "System prompt of every conversation.", **others)
 
 
 def api_key_file() -> Any:
-    return option(None, "File with the server's API key.", panel=SERVER, advanced=True)
+    return advanced_option(None, "File with the server's API key.", panel=SERVER)
 
 
 KEY_RULE = Only(("api_key_file",), lambda c: c.server, "needs --server URL")
@@ -221,7 +201,7 @@ def newest_output(*commands: str, ready: bool = False) -> Path:
     if path is None:
         raise UserError(
             f"{space.runs} has no output of draftlab {' or '.join(commands)}; run draftlab {commands[-1]} first, or "
-            "add --draft DIRECTORY"
+            "name a draft"
         )
     return path
 
@@ -238,14 +218,12 @@ def newest_draft() -> Path:
 class CheckpointSettings(BaseModel):
     """The settings of commands that load checkpoints."""
 
-    trust_remote_code: bool = option(
-        False,
-        "Run the Python code in checkpoints. Use this only for authors whom you trust.",
-        advanced=True,
+    trust_remote_code: bool = advanced_option(
+        False, "Run the Python code in checkpoints. Use this only for authors whom you trust."
     )
 
 
-class ServerConnection(BaseModel):
+class ServerSettings(BaseModel):
     """The settings of a running server, which runs the target in place of a local checkpoint."""
 
     server: str | None = option(
@@ -253,40 +231,31 @@ class ServerConnection(BaseModel):
         "Server that runs the target, http://HOST:PORT, in place of a local checkpoint.",
         panel=SERVER,
     )
-    served_model: str | None = option(
-        None,
-        "Name of the model on the server. Default: the server's first model.",
-        panel=SERVER,
-        advanced=True,
-    )
     api_key_file: Path | None = api_key_file()
 
 
 class SamplingSettings(BaseModel):
     """The settings of sampling."""
 
-    top_k: int = option(
+    top_k: int = advanced_option(
         0,
         "Sample only from this number of the most probable tokens; 0: from all tokens.",
         ge=0,
         panel=SAMPLING,
-        advanced=True,
     )
-    top_p: float = option(
+    top_p: float = advanced_option(
         1.0,
         "Sample only from the smallest set of most probable tokens whose probabilities sum to at least this.",
         gt=0,
         le=1,
         panel=SAMPLING,
-        advanced=True,
     )
-    min_p: float = option(
+    min_p: float = advanced_option(
         0.0,
         "Leave out tokens less probable than this factor times the probability of the most probable token.",
         ge=0,
         le=1,
         panel=SAMPLING,
-        advanced=True,
     )
     temperature: float = option(0.0, "Temperature; 0 is greedy.", ge=0, panel=SAMPLING)
 

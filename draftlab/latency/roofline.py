@@ -28,7 +28,7 @@ from draftlab.latency.cost_model import (
 from draftlab.model import Mode
 from draftlab.model.families import shipped
 from draftlab.model.shape import Shape, check
-from draftlab.reading import FileModel, parse_yaml, read_model, reading
+from draftlab.reading import FileModel, read_model, read_yaml, reading
 from draftlab.results.score import Latency
 
 EXAMPLE = "llama-65b@4xa100-80gb,graphs"
@@ -267,7 +267,7 @@ def read_sizes(path: Path) -> ModelSizes:
         UserError: There is no such file, or it has unknown, missing or contradicting fields.
     """
     with reading(f"shape file {path}"):
-        fields = parse_yaml(path.read_bytes())
+        fields = read_yaml(path, f"shape file {path}")
         mlps = MLPs.model_validate(fields.pop("mlps", {}))
         sizes = ModelSizes(shape=Shape.model_validate(fields), mlps=mlps)
     with about(f"shape file {path}"):

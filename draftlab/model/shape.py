@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from draftlab.atomic import write_atomic
 from draftlab.errors import OtherArchitecture, UserError, one_line
-from draftlab.reading import parse_yaml, reading
+from draftlab.reading import read_yaml, reading
 
 Axis = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn"]
 BlockOption = Literal[
@@ -234,7 +234,7 @@ def read_shape_file(path: Path) -> Shape:
         UserError: there is no such file, it is not YAML, a field is unknown or missing, or a value is not allowed.
     """
     with reading(f"shape file {path}"):
-        return Shape.model_validate(parse_yaml(path.read_bytes()))
+        return Shape.model_validate(read_yaml(path, f"shape file {path}"))
 
 
 def write_shape_file(shape: Shape, path: Path, note: str) -> None:

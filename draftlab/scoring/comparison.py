@@ -249,8 +249,8 @@ class Comparison:
         for batch in self.batches:
             if (count := self.requests.prompts.requests) % batch:
                 raise UserError(
-                    f"--batch {batch}: {count} requests do not fill batches of {batch}; choose a multiple of "
-                    f"{batch} with --num-prompts"
+                    f"--batch {batch}: {count} requests do not fill batches of {batch}; choose a --batch that divides "
+                    f"{count}, or another number of prompts"
                 )
         if twice := [name for name in self.results if self.results.count(name) > 1]:
             raise UserError(

@@ -16,7 +16,7 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.prompts import FROM_DATA_TOKENS, file_prompts
 
-# numbers of prompts for the choice, for the measurement and, at least, for training; search replays 48 texts
+# numbers of prompts for the choice, for the measurement and, at least, for training; search replays at most 48
 CHOOSE, MEASURE, LEAST_TRAINED = 48, 24, 24
 BUILT_IN = 12_000  # number of draftlab's own prompts
 

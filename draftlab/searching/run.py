@@ -33,18 +33,20 @@ from draftlab.searching.schedule import (
     MAX_PASS_SHARE,
     MAX_WIDE_SHARE,
     MEASURED_PROMPTS,
+    REPLAYED_TEXTS,
     MeasuredDraft,
     Rung,
     Search,
     ShapeTrial,
     StepRunner,
     candidates,
+    count_in_time,
     number,
-    prompts_in_time,
     record_of,
     remaining_rejections,
     write_search,
 )
+from draftlab.target_outputs.build import REPLAY_BATCH
 from draftlab.target_outputs.replay import read_replay
 from draftlab.training.students.draft import OrdinarySpec
 from draftlab.training.students.parallel import ParallelStudent
@@ -58,7 +60,7 @@ FINALISTS = 2
 MEASURED_SHARE = 0.25  # fraction of the time that is reserved to measure the best candidates
 # fraction of the time after which no further candidate is tried, on rung 0 and on later rungs
 TRIED_SHARES = (0.3, 0.6)
-REPLAYED_TEXTS, PROMPT_TOKENS, MAX_TOKENS = 48, 64, 96
+PROMPT_TOKENS, MAX_TOKENS = 64, 96
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +127,7 @@ def search(wanted: Wanted, steps: StepRunner, output: Output) -> Search:
         UserError: Too few shapes are cheap enough, or a step fails.
     """
     inputs = [wanted.target, wanted.source, *wanted.inputs]
-    # a search may resume with another number of minutes
-    output.claim_state(inputs, but=["minutes"])
+    output.claim_state(inputs)
     searcher = Searcher(wanted=wanted, steps=steps)
     result = searcher.search()
     with output.directory() as directory:
@@ -273,7 +274,10 @@ class Searcher:
     def _measure(self, rung: int, leaders: Sequence[ShapeTrial]) -> list[MeasuredDraft]:
         """Measure the best candidates of a rung by draftlab score. Return them, the fastest first."""
         ks = sorted({leader.k for leader in leaders})
-        prompts = self._prompts(leaders, ks)
+        speedups = [leader.speedup for leader in leaders for _ in ks]
+        minutes = self.wanted.minutes
+        left = max(60 * minutes - self.steps.seconds(), MEASURED_SHARE * 60 * minutes)
+        each = self._answer_seconds(1) * (1 + sum(1 / speedup for speedup in speedups))
         scores = self.steps.run(
             "score",
             "score",
@@ -281,7 +285,9 @@ class Searcher:
             target=str(self.wanted.target),
             **self.wanted.prompts,
             k=ks,
-            num_prompts=prompts,
+            num_prompts=count_in_time(
+                left, each, MEASURED_PROMPTS, "the best drafts are measured on"
+            ),
             max_new_tokens=MAX_TOKENS,
             repeats=1,
             seed=1,  # the measurement uses other prompts than the replays
@@ -299,18 +305,12 @@ class Searcher:
             for row in ranked
         ]
 
-    def _prompts(self, leaders: Sequence[ShapeTrial], ks: Sequence[int]) -> int:
-        """Return on how many prompts the leaders are measured: as many as the remaining time allows."""
-        minutes, cost = self.wanted.minutes, self._target_cost
-        left = max(60 * minutes - self.steps.seconds(), MEASURED_SHARE * 60 * minutes)
+    def _answer_seconds(self, together: int) -> float:
+        """Return the seconds that the target takes for each answer. together: Number of answers in a batch."""
+        cost, context = self._target_cost, np.array(self._law.context)
         prefill_ms = float(cost.prefill_ms(np.array([PROMPT_TOKENS]))[0])
-        answer_ms = prefill_ms + MAX_TOKENS * self._pass_ms(cost)
-        count = prompts_in_time(left, answer_ms / 1e3, [row.speedup for row in leaders for _ in ks])
-        if count < MEASURED_PROMPTS[1]:
-            note(
-                f"the best drafts are measured on {count} prompts: {minutes:g} minutes allow no more"
-            )
-        return count
+        pass_ms = float(cost.forward_ms(together, 1, context))
+        return (prefill_ms + MAX_TOKENS * pass_ms / together) / 1e3
 
     @cached_property
     def _law(self) -> ScalingLaw:
@@ -347,13 +347,19 @@ class Searcher:
 
     @cached_property
     def _texts(self) -> Path:
+        """Store the target's answers, on which candidates are replayed. Return their directory.
+
+        Half of the time that is left for rung 0 is for these answers.
+        """
+        left = TRIED_SHARES[0] * 60 * self.wanted.minutes - self.steps.seconds()
+        each = self._answer_seconds(REPLAY_BATCH)
         return self.steps.run(
             "texts",
             "outputs build",
             use="replay",
             target=str(self.wanted.target),
             **self.wanted.prompts,
-            num_prompts=REPLAYED_TEXTS,
+            num_prompts=count_in_time(left / 2, each, REPLAYED_TEXTS, "drafts are replayed on"),
             max_new_tokens=MAX_TOKENS,
         )
 

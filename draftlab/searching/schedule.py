@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from draftlab import provenance
 from draftlab.atomic import write_atomic
+from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
 from draftlab.model.families import shape_name
@@ -28,7 +29,8 @@ FILE = "search.json"
 MAX_PASS_SHARE = 0.4
 # the fraction for a parallel draft, which makes one pass per step; with 2 tokens accepted, the speed-up is then 1.5
 MAX_WIDE_SHARE = 1.0
-MEASURED_PROMPTS = (4, 16)  # fewest and most prompts on which the best candidates are measured
+# fewest and most texts on which candidates are replayed, and prompts on which the best candidates are measured
+REPLAYED_TEXTS, MEASURED_PROMPTS = (12, 48), (4, 16)
 
 
 class NoCheapShape(UserError):
@@ -177,17 +179,20 @@ def remaining_rejections(before: Rung | None, rejections: dict[str, float]) -> f
     return min(1.0, median(value / max(earlier[name], 1e-9) for name, value in rejections.items()))
 
 
-def prompts_in_time(seconds: float, plain_seconds: float, speedups: Sequence[float]) -> int:
-    """Return on how many prompts drafts can be measured in some time, within MEASURED_PROMPTS.
+def count_in_time(seconds: float, each: float, limits: tuple[int, int], what: str) -> int:
+    """Return how many texts or prompts fit into some time, within limits. If they are not the most, print a note.
 
     Args:
         seconds: The time.
-        plain_seconds: Time of an answer without a draft.
-        speedups: Expected speed-up of each draft at each K to measure.
+        each: Seconds of each text or prompt.
+        limits: Fewest and most texts or prompts.
+        what: Start of the note, such as "drafts are replayed on".
     """
-    each = plain_seconds * (1 + sum(1 / speedup for speedup in speedups))
-    fewest, most = MEASURED_PROMPTS
-    return max(fewest, min(most, int(seconds / each)))
+    fewest, most = limits
+    count = max(fewest, min(most, int(seconds / each)))
+    if count < most:
+        note(f"{what} {count} prompts, not on {most}, to save time")
+    return count
 
 
 def read_search(path: Path) -> Search:
@@ -199,14 +204,6 @@ def write_search(search: Search, folder: Path) -> None:
     write_atomic(folder / FILE, search.model_dump_json(indent=1))
 
 
-class Runnable(Protocol):
-    """A step: a command with its settings. entry: The step as an entry of a recipe."""
-
-    @property
-    def entry(self) -> dict[str, dict[str, Any]]: ...
-    def run(self, label: str) -> object: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRunner:
     """Runs steps whose outputs are in one folder.
@@ -216,16 +213,16 @@ class StepRunner:
 
     Args:
         folder: Folder of the outputs.
-        make: Function that returns a step, from the name of a command and its settings. It adds the settings that all
-            steps share.
+        make: Function that returns a step (commands/steps.py), from the name of a command and its settings. It adds
+            the settings that all steps share.
         label: Function that returns the line to print before a step, from the names of the output and the command.
         done: Finished steps, by the name of their output.
     """
 
     folder: Path
-    make: Callable[[str, dict[str, Any]], Runnable]
+    make: Callable[[str, dict[str, Any]], Any]
     label: Callable[[str, str], str] = "{}: {}".format
-    done: dict[str, Runnable] = field(default_factory=dict)
+    done: dict[str, Any] = field(default_factory=dict)
 
     def run(self, name: str, command: str, **settings: Any) -> Path:
         """Run a command, unless the step is finished already. Return its output directory.

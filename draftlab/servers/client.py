@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import httpx
 
 from draftlab.console import note_if_slow
-from draftlab.errors import UserError, did_you_mean, one_line
+from draftlab.errors import UserError, one_line
 from draftlab.reading import parse_json, reading
 from draftlab.registry import SERVERS
 from draftlab.results.decoding import Counters
@@ -164,7 +164,6 @@ class Server:
     def connect(
         cls,
         url: str,
-        model: str | None = None,
         api_key_file: Path | None = None,
         *,
         workers: int = WORKERS,
@@ -173,13 +172,11 @@ class Server:
         """Connect to the server at a URL, with or without /v1, and identify its kind and version.
 
         Args:
-            model: Name of the model. None takes the server's first model.
             api_key_file: File with the API key.
             workers: Number of concurrent requests.
 
         Raises:
-            UserError: There is no answer, the server is not OpenAI-compatible or has no such model, or the key file
-                cannot be read.
+            UserError: There is no answer, the server is not OpenAI-compatible, or the key file cannot be read.
         """
         check_address(url)
         http = HttpClient(url.rstrip("/").removesuffix("/v1"), _read_key(api_key_file), wait)
@@ -187,21 +184,16 @@ class Server:
         with reading(
             f"{http.url} is not the address of an OpenAI-compatible server; reading /v1/models failed"
         ):
-            cards = {card["id"]: card for card in listing["data"]}
-            first, *_ = cards
-            name = model or first
-        if name not in cards:
-            raise UserError(
-                f"{http.url} does not serve a model named {name!r}{did_you_mean(name, cards)}"
-            )
+            card, *_ = listing["data"]
+            name = card["id"]
         # the model's name is used for directories, scripts and pages
         folder_name(name, f"the model of {http.url}")
-        owner = cards[name].get("owned_by")
+        owner = card.get("owned_by")
         known = [kind for kind in SERVERS.loadable() if kind.owned_by and kind.owned_by == owner]
         kind, adapter = (owner, known[0]) if known else (OPENAI, SERVERS.get("vllm", "--server"))
         page = http.json("GET", adapter.about_path, default={})
         with reading(f"{http.url}{adapter.about_path} does not answer as a {kind} server should"):
-            version, max_length = adapter.about(page, cards[name])
+            version, max_length = adapter.about(page, card)
             version = checked_name(version, f"the version of {http.url}")
             max_length = None if max_length is None else int(max_length)
         return cls(

@@ -86,7 +86,7 @@ COMMANDS: dict[str, str] = {
 }
 # commands that write nothing, for damaged inputs
 READING = {
-    "check": "check --draft made/prune --target model",
+    "check": "check made/prune --target model",
     "report": "report made/score",
     "info": "outputs info made/outputs --verify --target model",
     "config": "prune --config made/prune/draftlab.json --dry-run",

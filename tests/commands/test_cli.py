@@ -143,12 +143,6 @@ def test_init_writes_a_preset(tmp_path, monkeypatch):
     assert workspace.load() == workspace.PRESETS["tiny"]
 
 
-def test_a_draft_goes_by_its_place_or_by_its_name(drafted):
-    name, check = "runs/prune-2x32", "--files-only --for transformers"
-    assert call(f"check {name} {check}").output == call(f"check --draft {name} {check}").output
-    call("check a --draft b", code=2)
-
-
 def test_parse_numbers():
     assert parse_numbers("1-3,8") == [1, 2, 3, 8]
     assert parse_numbers("1-10000") == list(range(1, 10_001))
@@ -215,7 +209,7 @@ def test_a_prompt_file_is_read_whole_and_scored_by_category(drafted):
 def test_a_recorded_command_line_can_be_typed_again():
     settings = {"directory": Path("runs/a store"), "draft": ["a", "b"], "k": "2,3", "rule": "match"}
     line = ReplayConfig.build(settings).command_line("replay")
-    assert line == "draftlab replay --rule match --draft a --draft b --k 2,3 'runs/a store'"
+    assert line == "draftlab replay --draft a --draft b --k 2,3 --rule match 'runs/a store'"
     trimmed = DistillConfig.build({"draft": "a", "outputs": "b", "vocab": "16k"})
     line = trimmed.command_line("distill")
     assert line == "draftlab distill --draft a --outputs b --vocab 16384"

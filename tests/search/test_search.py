@@ -18,17 +18,19 @@ from draftlab.results.score import read_score
 from draftlab.searching.run import Searcher, default_depths, default_widths
 from draftlab.searching.schedule import (
     MAX_PASS_SHARE,
+    REPLAYED_TEXTS,
     MeasuredDraft,
     NoCheapShape,
     Rung,
     Search,
     ShapeTrial,
     candidates,
-    prompts_in_time,
+    count_in_time,
     read_search,
     remaining_rejections,
     write_search,
 )
+from draftlab.target_outputs.store import read_manifest
 
 NAMED = presets(shipped("widths"))
 TINY = NAMED["tiny-16x256"]
@@ -87,10 +89,10 @@ def test_a_target_that_no_draft_is_cheap_beside_is_refused():
         candidates(TINY, tried, pass_ms, pass_ms(TINY) / 10, MAX_PASS_SHARE)
 
 
-def test_drafts_are_measured_on_as_many_prompts_as_the_time_allows():
-    """A plain answer takes 6 s, two drafts at one K 4 s and 3 s."""
-    speedups = [1.5, 2.0]
-    assert [prompts_in_time(seconds, 6.0, speedups) for seconds in (10, 100, 10_000)] == [4, 7, 16]
+def test_drafts_are_measured_on_as_many_prompts_as_the_time_allows(capsys):
+    counts = [count_in_time(seconds, 13.0, (4, 16), "on") for seconds in (-5, 100, 10_000)]
+    assert counts == [4, 7, 16]
+    assert capsys.readouterr().err.count("not on 16") == 2
 
 
 def test_the_share_of_rejections_that_a_rung_leaves_is_their_median_and_never_above_1():
@@ -159,4 +161,5 @@ def test_a_killed_search_resumes_and_makes_nothing_twice(space, monkeypatch):
     scores = map(read_score, (space / "found/score").glob("*/"))
     assert {score.conditions.mode for score in scores} == {"native"}
     assert 0 < found.spent_seconds < time.time() - start
+    assert read_manifest(space / "found/texts").sequences == REPLAYED_TEXTS[0]
     assert not state.exists()

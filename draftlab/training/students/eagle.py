@@ -27,14 +27,7 @@ class HeadStudent(StudentSpec):
 
     free: ClassVar[frozenset[str]]
     unused = frozenset(
-        {
-            "server",
-            "served_model",
-            "api_key_file",
-            "top_logprobs",
-            "gradient_checkpointing",
-            "reweigh_steps",
-        }
+        {"server", "api_key_file", "top_logprobs", "gradient_checkpointing", "reweigh_steps"}
     )
 
     def check(self, job: "Distillation") -> None:

@@ -251,6 +251,16 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
             "leave it out, because this run loads no target",
         ),
         Only(
+            ("memory",),
+            lambda c: c.needs_target or c.generates,
+            "leave it out, because this run loads no target and generates no text",
+        ),
+        Only(
+            ("temperature",),
+            lambda c: c.outputs or c.compares_with_target,
+            "leave it out, because --loss ce does not use a temperature",
+        ),
+        Only(
             ("prompt_tokens", "sample_temperature"),
             lambda c: c.generates,
             "works only with --text target or --text draft",

@@ -131,6 +131,11 @@ class PruneConfig(OutputConfig, CheckpointSettings):
             "leave it out, because --outputs has the text",
         ),
         Only(
+            ("calibration_tokens",),
+            lambda c: c.calibrates,
+            "leave it out, because without a refit, this --method reads no calibration text",
+        ),
+        Only(
             ("depth", "scores_cache"),
             lambda c: c.method == "importance",
             "works only with --method importance",
@@ -141,6 +146,11 @@ class PruneConfig(OutputConfig, CheckpointSettings):
             "works only with --method masks",
         ),
         Only(("reference_losses",), lambda c: c.reweigh_steps, "needs --reweigh-steps N"),
+        Only(
+            ("seed",),
+            lambda c: c.calibrates or c.method in ("random", "masks"),
+            "leave it out, because nothing in this run is random",
+        ),
     )
 
     @property

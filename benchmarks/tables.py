@@ -355,7 +355,7 @@ class Tables:
             yield cells(LEARNT[name], *(interval(row[each]["tokens_per_pass"]) for each in lengths))
 
     def verify_rules(self) -> Iterator[str]:
-        """Yield tokens per target pass at temperature 1 by K and by verify rule."""
+        """Yield tokens per target pass of sampled drafts by K and by verify rule."""
         yield from header("K", "`--rule rejection`", "`--rule block`", "block over rejection")
         for k, row in self.results["verify_rules"]["by_k"].items():
             yield cells(k, *map(interval, row.values()))

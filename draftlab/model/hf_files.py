@@ -175,7 +175,7 @@ def text_config(directory: Path) -> dict[str, object]:
 def check_causal(directory: Path) -> None:
     """Raise UserError if config.json is that of an encoder or an encoder-decoder model."""
     config = read_config(directory)
-    kind = one_line(config.get("architectures") or config.get("model_type"), 80)
+    kind = one_line(config.get("architectures") or config.get("model_type"), 80).strip("[']")
     encoder = NOT_CAUSAL.search(kind) or config.get("model_type") in ENCODERS
     if config.get("is_encoder_decoder") or (encoder and not config.get("is_decoder")):
         raise UserError(

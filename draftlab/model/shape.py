@@ -447,7 +447,7 @@ def parse_numbers(text: str) -> list[int]:
         listed = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
         if not listed:
             raise UserError(
-                f"{one_line(text, 80)!r} is not a list of numbers above 0; write 1-6 or 2,4,8"
+                f"{one_line(text, 80)!r} is not a list of numbers from 1 to 999,999; write 1-6 or 2,4,8"
             )
         numbers |= set(listed)
     return sorted(numbers)

@@ -1,6 +1,6 @@
 """Which shape does draftlab search choose next to SmolLM2 and next to a costlier target that writes the same text?
 
-    python -m benchmarks.search_by_cost 135m=runs/search/135m 1.3b=runs/search/1.3b
+    python -m benchmarks.search_by_cost 135m=runs/search/135m 1.3b=runs/search/1.3b 3b=runs/search/3b
 
 Run it after recipes/smollm2-search-by-cost.yaml. The last line is one JSON object: for each target, the minutes spent,
 all candidates on the last rung that they reached, and the measured speed-ups of whole requests.

@@ -336,14 +336,15 @@ class Tables:
     def search_by_cost(self) -> Iterator[str]:
         """Yield the candidates of a search next to each target, with the measured speed-up of whole requests."""
         yield from header(
-            "target", "draft", "K", "ms of a pass", "tokens per pass", "TPOT, predicted", "requests, measured"
+            "target", "draft", "K", "ms of a pass", "tokens per pass", "TPOT, predicted", "K, measured",
+            "requests, measured",
         )  # fmt: skip
         for size, found in self.results["search_by_cost"]["targets"].items():
             for name, row in found["candidates"].items():
                 own = found["measured"].get(name)
                 yield cells(
                     size, name, row["k"], fixed(row["pass_ms"], 1), fixed(row["tokens_per_pass"]),
-                    fixed(row["predicted_tpot"]), interval(own["speedup"]) if own else "",
+                    fixed(row["predicted_tpot"]), own["k"] if own else "", interval(own["speedup"]) if own else "",
                 )  # fmt: skip
 
     def lookup_first(self) -> Iterator[str]:

@@ -44,9 +44,12 @@ class Registry(Generic[Kind]):
         return decorate
 
     @cached_property
-    def plugins(self) -> dict[str, EntryPoint]:
-        """Return the entry points of installed plug-ins by name."""
-        return {entry.name: entry for entry in entry_points(group=self.group)}
+    def plugins(self) -> dict[str, list[EntryPoint]]:
+        """Return the entry points of installed plug-ins by name. Two packages may offer the same name."""
+        found: dict[str, list[EntryPoint]] = {}
+        for entry in entry_points(group=self.group):
+            found.setdefault(entry.name, []).append(entry)
+        return found
 
     def names(self) -> list[str]:
         """Return the names of all kinds. No module is imported."""
@@ -64,12 +67,21 @@ class Registry(Generic[Kind]):
         """Return the kind with this name. where: Start of an error message, such as "--rule x".
 
         Raises:
-            UserError: There is no such kind, or its package cannot be loaded.
+            UserError: There is no such kind, several packages offer it, or its package cannot be loaded.
         """
+        offered = self.plugins.get(name, [])
+        if len(offered) + (name in self.builtin) > 1:
+            packages = [_package(entry) for entry in offered] + ["draftlab"] * (
+                name in self.builtin
+            )
+            raise UserError(
+                f"{where}: several packages offer the {self.what} {name!r}: {', '.join(packages)}; uninstall all "
+                "but one"
+            )
         if name not in self.kinds and name in self.builtin:
             import_module(self.builtin[name])
-        elif name not in self.kinds and name in self.plugins:
-            self._load(self.plugins[name], where)
+        elif name not in self.kinds and offered:
+            self._load(offered[0], where)
         if name not in self.kinds:
             raise UserError(
                 f"{where}: there is no {self.what} {name!r}{did_you_mean(name, self.names())}"
@@ -80,10 +92,19 @@ class Registry(Generic[Kind]):
         try:
             entry.load()
         except Exception as error:  # importing a plug-in may raise any exception
-            package = entry.dist.name if entry.dist is not None else entry.value
             raise UserError(
-                f"{where}: the package {package} cannot be loaded: {one_line(error)}; update or uninstall this package"
+                f"{where}: the package {_package(entry)} cannot be loaded: {one_line(error)}; update or "
+                "uninstall this package"
             ) from error
+        if entry.name not in self.kinds:
+            raise UserError(
+                f"{where}: the package {_package(entry)} declares the {self.what} {entry.name!r} but does not register "
+                "it; update or uninstall this package"
+            )
+
+
+def _package(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.value
 
 
 RULES: Registry[Any] = Registry(

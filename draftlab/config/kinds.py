@@ -284,10 +284,13 @@ def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[DrafterKin
     served_by: Names of the servers that have this drafter.
 
     Raises:
+        TypeError: The class does not define build().
         ValueError: Another kind has this name.
     """
 
     def decorate(spec: DrafterKind) -> DrafterKind:
+        if spec.build is DrafterSpec.build:
+            raise TypeError(f"{spec.__name__} has no method build()")
         spec.kind, spec.served_by = name, frozenset(served_by)
         if "acceptance" not in vars(spec):
             spec.acceptance = DrafterSpec.acceptance  # pyright: ignore[reportAttributeAccessIssue]
@@ -359,10 +362,14 @@ def student(name: str) -> Callable[[StudentKind], StudentKind]:
     """Return a decorator that registers a class as a kind of student with this name.
 
     Raises:
+        TypeError: The class does not define open() or facts().
         ValueError: Another kind has this name.
     """
 
     def decorate(spec: StudentKind) -> StudentKind:
+        for method in ("open", "facts"):
+            if getattr(spec, method) is getattr(StudentSpec, method):
+                raise TypeError(f"{spec.__name__} has no method {method}()")
         spec.kind = name
         return STUDENTS.register(name)(spec)
 

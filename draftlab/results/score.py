@@ -112,6 +112,12 @@ class Latency(FileModel):
     high_ms: Milliseconds
     n: NonNegativeInt
 
+    @model_validator(mode="after")
+    def _ascends(self) -> "Latency":
+        if not self.low_ms <= self.median_ms <= self.high_ms:
+            raise ValueError("median_ms must lie between low_ms and high_ms")
+        return self
+
 
 class TaskResult(FileModel):
     """One lm-eval metric of one task. stderr: Standard error, or None if lm-eval reports none."""

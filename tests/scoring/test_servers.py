@@ -135,7 +135,7 @@ def test_stored_answers_to_other_requests_are_refused(space, started):
     assert "--server: " in apart(*second, drafting, "--temperature", "0.5", code=1).stderr
     assert "--server" in apart("--server", drafting, "--out", "other", code=1).stderr
     assert "--draft: " in apart("--server", plain, "--draft", "d", code=1).stderr
-    assert "--server" in apart("--speculative-server", drafting, code=2).stderr
+    assert "--server" in apart("--speculative-server", drafting, code=1).stderr
     assert not (space / "runs/score-served").exists()
 
 

@@ -13,7 +13,7 @@ from draftlab.recipe import read_recipe, run
 ROOT = Path(__file__).parents[2]
 KNOWN = {  # on the hub, shipped, or made before the recipe
     "huggyllama/llama-7b", "huggyllama/llama-65b", "tiny", "runs/tiny-target/new", workspace.PRESETS["smollm2"].target,
-    "models/smollm2-1.3b",
+    "models/smollm2-1.3b", "models/smollm2-3b",
 }  # fmt: skip
 
 

@@ -114,11 +114,8 @@ def expected_by_rejection(p: Tensor, q: Tensor, ids: Sequence[int]) -> list[floa
 
 def expected_by_block(p: Tensor, q: Tensor, ids: Sequence[int]) -> list[float]:
     """Do the same by block verification (Sun et al. 2403.10444, alg. 2)."""
-    chances, result = (
-        [],
-        [],
-    )  # chances: of accepting exactly the first tokens, if no longer prefix is accepted
-    accept = 1.0
+    chances = []  # of accepting exactly the first tokens, if no longer prefix is accepted
+    result, accept = [], 1.0
     for i, token in enumerate(ids):
         if i:
             residual = float((accept * p[i] - q[i]).clamp_min(0).sum())

@@ -55,10 +55,11 @@ def typer_function(command: Command) -> Callable[..., None]:
     def call(ctx: typer.Context, **values: Any) -> None:
         fields = command.config.model_fields
         # sources are compared by name, because typer >= 0.27 has a copy of click with another enum
+        sources = {name: ctx.get_parameter_source(name) for name in fields}
         typed = {
             name: values[name]
-            for name in fields
-            if "COMMANDLINE" in repr(ctx.get_parameter_source(name))
+            for name, source in sources.items()
+            if source is not None and source.name == "COMMANDLINE"
         }
         wiring = {name: value for name, value in values.items() if name not in fields}
         _exit_with(partial(_run, command, typed, wiring), wiring["json_output"], command.config)
@@ -102,7 +103,8 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
     try:
         outcome = outcome_of()
     except UserError as error:
-        _complain(f"error: {printable(str(error))[:LONGEST_ERROR]}")
+        text = printable(str(error))
+        _complain(f"error: {text if len(text) <= LONGEST_ERROR else text[:LONGEST_ERROR] + ' ...'}")
         raise typer.Exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_USER_ERROR) from None
     except KeyboardInterrupt as stop:
         _complain(str(stop) or "interrupted")

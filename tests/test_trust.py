@@ -165,6 +165,9 @@ def test_prune_runs_the_code_of_a_tokenizer_only_where_it_is_trusted(tmp_path, t
         "calibration_tokens": 64,
         "seq_len": 32,
     }
+    with pytest.raises(UserError):
+        COMMANDS["prune"](**cut, out=tmp_path / "out")
+    assert not (folder / "ran").exists()
     COMMANDS["prune"](**cut, trust_remote_code=True, out=tmp_path / "out")
     assert (folder / "ran").exists()
 

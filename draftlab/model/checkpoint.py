@@ -127,9 +127,8 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
         with reading(f"{file}: eos_token_id"):
             several = value if isinstance(value, list) else [value]
             ids += TypeAdapter(list[int | None]).validate_python(several, strict=True)
-    return tuple(
-        sorted({i for i in ids if i is not None and i >= 0})
-    )  # old checkpoints: -1 for no id
+    # old checkpoints have -1 for no id
+    return tuple(sorted({i for i in ids if i is not None and i >= 0}))
 
 
 def check(directory: Path) -> None:

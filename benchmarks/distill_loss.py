@@ -29,6 +29,7 @@ from torch.nn import functional
 
 from benchmarks import environment
 from draftlab.console import note
+from draftlab.latency.machine_state import device_name
 from draftlab.training.fused_loss import Dense, TopK, fused_loss
 from draftlab.training.losses import parse_loss
 
@@ -114,7 +115,12 @@ def main(
         "k": top_k,
         "repeats": repeats,
     }
-    about = {"benchmark": "distill_loss", "sizes": sizes, "device": str(_device()), "peers": peers}
+    about = {
+        "benchmark": "distill_loss",
+        "sizes": sizes,
+        "device": device_name(_device()),
+        "peers": peers,
+    }
     print(json.dumps(about | result | environment(threads)))
 
 

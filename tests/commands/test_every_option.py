@@ -30,6 +30,7 @@ from draftlab.commands.base import Command
 from draftlab.config.base import Config, bound, extra, option
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
+from draftlab.searching.schedule import NoCheapShape
 
 Settings = dict[str, Any]
 MODES = yaml.safe_load((Path(__file__).parents[1] / "data/every_option.yaml").read_text())
@@ -155,6 +156,8 @@ def test_every_mode_runs(name, mode, device, world, tmp_path, monkeypatch):
     except UserError as error:
         if device == "cuda" and str(error).startswith("--device:"):
             pytest.skip(str(error))  # the models of a server, say, have a place already
+        if isinstance(error, NoCheapShape):
+            pytest.skip(str(error))  # as the time of a pass decides, which other work may slow
         raise
 
 

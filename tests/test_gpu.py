@@ -1,5 +1,6 @@
 """What only a GPU can tell: memory of loading, kernels of attention, text of graphs, a training step's memory."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ from draftlab.latency.profiler import random_model
 from draftlab.model import hub, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.shape import Shape
+from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
+from draftlab.target_outputs.build import batch_size
+from draftlab.target_outputs.targets import MEMORY, LocalTarget
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 GPU = torch.device("cuda", 0)
@@ -43,6 +47,23 @@ def test_a_prefill_with_shared_heads_runs_by_flash_attention():
         name for name in ran if "attention" in name
     )
     assert not any("_scaled_dot_product_attention_math" in name for name in ran)
+
+
+def test_a_gpu_writes_many_texts_at_once_and_they_are_those_of_small_batches():
+    target = LocalTarget(
+        hub.locate("tiny"), GPU, torch.float32, batch_size=batch_size("distill", GPU)
+    )
+    prompts, sampling = (
+        [Prompt(ids) for ids in PROMPTS],
+        SamplingParams(temperature=1, max_tokens=32),
+    )
+    many, one = (
+        each.generate(prompts, range(3), sampling, 4)
+        for each in (target, replace(target, memory=1e-6))
+    )
+    assert [output.ids.tolist() for output in many] == [output.ids.tolist() for output in one]
+    assert target.batch_size > batch_size("distill", torch.device("cpu"))
+    assert target.writing_memory() > MEMORY
 
 
 def test_graphs_choose_the_tokens_of_eager_passes_in_bfloat16():

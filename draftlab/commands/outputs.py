@@ -223,7 +223,7 @@ def _target(
         sampling: Parameters with which the target writes text. None if the target only scores text.
         k: Number of log-probabilities that a server lists for each token.
     """
-    from draftlab.target_outputs.build import DISTILL_BATCH, REPLAY_BATCH
+    from draftlab.target_outputs.build import batch_size
 
     if config.server is not None:
         return _served(config.server, config.api_key_file, directory, sampling, k)
@@ -238,7 +238,7 @@ def _target(
         device,
         None if dtype is None else checkpoint.resolve_dtype(dtype, device),
         config.device_map,
-        batch_size=DISTILL_BATCH if config.use == "distill" else REPLAY_BATCH,
+        batch_size=batch_size(config.use, device),
     )
 
 

@@ -18,6 +18,7 @@ from draftlab.acceptance.token_logprobs import logits_in_parts, max_positions
 from draftlab.console import note, progress
 from draftlab.data import Batch
 from draftlab.engine.batch_generate import (
+    GIGABYTE,
     PASS_TOKENS,
     Batching,
     check_context,
@@ -53,6 +54,7 @@ PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcö
 SEEDS = 256
 # positions per log-softmax; on a CPU, few positions fit into its cache
 CPU_ROWS, GPU_ROWS = 16, 256
+MEMORY = 2.0  # default memory in GB for logits and KV cache together
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
 
 
@@ -62,14 +64,15 @@ class LocalTarget:
 
     Args:
         dtype: Default: the stored dtype, or float32 on a device that is slow in the stored dtype.
-        memory: Limit in GB for logits and KV cache together.
+        memory: Limit in GB for logits and KV cache together. Default: 2. To write text, a GPU takes half of the memory
+            beside the weights.
     """
 
     directory: Path
     device: torch.device
     dtype: torch.dtype | None = None
     device_map: str | None = None
-    memory: float = 2.0
+    memory: float | None = None
     batch_size: int = 64
 
     @cached_property
@@ -99,7 +102,7 @@ class LocalTarget:
 
     def score(self, batch: Batch, k: int) -> StoredLogprobs:
         """Return the k most probable tokens at each position in the batch's mask."""
-        most = max_positions(checkpoint.vocab_size(self.directory), self.memory)
+        most = max_positions(checkpoint.vocab_size(self.directory), self.memory or MEMORY)
         tokens = min(most, PASS_TOKENS) if self.device.type == "cpu" else most
         scores: dict[int, StoredLogprobs] = {}
         with progress("the target scores text", len(batch.ids)) as advance:
@@ -116,8 +119,9 @@ class LocalTarget:
 
         Samples depend on the seed and on the numbers of the prompts.
         """
-        batching = Batching(vocab=self.vocab, batch_size=self.batch_size, memory=self.memory)
         model, texts = self.model, [p.ids for p in prompts]
+        memory = self.writing_memory()
+        batching = Batching(vocab=self.vocab, batch_size=self.batch_size, memory=memory)
         tops: dict[int, list[StoredLogprobs]] = {number: [] for number in numbers}
 
         def keep_top(batch: list[int], logits: Tensor, ids: Tensor) -> None:
@@ -147,6 +151,18 @@ class LocalTarget:
             )
             for prompt, number, w in zip(prompts, numbers, written, strict=True)
         ]
+
+    def writing_memory(self) -> float:
+        """Return the memory in GB for the texts that are written at once.
+
+        On a GPU it is half of what the loaded weights leave, because a step of a large batch takes little longer there.
+        """
+        if self.memory is not None:
+            return self.memory
+        if self.device.type != "cuda" or self.device_map is not None:
+            return MEMORY
+        whole = torch.cuda.get_device_properties(self.device).total_memory
+        return (whole - torch.cuda.memory_allocated(self.device)) / 2 / GIGABYTE
 
     def _score(self, batch: Batch, most: int, k: int) -> StoredLogprobs:
         """Score a batch. Its logits must fit into memory, except that a single row that is too long is scored in parts.

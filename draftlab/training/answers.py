@@ -107,7 +107,12 @@ class PromptFile:
         )
         device, hardware = self.hardware.resolved, self.hardware
         model = LocalTarget(
-            self.target, device, None, hardware.device_map, hardware.memory, build.DISTILL_BATCH
+            self.target,
+            device,
+            None,
+            hardware.device_map,
+            hardware.memory,
+            build.batch_size("distill", device),
         )
         build.build(
             model,

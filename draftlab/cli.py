@@ -1,5 +1,6 @@
 """The command line: options made from configs, --config and --json, and exit codes. Errors are printed only here."""
 
+import errno
 import inspect
 import json
 import logging
@@ -109,6 +110,11 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
     except KeyboardInterrupt as stop:
         _complain(str(stop) or "interrupted")
         raise typer.Exit(130) from None
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        _complain(f"error: {one_line(str(error.filename), 60)} is too long for the name of a file")
+        raise typer.Exit(EXIT_USER_ERROR) from None
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # of torch, which may not be imported
             raise

@@ -170,6 +170,7 @@ def test_prune_runs_the_code_of_a_tokenizer_only_where_it_is_trusted(tmp_path, t
     assert not (folder / "ran").exists()
     COMMANDS["prune"](**cut, trust_remote_code=True, out=tmp_path / "out")
     assert (folder / "ran").exists()
+    assert (tmp_path / "out/code.py").read_text() == (folder / "code.py").read_text()
 
 
 def test_trust_holds_for_one_command_and_is_not_written(tmp_path):

@@ -81,5 +81,4 @@ def parse_quantized_name(name: str) -> tuple[str, str | None]:
 
 def tokenizer_files(directory: Path) -> dict[str, bytes]:
     """Return the contents of a tokenizer's files, by the name of the file."""
-    files = [file for name in saving.TOKENIZER_FILES if (file := directory / name).is_file()]
-    return {file.name: file.read_bytes() for file in files}
+    return {name: (directory / name).read_bytes() for name in saving.tokenizer_files(directory)}

@@ -12,7 +12,7 @@ from torch import Tensor
 from draftlab.atomic import replacing
 from draftlab.errors import UserError, one_line
 from draftlab.model.checkpoint import dtype_name
-from draftlab.reading import read_json
+from draftlab.reading import read_json, read_object
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -67,6 +67,25 @@ def write_checkpoint(
     return size
 
 
+def tokenizer_files(directory: Path) -> list[str]:
+    """Return the names of the tokenizer's files in a directory, generation_config.json and its code included.
+
+    tokenizer_config.json names the code of a tokenizer that has its own. The code is not run.
+
+    Raises:
+        UserError: tokenizer_config.json is not a JSON object.
+    """
+    config = directory / "tokenizer_config.json"
+    classes = read_object(config).get("auto_map", {}) if config.is_file() else {}
+    own = classes.get("AutoTokenizer", []) if isinstance(classes, dict) else classes
+    # as "module.Class", in older files a list of the slow and the fast class
+    modules = {
+        str(name).partition(".")[0] for name in (own if isinstance(own, list) else [own]) if name
+    }
+    code = sorted(f"{module}.py" for module in modules if module.isidentifier())
+    return [name for name in (*TOKENIZER_FILES, *code) if (directory / name).is_file()]
+
+
 def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copy the tokenizer's files and generation_config.json from one directory to another, unchanged.
 
@@ -75,15 +94,14 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
             blobs.
     """
     homes = (source.resolve(), source.resolve().parent.parent / "blobs")
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            if not any((source / name).resolve().is_relative_to(home) for home in homes):
-                raise UserError(
-                    f"{source / name} is a link to a file in another folder; replace the link by the file"
-                )
-            if name.endswith(".json"):
-                read_json(source / name)
-            shutil.copyfile(source / name, directory / name)
+    for name in tokenizer_files(source):
+        if not any((source / name).resolve().is_relative_to(home) for home in homes):
+            raise UserError(
+                f"{source / name} is a link to a file in another folder; replace the link by the file"
+            )
+        if name.endswith(".json"):
+            read_json(source / name)
+        shutil.copyfile(source / name, directory / name)
 
 
 def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], int]:

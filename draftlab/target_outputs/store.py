@@ -314,9 +314,8 @@ def _write_manifest(out: Path, manifest: Manifest) -> None:
 
 def _copy_vocabulary(folder: Path, tokenizer: Path) -> None:
     folder.mkdir(exist_ok=True)
-    for name in saving.TOKENIZER_FILES:
-        if (tokenizer / name).is_file():
-            write_atomic(folder / name, (tokenizer / name).read_bytes())
+    for name in saving.tokenizer_files(tokenizer):
+        write_atomic(folder / name, (tokenizer / name).read_bytes())
     # config.json is needed too, because it decides the tokenizer's class, which may add tokens
     config = checkpoint.read_config(tokenizer) if (tokenizer / "config.json").is_file() else {}
     write_atomic(folder / "config.json", json.dumps(config | {"vocab_size": logits_of(tokenizer)}))

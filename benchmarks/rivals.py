@@ -41,7 +41,7 @@ TRAINED = {
 SEEDS = "0", "1", "2"
 # by kind, the name of its score and the directory of its training, for a seed
 OF_SEED = {
-    "draft": ("draft-{}-2@int8", "draft-{}-2"),
+    "draft": ("draft-{}@int8", "draft-{}"),
     "parallel": ("parallel-{}@int8", "parallel-{}"),
     "eagle": ("eagle:heads=runs_eagle-{}", "eagle-{}"),
 }

@@ -23,6 +23,8 @@ DRAFTERS = {
     "fallback:draft=models_smollm2-135m-draft": "prompt lookup followed by the draft",
     "smollm2-135m-draft": "the draft",
     "10": "the draft",
+    "draft": "the draft",
+    "eagle": "EAGLE-3 head",
     "parallel-2": "parallel draft",
     "eagle:heads=runs_rivals_eagle-2": "EAGLE-3 head",
     "fallback:draft=runs_distilled_10": "prompt lookup followed by the draft",
@@ -394,6 +396,26 @@ class Tables:
                 label(name), fixed(made["tokens"].scaled(1e-6)), fixed(made["cpu_seconds"].scaled(1 / 60), 0),
                 *(fixed(lengths[k]) for k in ks), row["k"], interval(row["speedup"]), interval(row["over_draft"]),
             )  # fmt: skip
+
+    def rival_seeds(self) -> Iterator[str]:
+        """Yield kinds of drafts after equal, shorter training with several seeds."""
+        kinds = self.results["rival_seeds"]["drafters"]
+        seeds = list(kinds["draft"])
+        yield from header(
+            "draft", "million tokens of answers", "CPU minutes of training", "tokens per pass, K = 3", "whole request",
+            *(f"over the draft, seed {seed}" for seed in seeds),
+        )  # fmt: skip
+        for kind, by_seed in kinds.items():
+            rows = [by_seed[seed] for seed in seeds]
+            learnt = [row["training"] for row in rows]
+            yield cells(
+                label(kind),
+                fixed(total(each["tokens"] for each in learnt).scaled(1e-6 / len(seeds))),
+                fixed(total(each["cpu_seconds"] for each in learnt).scaled(1 / 60 / len(seeds)), 1),
+                ", ".join(fixed(row["tokens_per_pass_by_k"]["3"]) for row in rows),
+                ", ".join(fixed(bounds(row["speedup"])[0]) for row in rows),
+                *(interval(row["over_draft"]) for row in rows),
+            )
 
     def rival_policies(self) -> Iterator[str]:
         """Yield ways to decide at each step what is drafted, and how many tokens."""

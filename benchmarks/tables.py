@@ -273,7 +273,10 @@ class Tables:
             yield cells(layers, f"{row['parameters'] / 1e6:.0f}M", *learnt, *gains)
 
     def siblings_reading(self) -> str:
-        """Return a sentence that says for which cuts the intervals of all distilled seeds are above the stock cut's."""
+        """Return a sentence that says for which cuts the intervals of all distilled seeds are above the stock cut's.
+
+        Each distilled draft is compared with the cut of as many layers.
+        """
         rows = self.results["smollm2_siblings"]["layers"]
         better = [
             layers
@@ -281,8 +284,12 @@ class Tables:
             if min(bounds(each["speedup"])[1] for each in row["distilled"])
             > bounds(row["stock"]["speedup"])[2]
         ]
-        said = f"with {' and '.join(better)} layers" if better else "of no cut"
-        return f"The intervals of all distilled drafts lie above the interval of the cut as it is {said}."
+        if not better:
+            return "For no number of layers do all distilled seeds lie above the cut as it is."
+        return (
+            f"With {' and '.join(better)} layers, all distilled seeds lie above the cut as it is by their intervals. "
+            "With other numbers of layers, some intervals overlap."
+        )
 
     def losses(self) -> Iterator[str]:
         """Yield a table of losses, each at the learning rate that ran with several seeds."""
@@ -315,8 +322,8 @@ class Tables:
         rates = [f"{rate:.0f} tokens/s in {name}" for name, rate in plain.items()]
         best = interval(about["request_best_drafter"]["over_fastest"])
         return (
-            f"Without a draft the target makes {' and '.join(rates)}. Next to the faster of these, the bfloat16 target "
-            f"with its best drafter has {best}: round the target first where its accuracy allows it."
+            f"Without a draft the target makes {' and '.join(rates)}. The bfloat16 target with its best drafter runs "
+            f"at {best} of the faster of these: round the target first where its accuracy allows it."
         )
 
     def published_draft_tokens(self) -> str:
@@ -401,8 +408,10 @@ class Tables:
         """Yield kinds of drafts after equal, shorter training with several seeds."""
         kinds = self.results["rival_seeds"]["drafters"]
         seeds = list(kinds["draft"])
+        *_, most = kinds["draft"][seeds[0]]["tokens_per_pass_by_k"]
         yield from header(
-            "draft", "million tokens of answers", "CPU minutes of training", "tokens per pass, K = 3", "whole request",
+            "draft", "million tokens of answers", "CPU minutes of training", f"tokens per pass, K = {most}",
+            "whole request",
             *(f"over the draft, seed {seed}" for seed in seeds),
         )  # fmt: skip
         for kind, by_seed in kinds.items():
@@ -412,7 +421,7 @@ class Tables:
                 label(kind),
                 fixed(total(each["tokens"] for each in learnt).scaled(1e-6 / len(seeds))),
                 fixed(total(each["cpu_seconds"] for each in learnt).scaled(1 / 60 / len(seeds)), 1),
-                ", ".join(fixed(row["tokens_per_pass_by_k"]["3"]) for row in rows),
+                ", ".join(fixed(row["tokens_per_pass_by_k"][most]) for row in rows),
                 ", ".join(fixed(bounds(row["speedup"])[0]) for row in rows),
                 *(interval(row["over_draft"]) for row in rows),
             )
@@ -544,6 +553,10 @@ class Tables:
             yield cells(
                 streams, *(f"{by_k[k]['predicted']:.1f}, {by_k[k]['measured']:.1f}" for k in ks)
             )
+
+    def largest_streams_error(self) -> str:
+        worst = max((row["error"] for row in self.results["streams"]["rows"]), key=abs)
+        return percent(worst.scaled(-1 if worst < 0 else 1), 1)
 
     def demo(self) -> Iterator[str]:
         rows = ordered(self.results["demo"]["drafts"], lambda row: row["speedup"][0])

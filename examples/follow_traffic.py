@@ -1,8 +1,9 @@
 """Let a draft follow the traffic that it serves: python examples/follow_traffic.py TRAFFIC DRAFT OUT
 
-TRAFFIC is a folder of stored outputs of the target, named in the order of time; `outputs build --from` stores a
-server's log. The draft is trained on the outputs before the newest. The newest outputs judge it: the new draft is worth
-serving only if it gains tokens per target pass on them beyond the noise. Liu et al. 2023, arXiv 2310.07177.
+TRAFFIC is a folder of two or more stores of the target's outputs, named in the order of time; `outputs build --from`
+stores a server's log. The draft is trained on the last store but one. The last store judges it, and must come from
+`outputs build --use replay`: the new draft is worth serving only if it gains tokens per target pass there beyond the
+noise. Liu et al. 2023, arXiv 2310.07177.
 """
 
 import sys
@@ -15,8 +16,13 @@ JUDGED_K = "4"
 
 
 def follow(traffic: Path, draft: Path, out: Path, **training: Any) -> Path:
-    """Train a draft on the traffic before the newest; return the draft to serve, the new one or the old one."""
-    *_, seen, newest = sorted(file.parent for file in traffic.glob("*/manifest.json"))
+    """Train a draft on the last store but one; return the draft to serve, the new draft or the old draft."""
+    stores = sorted(file.parent for file in traffic.glob("*/manifest.json"))
+    if len(stores) < 2:
+        sys.exit(
+            f"{traffic} has {len(stores)} stores, but needs two: one to train on and one to compare on"
+        )
+    *_, seen, newest = stores
     COMMANDS["distill"](draft=str(draft), outputs=seen, out=out, **training)
     judged = out.with_name(f"{out.name}-judged")
     result: Any = COMMANDS["replay"](

@@ -12,7 +12,7 @@ from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_program, command, fill
 from draftlab.config import shared
 from draftlab.config.base import Numbers, Only, OutputConfig, numbers, option
-from draftlab.config.server_rules import ServerRule
+from draftlab.config.server_rules import SERVER_RULES, ServerRule
 from draftlab.console import note
 from draftlab.errors import UserError, about
 from draftlab.model import hub
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from draftlab.commands.steps import CommandStep
     from draftlab.searching.plan import Plan, Request
     from draftlab.searching.verdict import Verdict
+
+SERVED = [name for name in SERVER_RULES if name in SERVERS.names()]
 
 
 class AutoConfig(OutputConfig, shared.CheckpointSettings):
@@ -41,7 +43,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     server: ServerRule = option(
         None,
         (
-            f"Server that will run the draft: {', '.join(SERVERS.names())}. Only drafts that this server can run are "
+            f"Server that will run the draft: {', '.join(SERVED)}. Only drafts that this server can run are "
             "tried. Default: draftlab's own engine."
         ),
         flag="--for",

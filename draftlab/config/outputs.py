@@ -14,10 +14,10 @@ from draftlab.config.base import (
     option,
 )
 from draftlab.config.kinds import Drafter
-from draftlab.config.server_rules import Acceptance, ServerRule, chosen_rule
+from draftlab.config.server_rules import SERVER_RULES, Acceptance, ServerRule, chosen_rule
 from draftlab.errors import UserError
 from draftlab.model import hub
-from draftlab.registry import REJECTION, SERVERS
+from draftlab.registry import REJECTION
 
 MANIFEST = "manifest.json"  # the file that every store of target outputs has
 
@@ -199,8 +199,7 @@ class ReplayConfig(OutputConfig, shared.CheckpointSettings):
     )
     server_rule: ServerRule = option(
         None,
-        f"Verify as this server does, in place of --rule: vllm, vllm-probabilistic, vllm-block, "
-        f"{', '.join(SERVERS.names()[1:])}.",
+        f"Verify as this server does, in place of --rule: {', '.join(SERVER_RULES)}.",
         panel=shared.SAMPLING,
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)

@@ -7,6 +7,9 @@ from pydantic import AfterValidator
 from draftlab.errors import UserError, did_you_mean
 from draftlab.registry import SERVERS
 
+# names for --server-rule
+SERVER_RULES = ("vllm", "vllm-probabilistic", "vllm-block", "sglang", "llama.cpp", "transformers")
+
 
 class Acceptance(NamedTuple):
     """A verify rule, and the temperature of the draft. None: the draft has the same temperature as the target.

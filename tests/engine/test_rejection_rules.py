@@ -29,7 +29,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.config.server_rules import acceptance_of
+from draftlab.config.server_rules import SERVER_RULES, acceptance_of
 from draftlab.engine.verify import (
     Tokens,
     Uniforms,
@@ -40,6 +40,7 @@ from draftlab.engine.verify import (
     rule_named,
     verify,
 )
+from draftlab.registry import SERVERS
 from draftlab.sampling import SamplingParams
 
 
@@ -179,9 +180,14 @@ def test_block_verification_keeps_more_than_token_by_token():
     assert length_of(leviathan, chain) > length_of(match, chain) + 1e-3
 
 
-@pytest.mark.parametrize(
-    "server", ["vllm", "vllm-probabilistic", "vllm-block", "sglang", "llama.cpp", "transformers"]
-)
+def test_the_named_rules_of_servers_are_those_that_their_kinds_have():
+    found = {
+        f"{kind.name}-{each}".rstrip("-") for kind in SERVERS.loadable() for each in kind.rules
+    }
+    assert found == set(SERVER_RULES)
+
+
+@pytest.mark.parametrize("server", SERVER_RULES)
 def test_each_servers_rule_is_lossless_and_accepts_a_token_as_its_formula_says(server):
     name, draft_temperature = acceptance_of(server)
     rule, drafting = (

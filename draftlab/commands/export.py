@@ -208,7 +208,8 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
     from draftlab.servers.client import Server
     from draftlab.servers.kinds import error
 
-    draft, target = _located(config.draft, config.target, weights=False)
+    draft = _located(config.draft)
+    target = _located_target(config.target, weights=False)
     data, prompt_file = config.data, config.prompt_file
     device = None if config.files_only else checkpoint.resolve_device(workspace.load().device)
     if device is not None and prompt_file is None:
@@ -233,6 +234,9 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
             return draft, [error("head", str(failure), remedy)]
         if device is None:
             return draft, findings
+        # a head drafts with the target, and a server's answers are compared with the target's
+        if running is not None or hub.head_kind(draft) is not None:
+            _located_target(config.target, weights=True)
         reader = target if artifact.difference() is None else draft
         findings += artifact.trial(trial_prompts(reader, data, prompt_file), device)
         if running is not None:
@@ -277,7 +281,8 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
             the server or the GGUF format lacks the draft's architecture.
     """
     check_program(config.verify_with)
-    draft, target = _located(config.draft, config.target, weights=config.verify_with is not None)
+    draft = _located(config.draft)
+    target = _located_target(config.target, weights=config.verify_with is not None)
     from draftlab.engine.batch_generate import check_context
     from draftlab.exporting import run
     from draftlab.exporting.artifact import Form, open_artifact
@@ -359,12 +364,15 @@ def export(exported: "Exported", output: Output) -> Outcome:
     )
 
 
-def _located(draft: str | None, target: str, *, weights: bool) -> tuple[Path, Path]:
-    """Return the directories of draft and target. weights: Whether the target needs weight files."""
+def _located(draft: str | None) -> Path:
     assert draft is not None  # resolved() names the newest draft
-    directory = hub.locate(draft)
+    return hub.locate(draft)
+
+
+def _located_target(target: str, *, weights: bool) -> Path:
+    """Return the directory of the target. weights: Whether the target needs weight files."""
     with about("--target"):
-        return directory, hub.locate_model(target, weights)
+        return hub.locate_model(target, weights)
 
 
 def _scores_of(places: list[Path], draft: Path, target: Path) -> "list[Score]":

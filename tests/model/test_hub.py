@@ -9,7 +9,9 @@ import pytest
 from errors import raises_option
 from hub_server import Hub, running_hub
 from huggingface_hub import constants
+from small_files import write_prompts
 from test_checkpoint import SHARDS, sharded
+from test_heads import written
 from typer.testing import CliRunner
 
 from draftlab import workspace
@@ -150,6 +152,18 @@ def test_plans_and_checks_fetch_no_weights(served, cache, command, family_dirs, 
     result = CliRunner().invoke(app, typed.split())
     assert result.exit_code == 0, result.output
     assert files(served) == PLAIN
+
+
+def test_a_check_of_a_head_fetches_the_weights_of_its_target(
+    served, cache, family_dirs, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    head = written(tmp_path / "head", family_dirs["llama"])
+    write_prompts(Path("prompts.jsonl"), 2)
+    typed = f"check {head} --target lab/sharded --prompt-file prompts.jsonl"
+    result = CliRunner().invoke(app, typed.split())
+    assert "acceptance" in result.output, result.output
+    assert files(served) == sorted([*PLAIN, *SHARDS])
 
 
 def refusing_url() -> str:

@@ -93,8 +93,7 @@ def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace
     Raises:
         UserError: `out` is a file or cannot be written, or it has files and force is off.
     """
-    if out.name in ("", ".."):
-        raise UserError(f"--out {out} is not the name of a new directory; write --out NAME")
+    _check_name(out)
     with writing(out):  # the name may be too long
         exists = out.exists()
     if exists and not out.is_dir():
@@ -102,6 +101,11 @@ def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace
     if exists and any(out.iterdir()) and not force:
         raise UserError(f"{out} exists and is not empty; choose another --out{remedy}")
     check_writable(out)
+
+
+def _check_name(out: Path) -> None:
+    if out.name in ("", ".."):
+        raise UserError(f"--out {out} is not the name of a new directory; write --out NAME")
 
 
 def check_space(out: Path, needed: int, contents: str) -> None:
@@ -140,6 +144,7 @@ def locked(out: Path) -> Iterator[None]:
     if not is_main_process():
         yield
         return
+    _check_name(out)
     file, state = _beside(out, "lock"), state_directory(out)
     lock = FileLock(file, blocking=False)
     made = [folder for folder in file.parents if not folder.exists()]

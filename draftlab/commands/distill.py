@@ -34,6 +34,7 @@ from draftlab.model import hub
 from draftlab.model.hub import ROW_FILES
 from draftlab.output import Output
 from draftlab.registry import CROSS_ENTROPY, LOSSES
+from draftlab.trust import check_address
 
 if TYPE_CHECKING:
     from draftlab.training.answers import PromptFile
@@ -391,9 +392,12 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
             assert reference is not None  # this run loads the target
         reweighing = Reweighing(every=config.reweigh_steps, reference=reference)
     server = None
-    if config.server is not None and weights:
+    if config.api_key_file is not None and not config.api_key_file.exists():
+        raise UserError(f"--api-key-file {config.api_key_file}: there is no such file")
+    if config.server is not None:
         with about("--server"):
-            server = Server.connect(config.server, config.api_key_file)
+            check_address(config.server)
+            server = Server.connect(config.server, config.api_key_file) if weights else None
     text = fill(
         TrainingText,
         config,

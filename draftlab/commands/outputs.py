@@ -347,6 +347,11 @@ def prepare_replay(
     if config.reads_target:
         with about("--target"):
             target = hub.locate(config.target, weights)
+    elif weights and (unread := [o for o in ("target", "device_map") if config.is_set(o)]):
+        raise UserError(
+            f"{', '.join(map(config.flag, unread))}: leave it out, because none of these drafters reads the target's "
+            "hidden states"
+        )
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
     rule, temperature = config.acceptance

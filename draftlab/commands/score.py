@@ -435,6 +435,11 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
     drafts: dict[str, Path] = {}
     for name in names:
         base, kind = parse_quantized_name(name)
+        before, _, unknown = name.rpartition("@")
+        if kind is None and before and Path(before).exists():
+            raise UserError(
+                f"--draft {name}: {unknown!r} after the @ is not a GGUF type{did_you_mean(unknown, hub.ROUNDED)}"
+            )
         path = hub.locate_model(base, weights)
         drafts[hub.checkpoint_name(path) + (f"@{kind}" if kind else "")] = path
     if len(drafts) < len(names):

@@ -234,6 +234,8 @@ def _messages(value: dict[str, Any]) -> list[Any] | None:
             return value[name] if isinstance(value[name], list) else []
     if not {"prompt", "completion"} <= value.keys():
         return None
+    if value["prompt"] is None or value["completion"] is None:
+        return []
     messages: list[Any] = []
     for name, role in (("prompt", "user"), ("completion", "assistant")):
         said = value[name]

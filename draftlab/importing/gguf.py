@@ -41,18 +41,26 @@ SPECIAL = {
     "unk": "tokenizer.ggml.unknown_token_id",
     "pad": "tokenizer.ggml.padding_token_id",
 }
-# tokenizer.ggml.pre -> name of the pre-tokenizer that llama.cpp applies for it, for the architectures whose GGUF files
-# transformers reads
+# tokenizer.ggml.pre -> name of the pre-tokenizer that llama.cpp applies for it
 ALIASES = {
+    "mpt": "gpt-2",
+    "olmo": "gpt-2",
+    "jais": "gpt-2",
     "trillion": "gpt-2",
+    "refact": "smollm",
+    "command-r": "smollm",
+    "codeshell": "smollm",
+    "exaone": "smollm",
     "minerva-7b": "smollm",
     "llama3": "llama-bpe",
     "llama-v3": "llama-bpe",
     "falcon3": "llama-bpe",
+    "falcon-h1": "llama-bpe",
     "pixtral": "llama-bpe",
     "lfm2": "llama-bpe",
     "deepseek-r1-qwen": "qwen2",
     "megrez": "qwen2",
+    "llama4": "gpt-4o",
 }
 
 

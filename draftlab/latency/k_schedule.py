@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, model_validator
 
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel
@@ -42,6 +42,19 @@ class Schedule(FileModel):
         first = pays[0] if pays else 1
         last = next((batch for batch in pays if batch + 1 not in pays), 0)
         return cls(ranges=ranges(ks), pays_from=first, pays_up_to=last)
+
+    @model_validator(mode="after")
+    def _has_each_batch_size_once(self) -> "Schedule":
+        due = 1
+        for first, last, _ in self.ranges:
+            if not due == first <= last:
+                raise ValueError(
+                    f"the range {first} to {last} must begin at {due}, and must not end before it begins"
+                )
+            due = last + 1
+        if self.pays_up_to >= due:
+            raise ValueError(f"pays_up_to is {self.pays_up_to}, beyond the last range")
+        return self
 
     @property
     def largest_k(self) -> int:

@@ -88,11 +88,12 @@ class MLPs(FileModel):
 
     @model_validator(mode="after")
     def _counts_fit(self) -> "MLPs":
-        used = [self.active, *(experts for _, experts in self.curve)]
-        if max(used) > self.experts or sorted(self.curve) != list(self.curve):
+        tokens, used = [point[0] for point in self.curve], [point[1] for point in self.curve]
+        grows = tokens == sorted(set(tokens)) and used == sorted(used)
+        if max([self.active, *used]) > self.experts or not grows:
             raise ValueError(
-                "the numbers of tokens in curve must grow, and active and the numbers of experts in curve must be at "
-                f"most experts ({self.experts})"
+                "the numbers of experts in curve must grow with the numbers of tokens, and be at most experts "
+                f"({self.experts}), as active must"
             )
         if self.dense_layers and not self.dense_ffn:
             raise ValueError(f"dense_layers is {self.dense_layers}, but dense_ffn is missing")

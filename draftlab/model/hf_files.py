@@ -193,7 +193,8 @@ def quantization_method(config: Mapping[str, Any]) -> str | None:
     """Return the quantisation method, such as awq, gptq, fp8 or mlx, or None for unquantised weights."""
     for name, default in (("quantization_config", "unnamed"), ("quantization", "mlx")):
         if settings := config.get(name):
-            return one_line(settings.get("quant_method", default), 40)
+            named = isinstance(settings, Mapping)
+            return one_line(settings.get("quant_method", default) if named else settings, 40)
     return None
 
 

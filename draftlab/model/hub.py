@@ -157,7 +157,11 @@ def head_kind(name: str | Path) -> str | None:
         return "dflash"
     if "draft_vocab_size" in content:
         return "peagle" if MASK_FIELDS & content.keys() else "eagle"
-    return None
+    architectures = content.get("architectures")
+    names = [content.get("model_type"), *(architectures if isinstance(architectures, list) else [])]
+    return (
+        "mtp" if any(re.search("mtp|nextn", str(each), re.IGNORECASE) for each in names) else None
+    )
 
 
 def known_head(name: str | Path) -> str | None:

@@ -1,5 +1,6 @@
 """Check and correct tokenizers that transformers makes from a tokenizer.model file alone, without a tokenizer.json."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,12 +38,17 @@ PROBES = (
 )
 
 
+# a line of a tiktoken file: a token in base64, and its id
+TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s*")
+LONGEST_LINE = 4096
+
+
 def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer, or a corrected tokenizer if it encodes text to other ids than SentencePiece does.
 
     SentencePiece orders BPE merges by score, but transformers 5 orders them by id. In LLaMA's tokenizer, runs of spaces
     have the first ids but the lowest scores. Without a tokenizer_config.json, transformers also omits the leading space
-    and bos.
+    and bos. The tokenizer of a tiktoken file is returned unchanged.
 
     file: Path of tokenizer.model.
 
@@ -51,6 +57,9 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
     """
     from sentencepiece import SentencePieceProcessor  # a package of the extra gguf
 
+    with file.open("rb") as stream:
+        if TIKTOKEN.fullmatch(stream.readline(LONGEST_LINE)):
+            return tokenizer  # a tiktoken file may also be called tokenizer.model
     with reading(f"{file} is not a SentencePiece model"):
         processor = SentencePieceProcessor(model_file=str(file))
     if _agrees(tokenizer, processor):

@@ -26,7 +26,7 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import ServedCompletion, TokenId, completion, top_k
 from draftlab.target_outputs.outputs import TEMPERATURES, TargetOutput, split
 from draftlab.target_outputs.store import Manifest, vocabulary_sha256, write_store
-from draftlab.target_outputs.targets import ServedTarget, Target, outputs_of
+from draftlab.target_outputs.targets import SEEDS, ServedTarget, Target, outputs_of
 
 HELD_OUT = 12  # every 12th line of a log is held out
 
@@ -52,7 +52,8 @@ class _Line(ServedCompletion):
         """
         rows = zip(self.top_ids[:most], self.top_logprobs[:most], strict=True)
         tops = [top_k(zip(*row, strict=True), len(row[0])) for row in rows]
-        return completion(self.prompt_ids, (self.ids[:most], None), self.logprobs[:most], tops)
+        ended = self.finish_reason if most is None or len(self.ids) <= most else None
+        return completion(self.prompt_ids, (self.ids[:most], ended), self.logprobs[:most], tops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,9 +311,13 @@ class TargetAnswers:
         """Return a prompt for every turn of every conversation. The target first answers the earlier turns."""
 
         def answer(asked: list[Prompt], numbers: list[int]) -> list[list[int]]:
-            return [
-                output.ids.tolist() for output in target.generate(asked, numbers, self.sampling, 0)
-            ]
+            written: list[TargetOutput] = []
+            for start in range(
+                0, len(asked), SEEDS
+            ):  # a server has a seed for each prompt of a call
+                part = slice(start, start + SEEDS)
+                written += target.generate(asked[part], numbers[part], self.sampling, 0)
+            return [output.ids.tolist() for output in written]
 
         tokenizer, info = checkpoint.load_tokenizer(target.directory), target.info()
         name = info.target_sha256 or f"{info.source} {info.target}"

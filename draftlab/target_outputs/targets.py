@@ -65,7 +65,7 @@ class LocalTarget:
     Args:
         dtype: Default: the stored dtype, or float32 on a device that is slow in the stored dtype.
         memory: Limit in GB for logits and KV cache together. Default: 2. To write text, a GPU takes half of the memory
-            beside the weights.
+            that is free beside the weights.
     """
 
     directory: Path
@@ -155,14 +155,13 @@ class LocalTarget:
     def writing_memory(self) -> float:
         """Return the memory in GB for the texts that are written at once.
 
-        On a GPU it is half of what the loaded weights leave, because a step of a large batch takes little longer there.
+        On a GPU it is half of the free memory, because a step of a large batch takes little longer there.
         """
         if self.memory is not None:
             return self.memory
         if self.device.type != "cuda" or self.device_map is not None:
             return MEMORY
-        whole = torch.cuda.get_device_properties(self.device).total_memory
-        return (whole - torch.cuda.memory_allocated(self.device)) / 2 / GIGABYTE
+        return torch.cuda.mem_get_info(self.device)[0] / 2 / GIGABYTE
 
     def _score(self, batch: Batch, most: int, k: int) -> StoredLogprobs:
         """Score a batch. Its logits must fit into memory, except that a single row that is too long is scored in parts.

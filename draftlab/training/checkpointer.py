@@ -211,7 +211,7 @@ class Training:
             if not trusts_remote_code():
                 raise UserError(
                     f"{folder} is a checkpoint of FSDP or DeepSpeed with pickle files, which can run code; if you made "
-                    "it, add --trust-remote-code to distill; otherwise start again with --force"
+                    "it, add --trust-remote-code; otherwise start again with --force"
                 )
             self.accelerator.load_state(str(folder))
         else:

@@ -26,6 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from draftlab.console import note
 from draftlab.data import Batch
+from draftlab.errors import UserError
 from draftlab.model import dflash, parallel
 from draftlab.model.dflash import DFlashShape
 from draftlab.model.eagle import TargetSizes, read_tensors
@@ -268,12 +269,17 @@ def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], 
     """Return the config.json of the head to train, the sizes of the head, and the Qwen3Config of its layers.
 
     Raises:
-        UserError: The head does not fit the target.
+        UserError: The head does not fit the target, or predicts only some of the target's token ids.
     """
     target = job.target
     assert target is not None  # a head reads the target's states
     if job.draft is not None:
         config, layer, content = dflash.read_shape(job.draft, target, "dflash")
+        if config.draft_vocab < config.vocab:
+            raise UserError(
+                f"--draft {job.draft} predicts only {config.draft_vocab} of the target's {config.vocab} token ids, but "
+                "distill trains only DFlash heads that predict all ids; leave --draft out to train a new head"
+            )
         return dict(content), config, layer
     sizes = TargetSizes.of(target)
     layers = spec.num_layers or min(5, max(1, sizes.layers // 6))

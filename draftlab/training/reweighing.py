@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
-from pydantic import PositiveFloat, TypeAdapter
+from pydantic import Field, TypeAdapter
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftlab.config.shared import LossOn
@@ -18,7 +19,7 @@ from draftlab.training.loop import Hardware
 from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import DistillStep
 
-NUMBERS = TypeAdapter(dict[str, PositiveFloat])
+NUMBERS = TypeAdapter(dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]])
 ROWS, BATCH = 16, 8  # number of held-out windows of each source, and of windows in a pass
 
 

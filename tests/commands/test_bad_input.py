@@ -49,13 +49,15 @@ def folder(tmp_path_factory, family_dirs, tokenizer_dir) -> Path:
 
 COPIES = (
     "draft no-weights no-config pickled torn odd unread other-words no-snapshot own-code few-ids no-mask-id "
-    "mask-outside head"
+    "mask-outside head named-quantised nextn"
 )
 CHANGED = {
     "odd": {"num_hidden_layers": 7},
     "own-code": {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "code.Model"}},
     "mask-outside": {"pard_token": 307},
     "head": {"draft_vocab_size": 9},
+    "named-quantised": {"quantization": "int4"},
+    "nextn": {"architectures": ["DeepSeekNextNForCausalLM"]},
 }
 FILES = {
     "unread/config.json": "{",
@@ -80,6 +82,7 @@ FILES = {
     "prompts.jsonl": '{"prompt": "def f"}\n{"nothing": 1}\n',
     "broken.jsonl": "not json\n",
     "none.jsonl": "",
+    "nulls.jsonl": '{"prompt": null, "completion": "def f"}\n' * 96,
     "score.json": '{"version": 1}',
     "replay.json": "{}",
     "profile.yaml": "kind: measured\n",

@@ -293,7 +293,13 @@ def test_a_curve_of_experts_makes_a_wide_pass_cheaper_than_chance(tmp_path):
 
 @pytest.mark.parametrize(
     "mlps",
-    [None, "{experts: 2, active: 3}", "{dense_layers: 1}", "{experts: 4, curve: [[2, 1], [1, 2]]}"],
+    [
+        None,
+        "{experts: 2, active: 3}",
+        "{dense_layers: 1}",
+        "{experts: 4, curve: [[2, 1], [1, 2]]}",
+        "{experts: 8, curve: [[1, 4], [8, 2]]}",
+    ],
 )
 def test_wrong_mlps_are_refused(mlps, tmp_path):
     file = tmp_path / "wrong.yaml"

@@ -11,12 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from errors import raises_option
+from pydantic import ValidationError
 from test_cost_model import latency, profile_of
 from typed import call
 
 from draftlab.acceptance.expected import texts_of
 from draftlab.latency.cost_model import CostModel, write_profile
-from draftlab.latency.k_schedule import Ranges, ranges, read_schedule, schedule, schedule_of
+from draftlab.latency.k_schedule import (
+    Ranges,
+    Schedule,
+    ranges,
+    read_schedule,
+    schedule,
+    schedule_of,
+)
 from draftlab.latency.steps import expected_time, plain_ms, step_costs, steps, total_ms
 from draftlab.latency.workload import Workload, constant_workload
 
@@ -58,6 +66,14 @@ def test_a_draft_can_pay_from_some_streams_on():
     assert (made.pays_from, made.pays_up_to) == (made.ranges[0][1] + 1, 32)
     with_a_gap = schedule_of({1: 4, 4: 0, 8: 2})
     assert (with_a_gap.pays_from, with_a_gap.pays_up_to) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "pays_up_to"), [([(1, 4, 3), (3, 2, 5)], 2), ([(2, 4, 3)], 4), ([(1, 4, 3)], 99)]
+)
+def test_a_schedule_has_each_batch_size_once(ranges, pays_up_to):
+    with pytest.raises(ValidationError):
+        Schedule(ranges=ranges, pays_up_to=pays_up_to)
 
 
 def test_nothing_is_drafted_where_nothing_is_accepted_or_every_token_costs_its_own_time():

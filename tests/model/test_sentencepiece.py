@@ -10,7 +10,7 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.model.sentencepiece import PROBES
+from draftlab.model.sentencepiece import PROBES, as_sentencepiece
 
 TEXT = [
     *PROBES,
@@ -61,12 +61,15 @@ def test_ids_are_those_of_sentencepiece(alone, tmp_path, config):
     assert checkpoint.eos_token_ids(tmp_path) == (truth.eos_id(),)
 
 
-def test_a_damaged_model_is_refused(alone, tmp_path):
+def test_a_damaged_model_is_not_taken_for_tiktokens(alone, tmp_path):
     """Twice the same content is a message for protobuf, which transformers reads, and none for SentencePiece."""
     whole, file = (alone / "tokenizer.model").read_bytes(), tmp_path / "tokenizer.model"
     file.write_bytes(2 * whole)
     with pytest.raises(UserError):
         checkpoint.load_tokenizer(tmp_path)
+    tokenizer = checkpoint.load_tokenizer(alone)
+    file.write_bytes(b"IQ== 0\nIg== 1\n")
+    assert as_sentencepiece(tokenizer, file) is tokenizer
 
 
 def test_a_model_that_transformers_reads_otherwise_is_refused(tmp_path):

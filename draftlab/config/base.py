@@ -190,7 +190,8 @@ class Config(BaseModel):
             text = "; ".join(map(cls._complaint, items))
             raise (UsageError if missing else UserError)(where + text) from None
         except UserError as error:  # from a property that a rule in `only` reads
-            raise UserError(f"{where}{error}") from None
+            error.args = (f"{where}{error}",)
+            raise
 
     @classmethod
     def of_file(cls, path: Path, command: str) -> dict[str, Any]:

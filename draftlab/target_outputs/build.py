@@ -312,9 +312,8 @@ class TargetAnswers:
 
         def answer(asked: list[Prompt], numbers: list[int]) -> list[list[int]]:
             written: list[TargetOutput] = []
-            for start in range(
-                0, len(asked), SEEDS
-            ):  # a server has a seed for each prompt of a call
+            # a server has as many seeds for the prompts of a call
+            for start in range(0, len(asked), SEEDS):
                 part = slice(start, start + SEEDS)
                 written += target.generate(asked[part], numbers[part], self.sampling, 0)
             return [output.ids.tolist() for output in written]

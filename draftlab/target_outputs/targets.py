@@ -161,7 +161,8 @@ class LocalTarget:
             return self.memory
         if self.device.type != "cuda" or self.device_map is not None:
             return MEMORY
-        return torch.cuda.mem_get_info(self.device)[0] / 2 / GIGABYTE
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return (torch.cuda.mem_get_info(self.device)[0] + cached) / 2 / GIGABYTE
 
     def _score(self, batch: Batch, most: int, k: int) -> StoredLogprobs:
         """Score a batch. Its logits must fit into memory, except that a single row that is too long is scored in parts.

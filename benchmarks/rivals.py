@@ -11,23 +11,27 @@ requests.
 training: What the draft or head learnt from: tokens of answers, CPU seconds of all its distillations on one core, and
 held-out acceptance after the last of them. A draft's distillations include those of the drafts that it began as.
 
-With --seeds, the rows are those of a kind by seed, and over_draft compares drafts of the same seed.
+With --seeds, the rows are those of a kind by seed. tokens_per_pass: Of replays on the target's greedy answers, by K, as
+[value, low, high] over the texts. over_draft: These divided by those of the draft of the same seed, paired by texts.
 """
 
+import itertools
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from benchmarks import bounds, drafting_row, environment
 from benchmarks.published_draft import over_same_weights
 from benchmarks.sheared import recorded
 from benchmarks.smollm2 import scores, settings
+from draftlab.acceptance.expected import Counts
+from draftlab.intervals import Interval, bootstrap, interval, ratio
 from draftlab.provenance import read_record
 from draftlab.results.ranking import speedup_ratio
-from draftlab.results.score import Score
+from draftlab.target_outputs.replay import read_replay
 
 DRAFT, FALLBACK = "10@int8", "fallback:draft=runs_distilled_10,draft_tokens=3@int8"
 # the directory in the folder's runs of each draft or head that was trained
@@ -38,13 +42,7 @@ TRAINED = {
 }
 
 
-SEEDS = "0", "1", "2"
-# by kind, the name of its score and the directory of its training, for a seed
-OF_SEED = {
-    "draft": ("draft-{}@int8", "draft-{}"),
-    "parallel": ("parallel-{}@int8", "parallel-{}"),
-    "eagle": ("eagle:heads=runs_eagle-{}", "eagle-{}"),
-}
+KINDS, SEEDS, KS = ("draft", "parallel", "eagle"), ("0", "1", "2"), (2, 3, 4)
 
 
 def main(
@@ -53,44 +51,52 @@ def main(
         bool, typer.Option("--seeds", help="Compare the kinds on three seeds.")
     ] = False,
 ) -> None:
-    scored = scores(folder / ("runs/score" if seeds else "runs/rivals/score"))
+    found = by_seed(folder) if seeds else by_drafter(folder)
+    print(json.dumps(found | environment(1)))
+
+
+def by_drafter(folder: Path) -> dict[str, Any]:
+    scored = scores(folder / "runs/rivals/score")
+    rows = {score.name: drafting_row(over_same_weights(score)) for score in scored}
     by_name = {score.name: score for score in scored}
-    rows = by_seed(folder, by_name) if seeds else by_drafter(folder, by_name)
-    name = "rival_seeds" if seeds else "rivals"
-    print(
-        json.dumps(
-            {"benchmark": name, "drafters": rows, "settings": settings(scored)} | environment(1)
-        )
-    )
-
-
-def by_drafter(folder: Path, scored: Mapping[str, Score]) -> dict[str, Any]:
-    rows = {}
-    for name, score in scored.items():
-        rows[name] = row(score, scored[DRAFT])
-        rows[name]["over_fallback"] = bounds(speedup_ratio(score, scored[FALLBACK]))
+    for score in scored:
+        rows[score.name] |= {
+            "tokens_per_pass_by_k": {
+                k: score.tokens_per_pass(k) for k in sorted(score.speculative)
+            },
+            "over_draft": bounds(speedup_ratio(score, by_name[DRAFT])),
+            "over_fallback": bounds(speedup_ratio(score, by_name[FALLBACK])),
+        }
     for name, place in TRAINED.items():
         rows[name]["training"] = training(folder, folder / "runs" / place)
-    return rows
+    return {"benchmark": "rivals", "drafters": rows, "settings": settings(scored)}
 
 
-def by_seed(folder: Path, scored: Mapping[str, Score]) -> dict[str, Any]:
-    found: dict[str, Any] = {kind: {} for kind in OF_SEED}
-    for kind, (name, place) in OF_SEED.items():
-        for seed in SEEDS:
-            draft = scored[OF_SEED["draft"][0].format(seed)]
-            learnt = training(folder, folder / "runs" / place.format(seed))
-            found[kind][seed] = row(scored[name.format(seed)], draft) | {"training": learnt}
-    return found
+def by_seed(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {kind: {} for kind in KINDS}
+    runs = folder / "runs"
+    names = [f"{kind}-{seed}" for kind, seed in itertools.product(KINDS, SEEDS)]
+    replays = {name: read_replay(runs / "replay" / name) for name in names}
+    for kind, seed in itertools.product(KINDS, SEEDS):
+        lengths, over = {}, {}
+        for k in KS:
+            counts, others = (replays[f"{each}-{seed}"].counts(k) for each in (kind, "draft"))
+            lengths[k] = bounds(ratio(np.stack([counts.tokens, counts.passes], 1)))
+            over[k] = bounds(ratio_of_lengths(counts, others))
+        learnt = training(folder, runs / f"{kind}-{seed}")
+        found[kind][seed] = {"tokens_per_pass": lengths, "over_draft": over, "training": learnt}
+    texts = len(replays[names[0]].texts)
+    return {"benchmark": "rival_seeds", "texts": texts, "drafters": found}
 
 
-def row(score: Score, draft: Score) -> dict[str, Any]:
-    lengths = {k: score.tokens_per_pass(k) for k in sorted(score.speculative)}
-    over = bounds(speedup_ratio(score, draft))
-    return drafting_row(over_same_weights(score)) | {
-        "tokens_per_pass_by_k": lengths,
-        "over_draft": over,
-    }
+def ratio_of_lengths(first: Counts, second: Counts) -> Interval:
+    """Return the tokens per pass of the first draft divided by those of the second on the same texts."""
+
+    def ratios(times: np.ndarray) -> np.ndarray:
+        lengths = [times @ counts.tokens / (times @ counts.passes) for counts in (first, second)]
+        return lengths[0] / lengths[1]
+
+    return interval(bootstrap(ratios, len(first.tokens)), len(first.tokens))
 
 
 def training(folder: Path, place: Path) -> dict[str, Any]:

@@ -40,8 +40,7 @@ TRAINED = {
     "parallel-2@int8": "rivals/parallel-2",
     "eagle:heads=runs_rivals_eagle-2": "rivals/eagle-2",
 }
-
-
+# with --seeds: kinds and seeds, whose directories are KIND-SEED, and K
 KINDS, SEEDS, KS = ("draft", "parallel", "eagle"), ("0", "1", "2"), (2, 3, 4)
 
 

@@ -149,6 +149,34 @@ def rounding(dtype: torch.dtype, terms: int, magnitude: float, factor: float = 4
     return factor * torch.finfo(dtype).eps * math.sqrt(terms) * magnitude
 
 
+# terms behind a logit of the largest model here: in each layer four products over hidden_size, a product over
+# intermediate_size, and the attention's sum over the context
+PASS_TERMS = SIZES["num_hidden_layers"] * (
+    4 * SIZES["hidden_size"] + SIZES["intermediate_size"] + SIZES["max_position_embeddings"]
+)
+PASS_ROUNDING = rounding(torch.float32, PASS_TERMS, 1.0)  # of a value of 1 in float32
+
+
+def assert_rounds(
+    found: Any,
+    wanted: Any,
+    terms: int = PASS_TERMS,
+    *,
+    magnitude: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Assert that two arrays of one shape differ by no more than rounding in `dtype` can explain.
+
+    terms: Number of terms summed for a value. magnitude: Largest magnitude of the terms. None takes the largest
+    finite magnitude in `wanted`.
+    """
+    found, wanted = (torch.as_tensor(value).detach().double() for value in (found, wanted))
+    if magnitude is None:
+        finite = wanted[wanted.isfinite()]
+        magnitude = float(finite.abs().max()) if len(finite) else 0.0
+    torch.testing.assert_close(found, wanted, atol=rounding(dtype, terms, magnitude), rtol=0)
+
+
 def setup(
     teacher: TeacherModel, batches: Batches, heldout: list[Batch], loss: str = "fkl"
 ) -> TrainingSetup:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from builders import PASS_ROUNDING, assert_rounds
 from torch import Tensor
 
 from draftlab.training.fused_loss import Dense, fused_loss
@@ -62,8 +63,8 @@ def test_loss_and_gradients_are_a_peers(peer: Peer, name: str, temperature: floa
     ours = fused_loss(
         hidden, head, labels, weights, teacher, parse_loss(name), temperature
     ).objective
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    assert_rounds(ours, theirs)
     gradients = [torch.autograd.grad(loss, [hidden, head]) for loss in (ours, theirs)]
     for here, there in zip(*gradients, strict=True):
         # for jsd(0.9), ours is 2e-5 from fp64 and TRL's chunked one 5e-5
-        assert float((here - there).abs().max() / there.abs().max()) < 1e-4
+        assert float((here - there).abs().max() / there.abs().max()) < 4 * PASS_ROUNDING

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from builders import build, generation_of
+from builders import assert_rounds, build, generation_of
 from errors import raises_option
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -256,7 +256,7 @@ def test_ragged_texts_together_are_each_alone_and_what_transformers_says(pair, m
         order = logits.argsort(-1, descending=True)
         ranks = (order == torch.from_numpy(written)[:, None]).float().argmax(1)
         for f in found:
-            np.testing.assert_allclose(np.exp(f.logprobs), wanted, atol=1e-5)
+            assert_rounds(np.exp(f.logprobs), wanted)
             assert f.ranks.tolist() == ranks.tolist()
 
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from builders import PASS_ROUNDING, assert_rounds
 from errors import raises_option
 from head_training import check_killed_run, head_settings
 from test_dflash import loaded
@@ -20,7 +21,7 @@ from draftlab.training.eagle_head import TargetPass
 from draftlab.training.fused_loss import Dense
 from draftlab.training.losses import parse_loss
 
-T, M, A, FP32 = 24, 5, 4, 1e-5
+T, M, A = 24, 5, 4
 SLIDES = {
     "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True,
 }  # fmt: skip
@@ -77,12 +78,7 @@ def test_blocks_in_training_have_the_logits_of_decoding(target, text, tmp_path, 
         logits = student.get_output_embeddings()(student(ids[:, :-1], states, anchors))
     for row, places in enumerate(anchors.tolist()):
         for number, anchor in enumerate(places):
-            torch.testing.assert_close(
-                logits[row, number],
-                drafted(head, ids[row], states[row], anchor),
-                atol=1e-4,
-                rtol=1e-4,
-            )
+            assert_rounds(logits[row, number], drafted(head, ids[row], states[row], anchor))
 
 
 def test_each_prediction_has_the_loss_and_gradient_that_its_place_in_the_block_gives(target, text):
@@ -123,12 +119,12 @@ def test_each_prediction_has_the_loss_and_gradient_that_its_place_in_the_block_g
         teacher = TargetPass(Dense(logits[mask > 0], None), states)
         sums = objective(ids, mask, teacher, *rest)
         sums[0, 5].backward()
-        torch.testing.assert_close(sums[0, 5].detach(), total.detach(), atol=1e-3, rtol=FP32)
+        assert_rounds(sums[0, 5].detach(), total.detach())
         for name, parameter in student.named_parameters():
-            torch.testing.assert_close(parameter.grad, wanted[name], atol=1e-4, rtol=1e-4)
+            assert_rounds(parameter.grad, wanted[name])
         with torch.no_grad():
             found = objective(ids, mask, teacher, *rest)[:, 2]
-        torch.testing.assert_close(found, acceptance, atol=FP32, rtol=1e-4)
+        assert_rounds(found, acceptance)
 
     check(ids, mask, states, logits, None, depths)
     one = {"states": states, "logits": logits}
@@ -169,7 +165,7 @@ def test_training_goes_on_with_a_head_as_it_was_written(trained, words, tmp_path
     given = words | {"student": "dflash:anchors=0.5", "draft": str(trained), "steps": 1}
     found = cast(Any, COMMANDS["distill"](**given, out=tmp_path / "on").data)
     ended = json.loads((trained / "draftlab.json").read_text())["notes"]["after"]
-    assert found["before"]["offsets"] == pytest.approx(ended["offsets"], rel=1e-4)
+    assert found["before"]["offsets"] == pytest.approx(ended["offsets"], rel=PASS_ROUNDING)
 
 
 @pytest.mark.parametrize(

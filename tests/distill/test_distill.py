@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import altered, build, rounding, setup, until
+from builders import PASS_ROUNDING, altered, build, rounding, setup, until
 from random_rows import RandomRows
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -144,9 +144,9 @@ def test_a_copy_of_the_teacher_has_nothing_to_learn(tmp_path, teacher):
     model = copy.deepcopy(teacher)
     records = run(model, teacher, tmp_path, altered(SETTINGS, steps=1))
     assert records[0].loss == 0
-    assert records[0].acceptance == pytest.approx(1, abs=1e-6)
+    assert records[0].acceptance == pytest.approx(1, abs=PASS_ROUNDING)
     assert records[0].agreement == 1
-    assert records[1].grad_norm == pytest.approx(0, abs=1e-6)
+    assert records[1].grad_norm == pytest.approx(0, abs=PASS_ROUNDING)
 
 
 def test_cross_entropy_needs_none_and_reports_no_acceptance(tmp_path):

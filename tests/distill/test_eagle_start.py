@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import assert_rounds
 from torch import Tensor
 
 from draftlab.model.eagle import HeadShape
@@ -15,7 +16,6 @@ SIZES: dict[str, Any] = {
     "hidden": D, "ffn": 40, "eps": 1e-5, "context": 64, "rope": {"rope_type": "default", "rope_theta": 100.0},
     "vocab": V, "draft_vocab": 20, "target_hidden": D, "layer_ids": (1, 2, 4), "norm_before_residual": False,
 }  # fmt: skip
-ROUNDING = 2e-4  # fp32 sums over N and D, solved in fp64
 
 
 def random(*size: int, seed: int) -> Tensor:
@@ -76,7 +76,7 @@ def test_the_first_step_is_least_squares_of_the_rank_that_the_values_have(
         output = student(ids.unsqueeze(1), found.states.unsqueeze(1), 1)[0].squeeze(1)
     direction = normalised(predicted)
     weight = (direction * found.after).sum(0) / (direction**2).sum(0)
-    torch.testing.assert_close(output.double(), direction * weight, atol=ROUNDING, rtol=ROUNDING)
+    assert_rounds(output.double(), direction * weight)
 
 
 def test_attention_starts_at_the_own_position_wherever_it_is(case):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from builders import PASS_ROUNDING
 from errors import raises_option
 from test_cli import PRUNE, made, refused, space  # noqa: F401
 from transformers import AutoModelForCausalLM
@@ -69,7 +70,9 @@ def test_a_model_expects_its_own_held_out_losses(space, mixture, family_dirs):  
         windows = open_heldout(name, tokenizer, rows=4, seq_len=16, most_rows=16).batches
         ids = torch.cat([torch.from_numpy(batch.ids) for batch in windows]).long()
         with torch.no_grad():
-            assert found[name] == pytest.approx(float(model(ids, labels=ids).loss), rel=1e-4)
+            assert found[name] == pytest.approx(
+                float(model(ids, labels=ids).loss), rel=PASS_ROUNDING
+            )
 
 
 def test_a_single_source_has_nothing_to_reweigh(mixture, family_dirs):

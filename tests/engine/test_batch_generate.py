@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import assert_rounds
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from draftlab.acceptance import token_logprobs
@@ -95,11 +96,8 @@ def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(
                 0, len(prompt) - 1 : -1
             ]
         at = torch.from_numpy(text.ids)[:, None]
-        torch.testing.assert_close(
-            torch.from_numpy(text.logprobs),
-            (logits / 0.7).log_softmax(-1).gather(1, at)[:, 0],
-            atol=1e-4,
-            rtol=1e-4,
+        assert_rounds(
+            torch.from_numpy(text.logprobs), (logits / 0.7).log_softmax(-1).gather(1, at)[:, 0]
         )
 
 
@@ -151,5 +149,5 @@ def test_logits_in_parts_are_those_of_one_pass(name, models):
     # of seven positions
     parts = token_logprobs.score_tokens(models[name], texts, 307, warp, memory=7 * 16 * 307 / 1e9)
     for a, b in zip(whole, parts, strict=True):
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+        assert_rounds(a.logprobs, b.logprobs)
         assert (a.ranks == b.ranks).mean() > 0.95

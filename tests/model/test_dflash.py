@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import assert_rounds
 from errors import raises_option
 from head_texts import (
     LAYERS,
@@ -102,9 +103,7 @@ def test_speculators_computes_the_same_logits(target, text, tmp_path, fields, mo
     first = 0 if content["sample_from_anchor"] else 1
     for number, anchor in enumerate(anchors):
         theirs = logits[0, number * BLOCK + first : (number + 1) * BLOCK]
-        torch.testing.assert_close(
-            drafted(head, text[1], text[0], anchor), theirs, atol=1e-4, rtol=1e-4
-        )
+        assert_rounds(drafted(head, text[1], text[0], anchor), theirs)
 
 
 @pytest.mark.parametrize(

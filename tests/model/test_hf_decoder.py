@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import assert_rounds
 from enumeration import emitted, greedy_with_softmax_q, joint, sampled
 from errors import raises_option
 from test_rejection_rules import leviathan
@@ -181,13 +182,11 @@ def test_a_token_tree_has_the_logits_of_its_paths(kind):
     for path in ([1, 3], [2, 4]):
         text = [*PROMPTS[0], 9, *(int(ids[0, i]) for i in path)]
         expected = target.forward_uncached(torch.tensor([text]), 3)
-        torch.testing.assert_close(found[0, [0, *path]], expected[0], atol=1e-4, rtol=1e-4)
+        assert_rounds(found[0, [0, *path]], expected[0])
     cache.keep(0, len(PROMPTS[0]) + 1, [1, 3])
     after = target.forward(torch.tensor([[61]]), cache)
     text = [*PROMPTS[0], 9, 3, 5, 61]  # the tree's second token and its child
-    torch.testing.assert_close(
-        after[0, -1:], target.forward_uncached(torch.tensor([text]), 1)[0], atol=1e-4, rtol=1e-4
-    )
+    assert_rounds(after[0, -1:], target.forward_uncached(torch.tensor([text]), 1)[0])
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "gpt2"])
@@ -204,9 +203,7 @@ def test_the_states_of_layers_are_transformers_own(kind):
         with torch.no_grad():
             states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
         expected = torch.cat([states[i][0] for i in (0, 1, 3)], -1)
-        torch.testing.assert_close(
-            cache.layer_states.states[row, : len(text)], expected, atol=1e-4, rtol=1e-4
-        )
+        assert_rounds(cache.layer_states.states[row, : len(text)], expected)
 
 
 def test_models_whose_positions_cannot_be_given_speculate_one_row_at_a_time():
@@ -315,7 +312,7 @@ def test_at_temperature_1_every_draft_and_outcome_gives_transformers_distributio
     wanted = joint(target.transformers, 3)
     drafting = sampled(draft.following, parents)
     found = emitted(target.following, drafting, rule, 3, target.verified)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    assert_rounds(found, wanted)
     if rule is leviathan:
         broken = greedy_with_softmax_q(draft.following, parents)
         wrong = emitted(target.following, broken, rule, 3, target.verified)
@@ -357,4 +354,4 @@ def test_a_head_is_replayed_on_transformers_states_as_on_the_engines(family_dirs
         for each in (own, hosted)
     ]
     for here, there in zip(*both, strict=True):
-        np.testing.assert_allclose(here.logprobs, there.logprobs, atol=1e-3)
+        assert_rounds(here.logprobs, there.logprobs)

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from builders import FAMILIES, OTHER_BLOCKS
+from builders import FAMILIES, OTHER_BLOCKS, assert_rounds
 from errors import raises_option
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +33,7 @@ def test_logits_of_passes_of_any_width_equal_transformers(pair, widths):
     ours, theirs = pair
     cache = ours.new_cache(2, 64)
     parts = [ours.forward(part, cache) for part in IDS.split(widths, dim=1)]
-    torch.testing.assert_close(torch.cat(parts, 1), theirs(IDS).logits, atol=2e-5, rtol=1e-4)
+    assert_rounds(torch.cat(parts, 1), theirs(IDS).logits)
 
 
 @settings(max_examples=12, deadline=None)
@@ -66,9 +66,7 @@ def test_rollback_equals_fresh_prefill(family_dirs, steps):
         if used:
             model.forward(IDS[row : row + 1, :used], fresh)
         for held, again in ((cache.keys, fresh.keys), (cache.values, fresh.values)):
-            torch.testing.assert_close(
-                held[:, row, :, :used], again[:, 0, :, :used], atol=2e-5, rtol=1e-4
-            )
+            assert_rounds(held[:, row, :, :used], again[:, 0, :, :used])
 
 
 @lru_cache
@@ -93,16 +91,13 @@ def test_a_tree_gives_what_each_of_its_paths_gives(family_dirs):
             text = torch.cat([IDS[row, :used], tree[row, path]]).unsqueeze(0)
             alone = model.new_cache(1, 64)
             expected = model.forward(text, alone, last=1)[0, -1]
-            torch.testing.assert_close(logits[row, leaf], expected, atol=2e-5, rtol=1e-4)
+            assert_rounds(logits[row, leaf], expected)
             kept = model.new_cache(2, 64)
             kept.keys[:], kept.values[:] = cache.keys, cache.values
             kept.keep(row, used, path)
             assert kept.used[row] == used + len(path)
-            torch.testing.assert_close(
-                kept.keys[:, row, :, : kept.used[row]],
-                alone.keys[:, 0, :, : kept.used[row]],
-                atol=2e-5,
-                rtol=1e-4,
+            assert_rounds(
+                kept.keys[:, row, :, : kept.used[row]], alone.keys[:, 0, :, : kept.used[row]]
             )
 
 

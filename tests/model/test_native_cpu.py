@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import FAMILIES, OTHER_BLOCKS, build
+from builders import FAMILIES, OTHER_BLOCKS, assert_rounds, build
 from errors import raises_option
 from test_engine import PROMPT
 from transformers import AutoModelForCausalLM
@@ -41,7 +41,7 @@ def test_logits_equal_transformers(family, family_dirs):
     ours = NativeLlama(llama.load(family_dirs[family], torch.float32))
     with torch.inference_mode():
         found = passes(ours, IDS.tolist(), [1, 2, 7, 1, 8, 5])
-        torch.testing.assert_close(found, theirs(IDS).logits, atol=5e-5, rtol=1e-4)
+        assert_rounds(found, theirs(IDS).logits)
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +116,7 @@ def is_exact(directory: Path, run: Callable[[NativeLlama, list[int]], torch.Tens
         for widths in ([3, 1, 8, 2, 5, 5], [7, 6, 11], [24]):
             assert torch.equal(run(NativeLlama(model, int8), widths), one)
         if (dtype, int8) == (torch.float32, False):
-            torch.testing.assert_close(
-                one, passes(model, IDS[:1].tolist(), [24]), atol=5e-5, rtol=1e-4
-            )
+            assert_rounds(one, passes(model, IDS[:1].tolist(), [24]))
 
 
 def test_on_arm_it_is_as_exact(family_dirs, tmp_path):
@@ -184,7 +182,7 @@ def test_int8_is_the_model_with_its_matrices_rounded_by_output(family_dirs):
             IDS.tolist(),
             [5, 5, 6, 8],
         )
-        torch.testing.assert_close(ours, rounded(IDS).logits, atol=1e-3, rtol=1e-3)
+        assert_rounds(ours, rounded(IDS).logits)
 
 
 def test_trees_behind_rows_of_different_lengths_are_llamas(family_dirs):
@@ -201,8 +199,8 @@ def test_trees_behind_rows_of_different_lengths_are_llamas(family_dirs):
         )
         assert cache.used == [20, 15]
         found.append(cache.keys[:, 0, :, :20])
-    torch.testing.assert_close(found[0], found[2], atol=5e-5, rtol=1e-4)
-    torch.testing.assert_close(found[1], found[3], atol=5e-5, rtol=1e-4)
+    assert_rounds(found[0], found[2])
+    assert_rounds(found[1], found[3])
 
 
 def test_ids_of_any_integer_type_are_read(family_dirs):
@@ -240,9 +238,7 @@ def test_wide_passes_go_on_where_narrow_ones_stopped(family_dirs):
     model = llama.load(family_dirs["mistral"], torch.float32)
     text = [PROMPT * 22]
     widths = [3, native_cpu.WIDE + 10, 13]
-    torch.testing.assert_close(
-        passes(NativeLlama(model), text, widths), passes(model, text, widths), atol=5e-5, rtol=1e-4
-    )
+    assert_rounds(passes(NativeLlama(model), text, widths), passes(model, text, widths))
 
 
 @pytest.mark.parametrize(("dtype", "int8"), KINDS)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import assert_rounds
 from drafter_laws import VOCAB, peagle_drafter, replay_errors, save_models
 from errors import raises_option
 from head_texts import (
@@ -96,7 +97,7 @@ def test_speculators_computes_the_same_logits(target, tmp_path, fields, monkeypa
         theirs = torch.stack(
             [found[0][int(((anchors == anchor) & (depths == d)).nonzero())] for d in range(count)]
         )
-        torch.testing.assert_close(own_logits[0][:, draft_ids()], theirs, atol=1e-4, rtol=1e-4)
+        assert_rounds(own_logits[0][:, draft_ids()], theirs)
 
 
 def test_the_compiled_head_drafts_from_the_distributions_of_the_eager_one(target, tmp_path):
@@ -114,7 +115,7 @@ def test_the_compiled_head_drafts_from_the_distributions_of_the_eager_one(target
         model.forward(torch.tensor([t[:11] + [0] * 4 for t in texts]), cache, last=1)
         drafter.propose([text[:7] for text in texts], K, sampling, uniform)
         found.append(drafter.propose([text[:11] for text in texts], K, sampling, uniform).q)
-    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+    assert_rounds(*found)
 
 
 def test_replay_expects_what_sampling_counts(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from builders import assert_rounds
 from head_texts import LAYERS, T, V, W, draft_ids, random_text, random_weights
 from plain_eagle import VARIANTS
 from torch import Tensor
@@ -49,7 +50,7 @@ def assert_alike(here: list[Tensor], there: list[Tensor], window: int | None) ->
     """The later steps are compared up to the window's edge: there the window moves on with the chain's start only."""
     for step in range(STEPS):
         places = T - 1 - step if window is None or step == 0 else min(T - 1 - step, window - step)
-        torch.testing.assert_close(here[step][:places], there[step][:places], atol=1e-4, rtol=1e-4)
+        assert_rounds(here[step][:places], there[step][:places])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

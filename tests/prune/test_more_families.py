@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from builders import GRANITE, SIZES
+from builders import GRANITE, PASS_ROUNDING, SIZES
 from errors import raises_option
 from test_masks import both, error, masks_for, smaller
 from test_refit import IDS, opened, random_rotation, walk_logits
@@ -74,7 +74,7 @@ def test_masked_equals_extracted(name, saved):
     masks = masks_for(have, smaller_of(name, have))
     if "no_rope_layers" in checkpoint.read_config(saved[name]):
         assert masks.keep().layers != list(range(3))  # else the list need not be sliced
-    assert error(*both(saved[name], model, masks)) < 1e-5
+    assert error(*both(saved[name], model, masks)) < PASS_ROUNDING
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -87,7 +87,7 @@ def test_walking_and_rotating_give_the_models_logits(name, saved):
     if not have.tied:
         rotation = random_rotation()
         turned = walk_logits(Rotated(weights, have, rotation), config)
-        assert error(turned, wanted) < 1e-4
+        assert error(turned, wanted) < PASS_ROUNDING
 
 
 @pytest.mark.parametrize("name", CONFIGS)

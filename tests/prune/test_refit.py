@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import FAMILIES, build
+from builders import FAMILIES, PASS_ROUNDING, assert_rounds, build
 from errors import raises_option
 from torch import Tensor, nn
 
@@ -85,7 +85,7 @@ def test_rotating_the_stream_changes_no_logit(family, family_dirs):
     turned = Rotated(weights, have, rotation)
     assert set(turned) == set(weights)
     there, here = (walk_logits(w, config) for w in (turned, weights))
-    assert (there - here).abs().max() / here.abs().max() < 1e-4
+    assert (there - here).abs().max() / here.abs().max() < PASS_ROUNDING
     skewed = Rotated(weights, have, rotation * 1.1)
     assert (walk_logits(skewed, config) - here).abs().max() > 0.01
 
@@ -100,7 +100,7 @@ def test_a_tied_model_with_a_head_of_its_own_is_the_same_function_also_rotated(f
     here = walk_logits(weights, config)
     assert torch.equal(walk_logits(untied, own), here)
     there = run_all(walk(Rotated(untied, have, rotation), own), [IDS[:1]])[0]
-    assert (there - here).abs().max() / here.abs().max() < 1e-4
+    assert (there - here).abs().max() / here.abs().max() < PASS_ROUNDING
 
 
 def test_a_tied_model_is_not_rotated(family_dirs):
@@ -170,7 +170,7 @@ def planted(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_ridge_recovers_a_planted_map_and_a_strong_one_changes_nothing():
     x, error, change = planted(400, 0)
     found = ridge_solve(x.T @ x, x.T @ error, 1e-9)
-    torch.testing.assert_close(found, change.double(), atol=1e-5, rtol=1e-5)
+    assert_rounds(found, change.double())
     assert ridge_solve(x.T @ x, x.T @ error, 1e9).abs().max() < 1e-6
 
 
@@ -188,7 +188,7 @@ def test_a_refit_that_hurts_held_out_text_is_not_taken():
     _fit_matrix(linear, iter([(x, error), (y, -other)]), 1, 1e-9)
     assert torch.equal(linear.weight, before)
     _fit_matrix(linear, iter([(x, error), (y, other)]), 1, 1e-9)
-    torch.testing.assert_close(linear.weight.detach(), before + change.T, atol=1e-4, rtol=1e-4)
+    assert_rounds(linear.weight.detach(), before + change.T)
 
 
 def test_refitting_a_broken_output_matrix_repairs_it(family_dirs):

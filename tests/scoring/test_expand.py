@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import FAMILIES, logits_by_transformers
+from builders import FAMILIES, PASS_ROUNDING, logits_by_transformers
 from errors import raises_option
 
 from benchmarks.expand import expand, larger
@@ -34,7 +34,7 @@ def test_logits_are_the_sources_by_transformers_alone(family, family_dirs, tmp_p
     out = expanded(family_dirs[family], tmp_path / "out", kv_heads=kv_heads)
     wanted = LARGER | {"kv_heads": kv_heads}
     assert read_shape(out).model_dump(include=set(wanted)) == wanted
-    assert error(logits(out), logits(family_dirs[family])) < 1e-4
+    assert error(logits(out), logits(family_dirs[family])) < PASS_ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_logits_are_the_sources_by_transformers_alone(family, family_dirs, tmp_p
 )
 def test_ratios_of_heads_that_hold_the_source_are_exact(heads, kv_heads, family_dirs, tmp_path):
     out = expanded(family_dirs["llama_biases"], tmp_path / "out", heads=heads, kv_heads=kv_heads)
-    assert error(logits(out), logits(family_dirs["llama_biases"])) < 1e-4
+    assert error(logits(out), logits(family_dirs["llama_biases"])) < PASS_ROUNDING
 
 
 def test_parameters_solve_the_ffn(family_dirs):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import build
+from builders import PASS_ROUNDING, build
 from errors import raises_option
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -111,7 +111,7 @@ def close(
     found: dict[tuple[str, str], list[float]], expected: dict[tuple[str, str], list[float]]
 ) -> bool:
     assert found.keys() == expected.keys()
-    return all(found[key] == pytest.approx(expected[key], rel=1e-5) for key in expected)
+    return all(found[key] == pytest.approx(expected[key], rel=PASS_ROUNDING) for key in expected)
 
 
 def test_every_kind_of_task_has_lm_evals_own_items(family_dirs, folder):

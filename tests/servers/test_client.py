@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import assert_rounds
 from errors import raises_option
 from loopback_servers import DROP, RECORDED, Answering, Observed, replay, running
 from safetensors.numpy import load_file
@@ -59,10 +60,6 @@ def tiny() -> Callable[[list[int]], torch.Tensor]:
     return log_probs
 
 
-def assert_close(values: object, log_p: torch.Tensor, atol: float = 1e-4) -> None:
-    torch.testing.assert_close(torch.tensor(values), log_p, atol=atol, rtol=0)
-
-
 def of(log_p: torch.Tensor, ids: list[int]) -> torch.Tensor:
     """The log-probability of each token."""
     return log_p.gather(1, torch.tensor(ids)[:, None]).squeeze(1)
@@ -89,13 +86,13 @@ def test_what_vllm_wrote_is_read_with_its_log_probabilities(recorded, tiny):
     for written in (first, second):
         log_p = tiny(written.prompt_ids + written.ids)[len(written.prompt_ids) - 1 : -1]
         assert log_p.topk(3).indices.tolist() == written.top_ids
-        assert_close(written.top_logprobs, log_p.topk(3).values)
+        assert_rounds(written.top_logprobs, log_p.topk(3).values)
         assert written.logprobs == [values[0] for values in written.top_logprobs]
 
 
 def test_a_sampled_token_has_its_log_probability_without_lists(recorded, tiny):
     (written,) = recorded.generate([PROMPT], SamplingParams(max_tokens=4, seed=7, temperature=1.0))
-    assert_close(
+    assert_rounds(
         written.logprobs, of(tiny(PROMPT + written.ids)[len(PROMPT) - 1 : -1], written.ids)
     )
     assert written.ids[0] == 456  # not the most probable one
@@ -107,8 +104,8 @@ def test_what_vllm_thinks_of_a_text_is_what_transformers_does(recorded, tiny):
     for ids, scored in zip(texts, recorded.prompt_logprobs(texts, 3), strict=True):
         log_p = tiny(ids)[:-1]
         assert scored.top_ids == log_p.topk(3).indices.tolist()
-        assert_close(scored.top_logprobs, log_p.topk(3).values)
-        assert_close(scored.logprobs, of(log_p, ids[1:]))
+        assert_rounds(scored.top_logprobs, log_p.topk(3).values)
+        assert_rounds(scored.logprobs, of(log_p, ids[1:]))
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "processed_logits"])
@@ -393,7 +390,7 @@ def test_a_real_vllm_writes_greedily_what_transformers_finds_most_probable(vllm,
     (written,) = vllm.generate([PROMPT], SamplingParams(max_tokens=32, temperature=0.0), k=4)
     log_p = tiny(PROMPT + written.ids)[len(PROMPT) - 1 : -1]
     assert log_p.argmax(-1).tolist() == written.ids
-    assert_close(written.top_logprobs, log_p.topk(4).values, 1e-3)
+    assert_rounds(written.top_logprobs, log_p.topk(4).values)
 
 
 @pytest.mark.vllm
@@ -415,4 +412,4 @@ def test_outputs_of_a_real_vllm_are_those_of_the_local_model(text, vllm, fp32, t
         )
         assert (ours["ids"] == theirs["ids"]).all()
         rest = [np.exp(shard["rest_logprob"]) for shard in (ours, theirs)]
-        np.testing.assert_allclose(*rest, rtol=0, atol=1e-4)
+        assert_rounds(*rest)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from builders import assert_rounds
 from errors import raises_option
 
 from draftlab.model import checkpoint
@@ -36,7 +37,7 @@ def test_after_tokens_are_taken_back_the_logits_are_those_of_a_fresh_read(name, 
     cache.used = [50]
     logits = feed(model, cache, [text], last=10)
     wanted = model.forward_uncached(torch.tensor([text]), last=10)
-    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    assert_rounds(logits, wanted)
     assert not torch.allclose(wanted, model.forward_uncached(ids, last=10))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import build
+from builders import assert_rounds, build
 from enumeration import error, table
 from errors import raises_option
 from plain_eagle import target_and_head
@@ -178,7 +178,7 @@ def test_a_pass_over_another_tree_in_each_row_is_that_of_the_rows_alone(models):
         cache = target.new_cache(1, 40)
         feed(target, cache, [PROMPTS[row]])
         alone = target.forward(ids[row : row + 1], cache, tree=Tree.from_parents(tree))
-        torch.testing.assert_close(together[row], alone[0], atol=1e-4, rtol=1e-4)
+        assert_rounds(together[row], alone[0])
         other = target.new_cache(1, 40)
         feed(target, other, [PROMPTS[row]])
         wrong = target.forward(ids[row : row + 1], other, tree=Tree.from_parents(trees[row - 1]))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import recording
+from builders import assert_rounds, recording
 from plain_eagle import target_and_head
 
 from draftlab.acceptance.chain_logprobs import score_chains
@@ -70,7 +70,7 @@ def test_a_tree_of_one_branch_is_the_chain(head, target):
         feed(target, cache, [text[:-1] for text in texts])
         found.append(drafter.propose(texts, 4, sampling, uniform))
     assert torch.equal(found[0].ids, found[1].ids)
-    torch.testing.assert_close(found[0].q, found[1].q, atol=1e-5, rtol=1e-4)
+    assert_rounds(found[0].q, found[1].q)
 
 
 def test_a_wide_tree_accepts_and_leaves_the_text_as_it_is(head, target):
@@ -92,7 +92,7 @@ def test_a_wide_tree_accepts_and_leaves_the_text_as_it_is(head, target):
         cache.layer_states = LayerStates((1, 2, 4), torch.zeros(1, 64, 3 * 64))
         target.forward(torch.tensor([text]), cache)
         kept = told.layer_states.states[row, :read]
-        torch.testing.assert_close(kept, cache.layer_states.states[0, :read], atol=1e-4, rtol=1e-4)
+        assert_rounds(kept, cache.layer_states.states[0, :read])
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])

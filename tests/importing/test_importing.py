@@ -244,7 +244,7 @@ def test_one_old_bin_file_with_a_tied_head_and_a_buffer(family_dirs, tmp_path):
     torch.save(state, tmp_path / "old/pytorch_model.bin", _use_new_zipfile_serialization=False)
     imported(tmp_path / "old", tmp_path / "out")
     with torch.no_grad():
-        torch.testing.assert_rounds(logits(tmp_path / "out"), model(IDS).logits)
+        assert_rounds(logits(tmp_path / "out"), model(IDS).logits)
 
 
 def test_the_example_converts_from_python(bins, tmp_path):
@@ -271,7 +271,7 @@ def test_an_adapter_is_merged_as_peft_merges_it(adapter, family_dirs, tmp_path):
         wanted = PeftModel.from_pretrained(base, adapter).merge_and_unload()(IDS).logits
     assert not torch.allclose(wanted, logits(family_dirs["llama"]), atol=0.1)
     imported(adapter, tmp_path / "out")
-    torch.testing.assert_rounds(logits(tmp_path / "out"), wanted)
+    assert_rounds(logits(tmp_path / "out"), wanted)
     assert checkpoint.load_tokenizer(tmp_path / "out")("def")["input_ids"]
     inputs = provenance.read_record(tmp_path / "out").inputs
     assert inputs.keys() == {str(adapter), str(family_dirs["llama"])}

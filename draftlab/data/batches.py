@@ -29,6 +29,7 @@ from draftlab.data.sources import (
 )
 from draftlab.data.text import chat_ids, prompts_of, render, text_ids
 from draftlab.errors import UserError
+from draftlab.model.tokenizer import check_embedded
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +208,7 @@ def tokenize(
     """
     eos: int | None = tokenizer.eos_token_id  # pyright: ignore[reportAssignmentType]
     ends = [] if eos is None else [eos]
+    check_embedded(ends, tokenizer, "the end of a text")
     parts: list[np.ndarray] = []
     count = 0
     for start in range(0, len(docs), 64):

@@ -91,7 +91,7 @@ def test_commands_refuse_before_a_pass(model, tmp_path, monkeypatch):
 
     monkeypatch.setattr("draftlab.model.modes.load", pass_runs)
     monkeypatch.setattr("draftlab.engine.batch_generate.load", pass_runs)
-    target = {"target": str(model), "device": "cpu"}
+    target: dict[str, Any] = {"target": str(model), "device": "cpu"}
     for chat in ("off", "on"):
         for mode in ("native", "eager"):
             with raises_option("--prompt-file", f"{prompts}:2", "<far>"):

@@ -208,7 +208,6 @@ def tokenize(
     """
     eos: int | None = tokenizer.eos_token_id  # pyright: ignore[reportAssignmentType]
     ends = [] if eos is None else [eos]
-    check_embedded(ends, tokenizer, "the end of a text")
     parts: list[np.ndarray] = []
     count = 0
     for start in range(0, len(docs), 64):
@@ -223,6 +222,7 @@ def tokenize(
 def _ids(doc: Document, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> list[int]:
     if doc.messages and tokenizer.chat_template:
         return chat_ids(doc.messages, tokenizer, doc.name, reply=False)
+    check_embedded(ends, tokenizer, doc.name)
     return text_ids(doc.text, tokenizer, doc.name) + ends
 
 

@@ -47,14 +47,15 @@ int main() {
     const auto head = read<int>(3);
     const int kind = head[0], capacity = head[1];
     const auto widths = read<int>(head[2]);
-    void (*const runs[])(const Model*, const Pass*) = {run_float32, run_bfloat16, run_int8_float32, run_int8_bfloat16};
+    int (*const runs[])(const Model*, const Pass*, int64_t*) = {run_float32, run_bfloat16, run_int8_float32, run_int8_bfloat16};
     std::vector<float> keys(size_t(model.layers) * model.kv_heads * capacity * model.head_dim), values(keys);
     int64_t used = 0;
     for (const int width : widths) {
         const auto ids = read<int64_t>(width);
         std::vector<float> logits(size_t(width) * model.vocab);
         const Pass now{1, width, width, capacity, ids.data(), &used, nullptr, nullptr, keys.data(), values.data(), logits.data()};
-        runs[kind](&model, &now);
+        int64_t wrong;
+        if (runs[kind](&model, &now, &wrong)) std::exit(4);
         used += width;
         fwrite(logits.data(), sizeof(float), logits.size(), stdout);
     }

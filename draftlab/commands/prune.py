@@ -232,9 +232,9 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         )
     if config.outputs is not None:
         with about("--outputs"):
-            manifest = finished_manifest(config.outputs)
+            finished_manifest(config.outputs)
             if source is not None:
-                check_tokenizer(manifest, source.directory)
+                check_tokenizer(config.outputs, source.directory)
     if config.outputs is None or config.method == "masks":
         check_data(config.data, weights)
     if source is not None:

@@ -29,6 +29,7 @@ from draftlab.data.sources import (
 )
 from draftlab.data.text import chat_ids, prompts_of, render, text_ids
 from draftlab.errors import UserError
+from draftlab.model.tokenizer import check_embedded
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +222,7 @@ def tokenize(
 def _ids(doc: Document, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> list[int]:
     if doc.messages and tokenizer.chat_template:
         return chat_ids(doc.messages, tokenizer, doc.name, reply=False)
+    check_embedded(ends, tokenizer, doc.name)
     return text_ids(doc.text, tokenizer, doc.name) + ends
 
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from draftlab.config.shared import LossOn
 from draftlab.console import note
 from draftlab.errors import UserError
+from draftlab.model.tokenizer import check_embedded
 from draftlab.reading import parse_json, read_json, read_lines, reading
 
 Message = dict[str, Any]  # role and content, as chat templates take them
@@ -268,9 +269,11 @@ class Conversation:
 
 
 def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
-    """Return the ids of a text. Raises UserError: the tokenizer cannot encode the text."""
+    """Return the ids of a text. Raises UserError: the tokenizer cannot encode the text, or an id has no embedding."""
     with reading(f"{where}: the tokenizer refuses the text"):
-        return tokenizer(text, verbose=False)["input_ids"]
+        ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    check_embedded(ids, tokenizer, where)
+    return ids
 
 
 def chat_ids(
@@ -283,7 +286,7 @@ def chat_ids(
     """Return the ids of a conversation. With `reply`, the ids end with the tokens that begin an answer.
 
     Raises:
-        UserError: The chat template refuses the conversation, or renders nothing.
+        UserError: The chat template refuses the conversation, or renders nothing. Or an id has no embedding.
     """
     with reading(f"{where}: the chat template refuses the conversation"):
         ids: Any = tokenizer.apply_chat_template(
@@ -293,6 +296,7 @@ def chat_ids(
         raise UserError(
             f"{where}: the chat template renders no tokens for this conversation; remove this row"
         )
+    check_embedded(ids, tokenizer, where)
     return list(ids)
 
 

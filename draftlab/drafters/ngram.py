@@ -39,9 +39,9 @@ class OutputsSpec(DrafterSpec):
     def check(self, run: RunFacts) -> None:
         super().check(run)
         if self.outputs:
-            from draftlab.target_outputs.store import check_tokenizer, finished_manifest
+            from draftlab.target_outputs.store import check_tokenizer
 
-            check_tokenizer(finished_manifest(Path(self.outputs)), run.target)
+            check_tokenizer(Path(self.outputs), run.target)
 
 
 @drafter("ngram")

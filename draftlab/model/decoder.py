@@ -94,7 +94,10 @@ class Tree:
     def from_parents(cls, parents: Parents, device: torch.device = CPU) -> "Tree":
         """Return the tree whose root is token 0, and in which parents[i] is the parent of token i + 1.
 
-        parents[i] is at most i. If `parents` has a tuple for each row, each row has its own tree.
+        If `parents` has a tuple for each row, each row has its own tree.
+
+        Raises:
+            ValueError: parents[i] is negative or above i.
         """
         rows = [row for row in parents if isinstance(row, tuple)]
         if rows:
@@ -105,6 +108,11 @@ class Tree:
             )
         mask = torch.eye(len(parents) + 1, dtype=torch.bool)
         for child, parent in enumerate(parents, 1):
+            assert isinstance(parent, int)  # tuples are in `rows`
+            if not 0 <= parent < child:
+                raise ValueError(
+                    f"the parent of token {child} of a tree is {parent}, not an earlier token"
+                )
             mask[child] |= mask[parent]
         return cls((mask.sum(1) - 1).to(device), mask.to(device))
 
@@ -219,7 +227,13 @@ class Decoder(Protocol):
 
 
 def end_of_pass(cache: Any, width: int) -> int:
-    """Return the longest row's length after a pass of `width` tokens. Raises ValueError: the cache is too short."""
+    """Return the longest row's length after a pass of `width` tokens.
+
+    Raises:
+        ValueError: the cache is too short, or the length of a row is negative.
+    """
+    if min(cache.used) < 0:
+        raise ValueError(f"a row of the cache has {min(cache.used)} tokens")
     end = max(cache.used) + width
     if end > cache.capacity:
         raise ValueError(f"{end} tokens exceed the cache's capacity of {cache.capacity}")

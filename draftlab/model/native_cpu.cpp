@@ -543,6 +543,7 @@ struct Layer {
 
 struct Model {
     int layers, hidden, heads, kv_heads, head_dim, ffn, vocab, threads;
+    int embedded;  // number of ids that have a row in `embed`
     float eps;
     const void* embed;
     const float *norm, *cos, *sin;  // cos, sin: tables [context, C]; the sign in sin is that of llama.py
@@ -699,8 +700,27 @@ int chain_length(const Pass& p, int row) {
     return t;
 }
 
+// What is wrong with a pass. native_cpu.py has the messages in the same order.
+enum Fault { NONE, ID, TREE };
+
+// Checks the values that index memory: ids, and the tokens that each token of a tree sees. native_cpu.py checks sizes
+// and lengths. wrong: Receives the id, or the index of the tree's token.
+Fault check(const Model& m, const Pass& p, int64_t& wrong) {
+    const int T = p.width;
+    for (int n = 0; n < p.rows * T; n++)
+        if (p.ids[n] < 0 || p.ids[n] >= m.embedded) return wrong = p.ids[n], ID;
+    for (int n = 0; p.sees && n < p.rows * T; n++) {
+        const uint8_t *sees = p.sees + size_t(n) * T, *own = sees + n % T, *end = sees + T;
+        // a token sees its ancestors, which come before it, and itself
+        if (*own != 1 || p.depth[n] != std::count(sees, own, 1) || std::count(own + 1, end, 0) != end - own - 1)
+            return wrong = n % T, TREE;
+    }
+    return NONE;
+}
+
 template <class W, class KV>
-void run(const Model& m, const Pass& p) {
+int run(const Model& m, const Pass& p, int64_t* wrong) {
+    if (const Fault fault = check(m, p, *wrong)) return fault;
     const int D = m.hidden, H = m.heads, K = m.kv_heads, C = m.head_dim, F = m.ffn, T = p.width, N = p.rows * T;
     const int QKV = (H + 2 * K) * C, G = H / K, each = evenly(T * G), blocks = (T * G + each - 1) / each;
     const int read = m.hidden_norm ? 2 * D : D;  // inputs of q, k and v in the first layer
@@ -865,13 +885,15 @@ void run(const Model& m, const Pass& p) {
             }
         }
     }
+    return NONE;
 }
 
 }  // namespace
 
+// Each runs a pass, and returns 0. Or it returns a Fault and the wrong value, and has written nothing else.
 extern "C" {
-void run_float32(const Model* m, const Pass* p) { run<float, float>(*m, *p); }
-void run_bfloat16(const Model* m, const Pass* p) { run<bf16, bf16>(*m, *p); }
-void run_int8_float32(const Model* m, const Pass* p) { run<int8_t, float>(*m, *p); }
-void run_int8_bfloat16(const Model* m, const Pass* p) { run<int8_t, bf16>(*m, *p); }
+int run_float32(const Model* m, const Pass* p, int64_t* wrong) { return run<float, float>(*m, *p, wrong); }
+int run_bfloat16(const Model* m, const Pass* p, int64_t* wrong) { return run<bf16, bf16>(*m, *p, wrong); }
+int run_int8_float32(const Model* m, const Pass* p, int64_t* wrong) { return run<int8_t, float>(*m, *p, wrong); }
+int run_int8_bfloat16(const Model* m, const Pass* p, int64_t* wrong) { return run<int8_t, bf16>(*m, *p, wrong); }
 }

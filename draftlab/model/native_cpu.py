@@ -49,6 +49,16 @@ TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu
 WIDE = 128
 
 
+# messages about the values of enum Fault in native_cpu.cpp
+FAULTS = (
+    "",
+    "the id {} has no row in the embedding, which has {} rows",
+    "token {} of the tree must see exactly itself and as many earlier tokens as its depth says",
+)
+# dtypes of token ids and depths
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names]
 
@@ -68,7 +78,7 @@ class _Layer(Structure):
 class _Model(Structure):
     _fields_ = (
         *_fields(c_int, "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"),
-        ("threads", c_int),
+        *_fields(c_int, "threads", "embedded"),
         ("eps", c_float),
         *_fields(c_void_p, "embed", "norm", "cos", "sin"),
         ("head", _Matrix),
@@ -111,10 +121,11 @@ class NativeLlama(Llama):
             or not checkpoint.is_fast(model.embed.dtype, model.device)
             or (model.embed.dtype == torch.bfloat16 and pairs_only)
         )
-        self._run: Callable[..., None] = getattr(library(), f"run_{'int8_' if int8 else ''}{dtype}")
+        self._run: Callable[..., int] = getattr(library(), f"run_{'int8_' if int8 else ''}{dtype}")
         self._tensors: list[
             Tensor
         ] = []  # these tensors must outlive the C structures that point to them
+        self._positions = len(self.cos)
         self._model = self._structure()
 
     @property
@@ -134,49 +145,82 @@ class NativeLlama(Llama):
         """Run a pass in compiled C++, and return float32 logits, see Llama.forward.
 
         states: States that an EAGLE-3 head reads, float32 [B, T, D]. They are overwritten by its new states.
+
+        Raises:
+            ValueError: C++ would read or write beyond a tensor: an id has no row in the embedding, a tree or a length
+                is wrong, or a tensor has another dtype or size. Then nothing is written.
         """
-        rows, width = ids.shape
-        end_of_pass(cache, width)
-        logits = torch.empty(rows, last or width, self.vocab)
-        ids, used = ids.long().contiguous(), (c_int64 * rows)(*cache.used)
+        if ids.ndim != 2 or not ids.numel():
+            raise ValueError(
+                f"ids has the size {tuple(ids.shape)}, but must be [B, T] with a token"
+            )
+        (rows, width), shape, capacity = ids.shape, self.shape, cache.capacity
+        last = last or width
+        if not 0 < last <= width:
+            raise ValueError(f"last is {last}, but must be from 0 to the {width} tokens of a row")
+        if end_of_pass(cache, width) > self._positions:
+            raise ValueError(f"positions {cache.used} exceed the model's {self._positions}")
+        if len(cache.used) != rows:
+            raise ValueError(f"cache.used has {len(cache.used)} rows, but ids has {rows}")
+        if (states is None) != (self.hidden_norm is None):
+            raise ValueError("only an EAGLE-3 head reads states, and it reads one with each token")
+        ids = _checked("ids", ids, INTEGERS, (rows, width)).long().contiguous()
+        used = (c_int64 * rows)(*cache.used)
+        dtype, hidden = self.embed.dtype, shape.hidden
+        size = (shape.layers, rows, shape.kv_heads, capacity, shape.head_dim)
         tree_data = (None, None)
         if tree is not None:
-            depth = tree.depth.expand(rows, width).contiguous()
+            _checked("tree.depth", tree.depth, INTEGERS, (width,), (rows, width))
+            _checked("tree.mask", tree.mask, (torch.bool,), (width, width), (rows, width, width))
+            depth = tree.depth.long().expand(rows, width).contiguous()
             mask = tree.mask.expand(rows, width, width).contiguous()
             tree_data = (depth.data_ptr(), mask.data_ptr())
         states_data, stored = (None, None), cache.layer_states
         if stored is not None:
-            if stored.states.shape[1] != cache.capacity:
+            if not all(0 <= layers <= shape.layers for layers in stored.ids):
                 raise ValueError(
-                    f"layer_states has {stored.states.shape[1]} positions, but the cache has {cache.capacity}"
+                    f"layer_states.ids is {stored.ids}, but must be from 0 to {shape.layers}"
                 )
-            layer_at = (c_int * (self.shape.layers + 1))(*[-1] * (self.shape.layers + 1))
+            layer_at = (c_int * (shape.layers + 1))(*[-1] * (shape.layers + 1))
             for at, layers in enumerate(stored.ids):
                 layer_at[layers] = at
-            states_data = (stored.states.data_ptr(), ctypes.addressof(layer_at))
+            kept = (rows, capacity, len(stored.ids) * hidden)
+            states_data = (
+                _written("layer_states", stored.states, dtype, kept),
+                ctypes.addressof(layer_at),
+            )
+        logits = torch.empty(rows, last, self.vocab)
         step = _Pass(
             rows,
             width,
-            last or width,
-            cache.capacity,
+            last,
+            capacity,
             ids.data_ptr(),
             ctypes.addressof(used),
             *tree_data,
-            cache.keys.data_ptr(),
-            cache.values.data_ptr(),
+            _written("cache.keys", cache.keys, dtype, size),
+            _written("cache.values", cache.values, dtype, size),
             logits.data_ptr(),
-            None if states is None else states.data_ptr(),
+            None
+            if states is None
+            else _written("states", states, torch.float32, (rows, width, hidden)),
             *states_data,
             0 if stored is None else len(stored.ids),
         )
         self._model.threads = torch.get_num_threads()
-        self._run(ctypes.byref(self._model), ctypes.byref(step))
+        wrong = c_int64()
+        fault = self._run(ctypes.byref(self._model), ctypes.byref(step), ctypes.byref(wrong))
+        if fault:
+            raise ValueError(FAULTS[fault].format(wrong.value, self._model.embedded))
         cache.used = [used + width for used in cache.used]
         return logits
 
     def _structure(self) -> _Model:
         s = self.shape
-        layers = (_Layer * s.layers)(*map(self._layer, self.blocks))
+        outputs = s.vocab if self.head_ids is None else len(self.head_ids)
+        layers = (_Layer * s.layers)(
+            *(self._layer(i, block) for i, block in enumerate(self.blocks))
+        )
         return _Model(
             s.layers,
             s.hidden,
@@ -186,44 +230,94 @@ class NativeLlama(Llama):
             s.ffn,
             self.vocab,
             1,
+            len(self.embed),
             self.eps,
-            self._pointer(self.embed),
-            *map(self._float_pointer, (self.norm, self.cos, self.sin)),
-            self._matrix(self.head),
+            self._kept(
+                _checked("embed", self.embed, (self.embed.dtype,), (len(self.embed), s.hidden))
+            ),
+            self._floats(self.norm, s.hidden),
+            *(self._floats(table, self._positions, s.head_dim) for table in (self.cos, self.sin)),
+            self._matrix(self.head, None, outputs, s.hidden),
             layers,
-            self._float_pointer(self.hidden_norm),
+            self._floats(self.hidden_norm, s.hidden),
             self.norm_before_residual,
             self.window or 0,
             s.whole_qk_norm,
-            len(self.head),
-            None if self.head_ids is None else self._pointer(self.head_ids),
+            outputs,
+            self._ids_of_head(),
         )
 
-    def _layer(self, block: Block) -> _Layer:
+    def _layer(self, index: int, block: Block) -> _Layer:
+        s = self.shape
+        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        inputs = s.hidden if self.hidden_norm is None or index else 2 * s.hidden
         q_norm, k_norm = block.qk_norm or (None, None)
         return _Layer(
-            self._matrix(block.qkv, block.qkv_bias),
-            self._matrix(block.o, block.o_bias),
-            self._matrix(block.gate_up, block.gate_up_bias),
-            self._matrix(block.down, block.down_bias),
-            *map(self._float_pointer, (block.input_norm, block.post_norm, q_norm, k_norm)),
-            *map(self._float_pointer, (block.attention_norm, block.mlp_norm)),
+            self._matrix(block.qkv, block.qkv_bias, q + 2 * kv, inputs),
+            self._matrix(block.o, block.o_bias, s.hidden, q),
+            self._matrix(block.gate_up, block.gate_up_bias, 2 * s.ffn, s.hidden),
+            self._matrix(block.down, block.down_bias, s.hidden, s.ffn),
+            self._floats(block.input_norm, s.hidden),
+            self._floats(block.post_norm, s.hidden),
+            self._floats(q_norm, q if s.whole_qk_norm else s.head_dim),
+            self._floats(k_norm, kv if s.whole_qk_norm else s.head_dim),
+            self._floats(block.attention_norm, s.hidden),
+            self._floats(block.mlp_norm, s.hidden),
         )
 
-    def _matrix(self, weights: Tensor, bias: Tensor | None = None) -> _Matrix:
+    def _matrix(self, weights: Tensor, bias: Tensor | None, outputs: int, inputs: int) -> _Matrix:
+        _checked("a matrix", weights, (self.embed.dtype,), (outputs, inputs))
         scale = None
         if self.int8:
             weights, scale = round_int8(weights)
         return _Matrix(
-            self._pointer(weights), self._float_pointer(scale), self._float_pointer(bias)
+            self._kept(weights), self._floats(scale, outputs), self._floats(bias, outputs)
         )
 
-    def _float_pointer(self, values: Tensor | None) -> int | None:
-        return None if values is None else self._pointer(values.float())
+    def _floats(self, values: Tensor | None, *size: int) -> int | None:
+        if values is None:
+            return None
+        floats = (self.embed.dtype, torch.float32)
+        return self._kept(_checked("a weight", values, floats, size).float())
 
-    def _pointer(self, values: Tensor) -> int:
+    def _ids_of_head(self) -> int | None:
+        if self.head_ids is None:
+            return None
+        ids = _checked("head_ids", self.head_ids, INTEGERS, (len(self.head_ids),)).long()
+        outside = ids[(ids < 0) | (ids >= self.vocab)].tolist()
+        if outside:
+            raise ValueError(
+                f"head_ids has the id {outside[0]}, but the vocabulary has {self.vocab} ids"
+            )
+        return self._kept(ids)
+
+    def _kept(self, values: Tensor) -> int:
+        """Return a pointer to the values, which are kept in memory as long as the model."""
         self._tensors.append(values.contiguous())
         return self._tensors[-1].data_ptr()
+
+
+def _checked(
+    name: str, values: Tensor, dtypes: tuple[torch.dtype, ...], *sizes: tuple[int, ...]
+) -> Tensor:
+    """Return a tensor that C++ reads. Raises ValueError: C++ expects another dtype, size or device."""
+    if values.dtype not in dtypes or values.shape not in sizes or not values.is_cpu:
+        raise ValueError(
+            f"{name} is {values.dtype} {tuple(values.shape)} on {values.device}, but must be "
+            f"{' or '.join(map(str, dtypes))} {' or '.join(map(str, sizes))} on cpu"
+        )
+    return values
+
+
+def _written(name: str, values: Tensor, dtype: torch.dtype, size: tuple[int, ...]) -> int:
+    """Return a pointer to a tensor that C++ reads and writes.
+
+    Raises:
+        ValueError: the errors of _checked, or the tensor is not contiguous.
+    """
+    if not values.is_contiguous():
+        raise ValueError(f"{name} has the strides {values.stride()}, but must be contiguous")
+    return _checked(name, values, (dtype,), size).data_ptr()
 
 
 def round_int8(weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,11 @@
 """Load tokenizers, and check that draft and target have the same vocabulary. Torch is not imported."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftlab.errors import UserError
-from draftlab.model.hf_files import HEAD_IDS, check_has_tokenizer, vocab_size
+from draftlab.model.hf_files import CONFIG, HEAD_IDS, check_has_tokenizer, text_config, vocab_size
 from draftlab.model.hub import checkpoint_name
 from draftlab.reading import reading
 from draftlab.trust import trusts_remote_code
@@ -14,10 +14,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FILE = "tokenizer.json"
+# attribute of a loaded tokenizer: for each model that reads its ids, the rows of the embedding and the directory
+READERS = "_draftlab_readers"
 
 
-def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a checkpoint. Raises UserError: there is no tokenizer, or it cannot be read."""
+def load_tokenizer(directory: Path, *readers: Path) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of a checkpoint. check_embedded() compares its ids with this checkpoint and other readers.
+
+    readers: Other checkpoints that read the ids.
+
+    Raises:
+        UserError: there is no tokenizer, or it cannot be read.
+    """
     from transformers import AutoTokenizer
 
     from draftlab.model.sentencepiece import as_sentencepiece
@@ -27,7 +35,30 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusts_remote_code())
         alone = directory / "tokenizer.model"
         fast = any((directory / name).is_file() for name in (FILE, "tekken.json"))
-        return as_sentencepiece(tokenizer, alone) if alone.is_file() and not fast else tokenizer
+        if alone.is_file() and not fast:
+            tokenizer = as_sentencepiece(tokenizer, alone)
+    models = [model for model in (directory, *readers) if (model / CONFIG).is_file()]
+    sizes = [(text_config(model).get("vocab_size"), model) for model in models]
+    vars(tokenizer)[READERS] = [(size, model) for size, model in sizes if isinstance(size, int)]
+    return tokenizer
+
+
+def check_embedded(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase", where: str) -> None:
+    """Check that a text has no ids without a row in the embedding of a model that reads them, see load_tokenizer.
+
+    A tokenizer may have such ids, if the text does not use them. where: Name of the text for errors.
+
+    Raises:
+        UserError: an id has no row.
+    """
+    largest = max(ids, default=-1)
+    for rows, model in vars(tokenizer).get(READERS, []):
+        if largest >= rows:
+            token = tokenizer.convert_ids_to_tokens(largest)
+            raise UserError(
+                f"{where}: the token {token!r} has the id {largest}, but {model} embeds only the ids below {rows:,}; "
+                "remove this token from the text, or copy the tokenizer files with which the model was trained"
+            )
 
 
 def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:

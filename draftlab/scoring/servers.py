@@ -201,8 +201,8 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
             )
         completions = server.generate([p.ids for p in prompts], requests.sampling)
         vocab = logits_of(comparison.tokenizer)
-        for completion in completions:
-            check_ids(completion.ids, vocab)
+        for prompt, completion in zip(prompts, completions, strict=True):
+            check_ids(completion.ids, vocab, f"a turn of conversation {prompt.conversation}")
         return [completion.ids for completion in completions]
 
     named = comparison.stored or server
@@ -239,7 +239,7 @@ def measure(
         ids, seconds = answers[role].ask(servers[role], prompt, requests.sampling, clock)
         answers[role].runs.append(ServedGeneration(prompt=index, tokens=len(ids), seconds=seconds))
         if repeat == 0:
-            check_ids(ids, vocab)
+            check_ids(ids, vocab, f"prompt {index}")
             answers[role].tokens.append(ids)
         advance(repeat * len(prompts) + index + 1)
     for role, server in servers.items():

@@ -157,7 +157,7 @@ class ServedDraft:
         for number, prompt in enumerate(prompts):
             sampling = SamplingParams(max_tokens=TOKENS, temperature=self.temperature, seed=number)
             ids, _ = answers.ask(self.server, prompt, sampling, time.perf_counter)
-            check_ids(ids, self.artifact.target_vocab)
+            check_ids(ids, self.artifact.target_vocab, f"prompt {number}")
             completions.append(ids)
         answers.after = read_metrics(self.server)
         counters = answers.counters

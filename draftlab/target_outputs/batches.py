@@ -35,7 +35,7 @@ def open_stored(
             raises it.
     """
     batches = StoredBatches(directory, batch_size, temperature, seed)
-    check_tokenizer(batches.manifest, draft)
+    check_tokenizer(directory, draft)
     if not (directory / HELDOUT / MANIFEST).exists():
         raise UserError(
             f"{directory} has no held-out text; build a new store with draftlab outputs build --use distill"

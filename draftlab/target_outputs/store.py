@@ -250,13 +250,33 @@ def describe(directory: Path) -> dict[str, object]:
     }
 
 
-def check_tokenizer(manifest: Manifest, model: Path) -> None:
-    """Check that a store was made with the model's vocabulary. Raises UserError if not."""
+def check_tokenizer(directory: Path, model: Path) -> None:
+    """Check that a store was made with a model's vocabulary, and has no ids without a row in the model's embedding.
+
+    The shards are read only if the store's target has more ids than the model.
+
+    Raises:
+        UserError: The store is unfinished, its tokenizer is another, or an id has no row.
+    """
+    manifest = finished_manifest(directory)
     if vocabulary_sha256(model) != manifest.tokenizer_sha256:
         raise UserError(
             f"the outputs have token ids of {manifest.target}, but {model} has another tokenizer; use a model "
             "with the same vocabulary"
         )
+    rows = logits_of(model)
+    if manifest.vocab <= rows:
+        return
+    for part in (directory, directory / HELDOUT):
+        outputs = _all(part, finished_manifest(part)) if (part / MANIFEST).exists() else ()
+        for output in outputs:
+            listed = () if output.top is None else (output.top.ids,)
+            largest = max(int(ids.max(initial=0)) for ids in (output.prompt, output.ids, *listed))
+            if largest >= rows:
+                raise UserError(
+                    f"text {output.number} of {part} has the token id {largest}, but {model} embeds only the ids below "
+                    f"{rows:,}; use outputs of a target with the same vocabulary"
+                )
 
 
 def vocabulary_sha256(directory: Path) -> str:

@@ -260,9 +260,9 @@ class ServedTarget:
         written = self.server.generate(
             [p.ids for p in prompts], replace(sampling, seed=seed, stop_token_ids=()), k=k
         )
-        for completion in written:
+        for number, completion in zip(numbers, written, strict=True):
             for ids in (completion.ids, *completion.top_ids):
-                check_ids(ids, self.vocab)
+                check_ids(ids, self.vocab, f"prompt {number}")
             if not self.probe.logprobs_mode.endswith("logits"):
                 self.server.check_logprobs(completion)
         with self._consistent():
@@ -322,10 +322,10 @@ def score_on_server(
     for number, row in zip(asked, scored, strict=True):
         mask = counted[number, : ends[number]]
         top_ids = np.array(row.top_ids, np.int64)[mask]
+        check_ids(top_ids, vocab, f"sequence {number} of a batch")
         top_logprobs = np.array(row.top_logprobs, np.float32)[mask]
         rows.append((top_ids, top_logprobs, np.array(row.logprobs, np.float32)[mask]))
     ids, logprobs, own = map(np.concatenate, zip(*rows, strict=True))
-    check_ids(ids, vocab)
     return ids, logprobs, own
 
 
@@ -361,12 +361,18 @@ def outputs_of(
     return outputs
 
 
-def check_ids(ids: np.ndarray | Sequence[int], vocab: int) -> None:
-    """Check that all token ids from a server are below vocab. Raises UserError if not."""
+def check_ids(ids: np.ndarray | Sequence[int], vocab: int, asked: str) -> None:
+    """Check that all token ids from a server are below vocab.
+
+    asked: Name of the text that the server received, for the error.
+
+    Raises:
+        UserError: An id is not below vocab.
+    """
     largest = int(np.max(ids, initial=0))
     if largest >= vocab:
         raise UserError(
-            f"the server returned the token id {largest}, but --target has only {vocab} ids; name the "
+            f"the server returned the token id {largest} for {asked}, but --target has only {vocab} ids; name the "
             "server's model by --target"
         )
 
@@ -431,7 +437,7 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
     """
     store = read_store(directory)
     manifest = store.manifest
-    check_tokenizer(manifest, target.directory)
+    check_tokenizer(directory, target.directory)
     if not manifest.top_logprobs:
         raise UserError(
             f"the checksums of {directory} are right, but these outputs have no top log-probabilities to compare "

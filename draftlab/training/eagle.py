@@ -22,13 +22,7 @@ from draftlab.model.shape import format_count
 from draftlab.model.size import read_size
 from draftlab.model.trimmed_head import frequent_ids
 from draftlab.target_outputs.outputs import TargetOutput, padded
-from draftlab.target_outputs.store import (
-    HELDOUT,
-    MANIFEST,
-    check_tokenizer,
-    finished_manifest,
-    read_texts,
-)
+from draftlab.target_outputs.store import HELDOUT, MANIFEST, check_tokenizer, read_texts
 from draftlab.training.checkpointer import load_or_make, select_device
 from draftlab.training.eagle_head import EagleHead, EagleObjective, EagleTeacher
 from draftlab.training.eagle_start import sample, start_again, start_linear
@@ -95,7 +89,7 @@ def open_texts(
         UserError: The stored outputs have another tokenizer than the target or are unfinished, or fewer than two
             answers begin within seq_len tokens.
     """
-    check_tokenizer(finished_manifest(directory), target)
+    check_tokenizer(directory, target)
     outputs = _sequences(directory, seq_len)
     if (directory / HELDOUT / MANIFEST).exists():
         heldout = _sequences(directory / HELDOUT, seq_len)

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftlab.config.shared import LossOn
 from draftlab.console import note
+from draftlab.dates import template_date
 from draftlab.errors import UserError
 from draftlab.reading import parse_json, read_json, read_lines, reading
 
@@ -287,7 +288,11 @@ def chat_ids(
     """
     with reading(f"{where}: the chat template refuses the conversation"):
         ids: Any = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=reply, tokenize=True, return_dict=False
+            list(messages),
+            add_generation_prompt=reply,
+            tokenize=True,
+            return_dict=False,
+            **template_date(tokenizer.chat_template),
         )
     if not ids:
         raise UserError(
@@ -318,7 +323,11 @@ def render(
         return Conversation(np.array(whole), np.ones(len(whole), dtype=bool))
     if GENERATION.search(str(tokenizer.chat_template)):
         rendered: Any = tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            list(messages),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **template_date(tokenizer.chat_template),
         )
         return Conversation(np.array(whole), np.array(rendered["assistant_masks"], dtype=bool))
     counted = np.zeros(len(whole), dtype=bool)

@@ -29,13 +29,18 @@ def run_date() -> str:
     return _now().isoformat()
 
 
-def template_date(template: object) -> dict[str, Any]:
-    """Return the argument by which a chat template that asks for the date gets the date of the run.
+def asks_for_date(template: object) -> bool:
+    """Return whether a chat template prints the date. transformers gives every template a function strftime_now."""
+    return "strftime_now" in str(template)
 
-    Llama 3 and others print a date. transformers gives every template a function strftime_now, which an argument of the
-    same name replaces. Templates that do not ask get no argument, because some tokenizers refuse unknown arguments.
+
+def template_date(template: object) -> dict[str, Any]:
+    """Return the argument by which a chat template that asks for the date, as Llama 3's, gets the date of the run.
+
+    An argument of the name strftime_now replaces the function of transformers. Templates that do not ask get no
+    argument, because some tokenizers refuse unknown arguments.
     """
-    return {"strftime_now": _now().strftime} if "strftime_now" in str(template) else {}
+    return {"strftime_now": _now().strftime} if asks_for_date(template) else {}
 
 
 def _now() -> datetime:

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, model_validator
 from draftlab import provenance, turns
 from draftlab.console import note
 from draftlab.data import Batch, loss_on_of, open_batches, open_heldout
-from draftlab.dates import run_date
+from draftlab.dates import asks_for_date, run_date
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
@@ -382,7 +382,6 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
         seed=0,
         planned=len(trained),
         inputs=output.inputs(),
-        date=run_date(),
         versions=provenance.versions(),
     )
 
@@ -407,10 +406,11 @@ def _manifest(target: Target, *, sampling: SamplingParams | None, **facts: Any) 
     info = target.info().model_dump() | facts
     if sampling is None:
         info["logprobs"] = "none"
+    template = checkpoint.load_tokenizer(target.directory).chat_template
     return Manifest(
         **info,
         sampling=sampling,
         tokenizer_sha256=vocabulary_sha256(target.directory),
-        date=run_date(),
+        date=run_date() if asks_for_date(template) else "",
         versions=provenance.versions(),
     )

@@ -109,7 +109,8 @@ class Manifest(TargetInfo):
     inputs: dict[str, str] = Field(
         default={}
     )  # fingerprints of the text that was read, by path or name
-    date: str = ""  # start of the build, which chat templates may print
+    # date of the first start, if the chat template asks for a date
+    date: str = ""
     versions: dict[str, str]
     shards: tuple[Shard, ...] = ()
 

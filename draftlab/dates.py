@@ -1,11 +1,12 @@
 """The date that chat templates print. A run fixes it at its start, and uses it again when it resumes."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any
 
+CALL = re.compile(r"""\bstrftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
 _DATE: ContextVar[datetime | None] = ContextVar("_DATE", default=None)
 
 
@@ -30,17 +31,25 @@ def run_date() -> str:
 
 
 def asks_for_date(template: object) -> bool:
-    """Return whether a chat template prints the date. transformers gives every template a function strftime_now."""
-    return "strftime_now" in str(template)
+    """Return whether a chat template prints the date, as Llama 3's does."""
+    return CALL.search(str(template)) is not None
 
 
-def template_date(template: object) -> dict[str, Any]:
-    """Return the argument by which a chat template that asks for the date, as Llama 3's, gets the date of the run.
+def with_date(template: str) -> str:
+    """Return a chat template that prints the date of the run: a text in place of every call of strftime_now.
 
-    An argument of the name strftime_now replaces the function of transformers. Templates that do not ask get no
-    argument, because some tokenizers refuse unknown arguments.
+    transformers gives templates the function strftime_now, which reads the clock. It passes no other function to them.
     """
-    return {"strftime_now": _now().strftime} if asks_for_date(template) else {}
+    return CALL.sub(lambda call: repr(_now().strftime(call["format"])), template)
+
+
+def template_of_run(template: object) -> dict[str, str]:
+    """Return the argument by which apply_chat_template prints the date of the run. Empty if the template prints none.
+
+    template: Template of a tokenizer, or its templates by name.
+    """
+    template = template.get("default") if isinstance(template, dict) else template
+    return {"chat_template": with_date(str(template))} if asks_for_date(template) else {}
 
 
 def _now() -> datetime:

@@ -74,6 +74,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         "Path of the program vllm or llama-server, in which the exported draft is verified. Default: the program on "
         "the "
         "PATH, if there is one.",
+        reads="nothing",
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: str = shared.device()

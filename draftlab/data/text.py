@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftlab.config.shared import LossOn
 from draftlab.console import note
-from draftlab.dates import template_date
+from draftlab.dates import template_of_run
 from draftlab.errors import UserError
 from draftlab.reading import parse_json, read_json, read_lines, reading
 
@@ -292,7 +292,7 @@ def chat_ids(
             add_generation_prompt=reply,
             tokenize=True,
             return_dict=False,
-            **template_date(tokenizer.chat_template),
+            **template_of_run(tokenizer.chat_template),
         )
     if not ids:
         raise UserError(
@@ -327,7 +327,7 @@ def render(
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
-            **template_date(tokenizer.chat_template),
+            **template_of_run(tokenizer.chat_template),
         )
         return Conversation(np.array(whole), np.array(rendered["assistant_masks"], dtype=bool))
     counted = np.zeros(len(whole), dtype=bool)

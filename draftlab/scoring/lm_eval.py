@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from draftlab.console import heartbeat, note
-from draftlab.dates import template_date
+from draftlab.dates import with_date
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, hub
 from draftlab.model.native_cpu import round_int8
@@ -88,6 +88,8 @@ class Tasks:
             # lm-eval's decorator hides the constructor from type checkers
             hflm: Any = HFLM
             tokenizer = checkpoint.load_tokenizer(directory)
+            if isinstance(tokenizer.chat_template, str):
+                tokenizer.chat_template = with_date(tokenizer.chat_template)
             lm = hflm(
                 pretrained=str(directory),
                 tokenizer=tokenizer,
@@ -97,7 +99,6 @@ class Tasks:
                 parallelize=spread,
                 offload_folder=offload_folder,
                 trust_remote_code=checkpoint.trusts_remote_code(),
-                chat_template_args=template_date(tokenizer.chat_template),
             )
             if int8:
                 _round(lm.model)
@@ -130,6 +131,8 @@ class Tasks:
                 header={"Authorization": server.http.client.headers.get("authorization", "")},
                 trust_remote_code=checkpoint.trusts_remote_code(),
             )
+            if isinstance(lm.tokenizer.chat_template, str):
+                lm.tokenizer.chat_template = with_date(lm.tokenizer.chat_template)
             results = self._results(lm)
         _note_truncated(results, f"{server.model} on {server.http.url}", lm.max_length)
         return results

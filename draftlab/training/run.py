@@ -141,6 +141,8 @@ def fit(
         UserError: `state` cannot be written, the disk is too small for checkpoints, or training fails.
     """
     processes = process_state()
+    count = processes.num_processes
+    note(f"{what}: training in {count} process{'es' * (count > 1)} on {processes.device.type}")
     check_space(state, _checkpoint_bytes(student, loop), "checkpoints")
     with progress(what, loop.steps) as advance:
         for record in train(student, setup, loop, state, constraint):

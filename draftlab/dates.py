@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import datetime
+from typing import Any
 
 CALL = re.compile(r"""\bstrftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
 _DATE: ContextVar[datetime | None] = ContextVar("_DATE", default=None)
@@ -43,7 +44,7 @@ def with_date(template: str) -> str:
     return CALL.sub(lambda call: repr(_now().strftime(call["format"])), template)
 
 
-def template_of_run(template: object) -> dict[str, str]:
+def template_of_run(template: object) -> dict[str, Any]:
     """Return the argument by which apply_chat_template prints the date of the run. Empty if the template prints none.
 
     template: Template of a tokenizer, or its templates by name.

@@ -142,7 +142,7 @@ def fit(
     """
     processes = process_state()
     count = processes.num_processes
-    note(f"{what}: training in {count} process{'es' * (count > 1)} on {processes.device.type}")
+    note(f"{what}: training in {count} process{'es' * (count > 1)}")
     check_space(state, _checkpoint_bytes(student, loop), "checkpoints")
     with progress(what, loop.steps) as advance:
         for record in train(student, setup, loop, state, constraint):

@@ -177,13 +177,17 @@ def state_directory(out: Path) -> Path:
     return _beside(out, "state")
 
 
-def claim_state(state: Path, identity: Mapping[str, object], *, force: bool = False) -> None:
+def claim_state(
+    state: Path, identity: Mapping[str, object], *, date: str = "", force: bool = False
+) -> str:
     """Make the state directory of a run, or check that an existing state directory belongs to this run.
 
-    A state directory without work is accepted from any run.
+    Return the date at which the run started. A state directory without work is accepted from any run.
 
     Args:
-        identity: All values that decide the result of the run. Runs with equal values are the same run.
+        identity: All values that decide the result of the run. Runs with equal values are the same run. "inputs" are
+            fingerprints by name.
+        date: Date of this start, in ISO format. It is stored, and does not decide whether a run is the same.
         force: Whether to remove the work of another run.
 
     Raises:
@@ -195,8 +199,9 @@ def claim_state(state: Path, identity: Mapping[str, object], *, force: bool = Fa
     before = None
     with contextlib.suppress(UserError):
         before = read_object(record)
-    if before is not None and not _differing(before, this_run):
-        return
+    started = str(before.pop("date", date)) if before is not None else date
+    if before is not None and not differing(before, this_run):
+        return started
     with writing(state):
         if any(file.name != STATE_RECORD for file in state.glob("[!.]*")):
             if not force:
@@ -204,7 +209,8 @@ def claim_state(state: Path, identity: Mapping[str, object], *, force: bool = Fa
             note(f"removed the unfinished run in {state}, because of --force")
             remove_state(state)
         state.mkdir(parents=True, exist_ok=True)
-        write_atomic(record, json.dumps(this_run, indent=2, sort_keys=True))
+        write_atomic(record, json.dumps(this_run | {"date": date}, indent=2, sort_keys=True))
+    return date
 
 
 def run_identity(state: Path) -> str:
@@ -254,7 +260,15 @@ def _difference(state: Path, before: dict[str, object] | None, this_run: dict[st
             f"{state} has an unfinished run, but its {STATE_RECORD} is missing or damaged; add --force to "
             "start again"
         )
-    key = _differing(before, this_run)[0]
+    changed = differing(before, this_run)
+    key = next((name for name in changed if name != "inputs"), "inputs")
+    if key == "inputs":
+        inputs = (values.get("inputs") for values in (before, this_run))
+        name = differing(*(i if isinstance(i, Mapping) else {} for i in inputs))[0]
+        return (
+            f"{state} has an unfinished run, but {name} has changed since that run started; restore {name} to resume "
+            "that run, or add --force to start again"
+        )
     was, now = (one_line(repr(settings.get(key)), 100) for settings in (before, this_run))
     return (
         f"{state} has an unfinished run with {one_line(key, 60)} = {was}, but this command has {now}; use the old "
@@ -262,8 +276,8 @@ def _difference(state: Path, before: dict[str, object] | None, this_run: dict[st
     )
 
 
-def _differing(before: Mapping[str, object], this_run: Mapping[str, object]) -> list[str]:
-    """Return the names of the settings whose values differ. A missing setting equals null."""
+def differing(before: Mapping[str, object], this_run: Mapping[str, object]) -> list[str]:
+    """Return the names of the settings or inputs whose values differ. A missing value equals null."""
     return [key for key in sorted({*before, *this_run}) if before.get(key) != this_run.get(key)]
 
 

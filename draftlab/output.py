@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftlab import provenance
+from draftlab import dates, provenance
 from draftlab.atomic import check_space, claim_state, locked, new_directory, state_directory
 from draftlab.config.base import Config
 from draftlab.errors import Interrupted, UserError
+from draftlab.inputs import inputs_of
 
 # messages of the system for a full disk, a used-up quota, and a file that is too large
 FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
@@ -34,6 +35,7 @@ class Output:
     dry_run: bool = False
     started_at: float = field(default_factory=time.time)
     started_cpu: float = field(default_factory=time.process_time)
+    _inputs: dict[str, str] = field(default_factory=dict, init=False)
 
     @property
     def command_line(self) -> str:
@@ -90,19 +92,29 @@ class Output:
         """Return the path of the state directory, in which an unfinished run keeps its work."""
         return state_directory(self.out)
 
-    def claim_state(self, inputs: Sequence[Path]) -> None:
+    def inputs(self, paths: Sequence[Path] = ()) -> dict[str, str]:
+        """Return the fingerprints of everything that the settings name, and of further files and directories.
+
+        An input that changes while the command runs keeps its first fingerprint: its first content was read.
+        """
+        if not self._inputs:
+            self._inputs.update(inputs_of(self.config))
+        for path in paths:
+            if str(path) not in self._inputs:
+                self._inputs[str(path)] = provenance.fingerprint(path)
+        return dict(self._inputs)
+
+    def claim_state(self, paths: Sequence[Path]) -> None:
         """Make the state directory, or check that it belongs to a run with the same settings and inputs.
 
-        inputs: Files and directories that the command reads.
+        A resumed run uses the date of its start. paths: Checkpoints and stored outputs that the command reads.
 
         Raises:
             UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
         """
-        settings = self.config.settings() | {
-            "command": self.command,
-            "inputs": [provenance.fingerprint(path) for path in inputs],
-        }
-        claim_state(self.state, settings, force=self.force)
+        settings = self.config.settings() | {"command": self.command, "inputs": self.inputs(paths)}
+        date = claim_state(self.state, settings, date=dates.run_date(), force=self.force)
+        dates.resume_date(date)
 
     @contextlib.contextmanager
     def directory(self) -> Iterator[Path]:
@@ -114,14 +126,22 @@ class Output:
         with new_directory(self.out, force=self.force) as work:
             yield work
 
-    def record(self, directory: Path, inputs: Sequence[Path], **notes: object) -> None:
+    def record(self, directory: Path, paths: Sequence[Path], **notes: object) -> None:
         """Write draftlab.json: the command, settings, hashes of the inputs, versions, time, memory and `notes`.
 
         cpu_seconds in this file are the CPU seconds of all threads of this process, without earlier processes of a
         resumed run.
+
+        paths: Files and directories that the command read, in addition to those that the settings name.
         """
         cpu_seconds = round(time.process_time() - self.started_cpu, 2)
         notes |= {"command_line": self.command_line, "cpu_seconds": cpu_seconds}
+        notes["date"] = dates.run_date()
         provenance.write_record(
-            directory, self.command, self.config.settings(), inputs, self.started_at, **notes
+            directory,
+            self.command,
+            self.config.settings(),
+            self.inputs(paths),
+            self.started_at,
+            **notes,
         )

@@ -1,13 +1,14 @@
 """The record of the command that wrote an output, with hashes of its inputs: draftlab.json. No torch."""
 
 import contextlib
+import functools
 import hashlib
 import platform
 import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,6 +23,10 @@ from draftlab.errors import UserError
 from draftlab.reading import FileModel, read_json_lines, read_model
 
 RECORD_FILE, LOG_FILE = "draftlab.json", "log.jsonl"
+# a directory with one of these files is a checkpoint, or the tokenizer of a checkpoint
+CHECKPOINT = ("config.json", "tokenizer_config.json")
+# the files of a checkpoint that decide results, besides its weights
+DECIDING = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.py")
 CURVE_POINTS = 100
 
 
@@ -30,7 +35,7 @@ class Record(FileModel):
 
     Attributes:
         config: Settings of the command.
-        inputs: Fingerprints (sha256) of the inputs, by path.
+        inputs: Fingerprints (sha256) of everything that the command read, by path or by name of a built-in source.
         notes: Further facts that the command recorded.
     """
 
@@ -94,21 +99,21 @@ def write_record(
     directory: Path,
     command: str,
     config: dict[str, object],
-    inputs: Sequence[Path],
+    inputs: Mapping[str, str],
     started_at: float,
     **notes: object,
 ) -> Record:
     """Write draftlab.json into a directory, and return its content.
 
     Args:
-        inputs: Files and directories that the command read; their hashes are recorded.
+        inputs: Fingerprints of everything that the command read, by path or name.
         started_at: time.time() at the start of the command.
         notes: Further facts to record.
     """
     record = Record(
         command=command,
         config=config,
-        inputs={str(path): fingerprint(path) for path in inputs},
+        inputs=dict(inputs),
         versions=versions(),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         seconds=round(time() - started_at, 2),
@@ -185,43 +190,49 @@ def _curve(log: Path) -> list[CurvePoint]:
 
 
 def fingerprint(path: Path) -> str:
-    """Return the sha256 of a file, or of the files in a directory that decide results: configs, weights, manifests.
+    """Return the sha256 of what a path holds: a file, a checkpoint, or any other directory.
+
+    In a checkpoint, the files that decide results count: weights, configurations, tokenizer, chat template and code. In
+    another directory, all files count except the record and hidden files. Each file is read once per process.
 
     Raises:
-        UserError: There is no such path, or a file is not regular.
+        UserError: There is no such path.
     """
     if not path.exists():
         raise UserError(f"{path}: there is no such file or directory")
+    if path.is_file():
+        return joint_sha256([path], path.parent)
+    if not any((path / name).is_file() for name in CHECKPOINT):
+        return joint_sha256(path.rglob("*"), path)
+    weights = "*.safetensors" if any(path.glob("*.safetensors")) else "*.bin"
+    patterns = (weights, *DECIDING)
+    return joint_sha256((file for pattern in patterns for file in path.glob(pattern)), path)
+
+
+def joint_sha256(files: Iterable[Path], folder: Path) -> str:
+    """Return the sha256 of the names in a folder and the contents of files. Records and hidden files are left out."""
+    names = {file.relative_to(folder).as_posix(): file for file in files if file.is_file()}
     digest = hashlib.sha256()
-    names = (
-        "config.json",
-        "tokenizer.json",
-        "score.json",
-        "manifest.json",
-        "head_ids.json",
-        "adapter_config.json",
-    )
-    if path.is_dir():
-        suffix = ".safetensors" if any(path.glob("*.safetensors")) else ".bin"
-        files = [f for f in sorted(path.iterdir()) if f.suffix == suffix or f.name in names]
-    else:
-        files = [path]
-    for file in files:
-        digest.update(file.name.encode())
-        _add(digest, file)
+    for name, file in sorted(names.items()):
+        if file.name != RECORD_FILE and not name.startswith(".") and "/." not in name:
+            state = file.stat()
+            sha256 = _sha256_of(file, state.st_ino, state.st_size, state.st_mtime_ns)
+            digest.update(f"{name}\0{sha256}\n".encode())
     return digest.hexdigest()
+
+
+@functools.cache
+def _sha256_of(file: Path, _inode: int, _size: int, _mtime_ns: int) -> str:
+    """Return the sha256 of a file. It is computed again if the file's inode, size or time have changed."""
+    return file_sha256(file.resolve())
 
 
 def file_sha256(file: Path) -> str:
     digest = hashlib.sha256()
-    _add(digest, file)
-    return digest.hexdigest()
-
-
-def _add(digest: "hashlib._Hash", file: Path) -> None:
     with file.open("rb") as stream:
         while block := stream.read(1 << 22):
             digest.update(block)
+    return digest.hexdigest()
 
 
 def versions() -> dict[str, str]:

@@ -12,11 +12,12 @@ import draftlab
 PACKAGE = Path(draftlab.__file__).parent
 LAYERS = [
     ["errors", "trust"],
-    ["console", "atomic", "reading", "intervals", "sampling", "registry"],
+    ["console", "atomic", "reading", "intervals", "sampling", "registry", "dates"],
     ["provenance"],
     ["model"],
     ["workspace"],
     ["config"],
+    ["inputs"],
     ["output"],
     ["data", "prompts", "turns"],
     ["results"],
@@ -48,6 +49,8 @@ NO_TORCH = [
     "sampling",
     "registry",
     "provenance",
+    "dates",
+    "inputs",
     "model.shape",
     "model.families",
     "model.hf_files",

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftlab import workspace
+from draftlab.atomic import differing
 from draftlab.commands.base import Job, Outcome, check_program, command, fill
 from draftlab.config import shared
 from draftlab.config.base import Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.server_rules import SERVER_RULES, ServerRule
 from draftlab.console import note
+from draftlab.dates import resume_date
 from draftlab.errors import UserError, about
+from draftlab.inputs import inputs_of, text_inputs
 from draftlab.model import hub
 from draftlab.output import Output
+from draftlab.provenance import fingerprint
 from draftlab.registry import SERVERS
 
 if TYPE_CHECKING:
@@ -70,6 +74,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         "Path of the program vllm or llama-server, in which the exported draft is verified. Default: the program on "
         "the "
         "PATH, if there is one.",
+        reads="nothing",
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: str = shared.device()
@@ -180,14 +185,20 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     name = f"auto-{hub.checkpoint_name(Path(config.target.partition('@')[0]))}"
     folder = config.out or workspace.load().runs / name
     settings = {key: value for key, value in config.settings().items() if key != "out"}
-    plan = _unfinished(folder, settings)
-    if plan is None:
+    inputs = dict[str, str]()
+    if weights:  # a dry run does not wait for the hashes of all weights
+        inputs |= inputs_of(config) | (text_inputs(prompts.data) if prompts.data else {})
+        inputs |= {str(path): fingerprint(path) for path in (target, *(d.path for d in ready))}
+    plan = _unfinished(folder, settings, inputs)
+    if plan is not None:
+        resume_date(plan.date)
+    else:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         machine = measure_machine(
             request.size, device, checkpoint.resolve_dtype(config.dtype, device), folder
         )
-        plan = make_plan(request, machine, config.minutes, settings)
+        plan = make_plan(request, machine, config.minutes, settings, inputs)
         check_space(folder, plan.disk, "its drafts")
     running = {
         "device": config.device,
@@ -254,11 +265,11 @@ def auto(verdict: "Verdict", output: Output) -> Found:
     )
 
 
-def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
+def _unfinished(folder: Path, settings: dict[str, Any], inputs: dict[str, str]) -> "Plan | None":
     """Return the plan of an unfinished run in a folder, or None if there is no plan.
 
     Raises:
-        UserError: The unfinished run has other settings.
+        UserError: The unfinished run has other settings or inputs.
     """
     from draftlab.reading import read_model
     from draftlab.searching.auto import PLAN
@@ -273,5 +284,10 @@ def _unfinished(folder: Path, settings: dict[str, Any]) -> "Plan | None":
         raise UserError(
             f"{folder} has an unfinished auto run with other values of {flags}; use the earlier "
             "values, choose another --out, or remove this directory"
+        )
+    if inputs and (moved := differing(before.inputs, inputs)):
+        raise UserError(
+            f"{folder} has an unfinished auto run, but {moved[0]} has changed since that run started; restore "
+            f"{moved[0]}, choose another --out, or remove this directory"
         )
     return before

@@ -13,6 +13,7 @@ from draftlab import workspace
 from draftlab.atomic import check_free
 from draftlab.config.base import Config, OutputConfig
 from draftlab.config.shared import CheckpointSettings
+from draftlab.dates import fixed_date
 from draftlab.errors import EXTRAS, MissingExtra, UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
@@ -142,15 +143,17 @@ class Command:
         if config.out is not None and not (force or dry_run or self.resumes):
             # checked first, because the check of the settings may take minutes
             check_free(config.out, force=False)
-        job = self.prepare(config, not dry_run)
-        out = config.out or workspace.load().runs / job.name
-        output = Output(command=self.name, config=config, out=out, force=force, dry_run=dry_run)
-        if dry_run:
-            return plan(output, job.facts())
-        with output.locked(resumes=self.resumes):
-            if not self.resumes:
-                check_free(out, force=force)
-            return self.function(job.run(output), output)
+        with fixed_date():
+            job = self.prepare(config, not dry_run)
+            out = config.out or workspace.load().runs / job.name
+            output = Output(command=self.name, config=config, out=out, force=force, dry_run=dry_run)
+            if dry_run:
+                return plan(output, job.facts())
+            with output.locked(resumes=self.resumes):
+                if not self.resumes:
+                    check_free(out, force=force)
+                output.inputs()  # hashed before they are read, because a file may change meanwhile
+                return self.function(job.run(output), output)
 
     @property
     def has_force(self) -> bool:

@@ -117,6 +117,7 @@ class ExportConfig(DraftConfig, OutputConfig):
         None,
         "Path of the program vllm or llama-server, in which the export is tested. The draft's acceptance there must "
         "equal its acceptance in draftlab's engine.",
+        reads="nothing",
     )
     temperature: float = advanced_option(0.0, "Temperature with --verify-with; 0 is greedy.", ge=0)
     data: str = data("Text source of the prompts with --verify-with.", advanced=True)

@@ -41,7 +41,7 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     with note_if_slow("outputs build: loading torch and transformers"):
         from draftlab.target_outputs import build as building
         from draftlab.target_outputs.build import ServerLog
-        from draftlab.target_outputs.store import logits_of
+        from draftlab.target_outputs.store import logits_of, resume_date_of
     served, file = config.server is not None, config.from_file
     directory = _located(config.target, tokenizer_only=served or file is not None, weights=weights)
     listed = config.top_logprobs
@@ -60,6 +60,8 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     from draftlab.model.tokenizer import known_ids
 
     k = min(listed, logits_of(directory) if served else known_ids(directory))
+    name = f"outputs-{config.use}-{hub.checkpoint_name(directory)}"
+    resume_date_of(config.out or workspace.load().runs / name)
     text = _text(config, directory, weights)
     if isinstance(text, building.TargetAnswers):
         text.check(k)
@@ -71,10 +73,9 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     if target is not None and isinstance(text, building.TargetAnswers):
         with about("--max-new-tokens"):
             target.check_length(text.prompts.longest, text.sampling.max_tokens)
-    inputs = [] if config.prompt_file is None else [config.prompt_file]
     return Job(
-        partial(building.build, cast("Target", target), text, k, inputs=inputs),
-        f"outputs-{config.use}-{hub.checkpoint_name(directory)}",
+        partial(building.build, cast("Target", target), text, k),
+        name,
         partial(_build_facts, text, k, directory, served=served),
     )
 

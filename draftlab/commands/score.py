@@ -120,6 +120,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         "Server that runs the target alone, http://HOST:PORT, or a directory of its stored answers. Without "
         "--speculative-server, the answers are stored for a later comparison.",
         panel=SERVER,
+        reads="path",
     )
     speculative_server: str | None = option(
         None, "Server that runs the target with the draft, http://HOST:PORT.", panel=SERVER
@@ -129,6 +130,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         None,
         "Measure accuracy on these lm-eval tasks: names or YAML files, separated by commas.",
         panel=TASKS,
+        reads="tasks",
     )
     task_limit: int = advanced_option(
         200, "Number of items of each task to evaluate, from the first item on.", ge=1, panel=TASKS
@@ -146,7 +148,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         panel=TASKS,
     )
     include_path: Path | None = advanced_option(
-        None, "Folder with YAML files of additional tasks.", panel=TASKS
+        None, "Folder with YAML files of additional tasks.", panel=TASKS, reads="tasks"
     )
     min_speedup: float | None = option(
         None,

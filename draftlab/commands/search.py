@@ -171,7 +171,6 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
         tried=tried,
         text=text,
         prompts=prompts,
-        inputs=[path for path in (config.outputs, config.prompt_file) if path is not None],
     )
     running = {
         "device": config.device,

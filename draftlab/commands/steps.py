@@ -3,6 +3,7 @@
 A step whose output is finished is skipped.
 """
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from draftlab import provenance, workspace
+from draftlab.atomic import differing
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import Config, OutputConfig
 from draftlab.config.kinds import KindSpec
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean, one_line
+from draftlab.inputs import UNKNOWN, inputs_of
+from draftlab.provenance import Record
 
 
 @dataclass(frozen=True)
@@ -56,23 +60,49 @@ class CommandStep:
 
         A setting that an older version of draftlab did not record is taken to have its default value.
         """
+        return self._same_settings and self._changed_input is None
+
+    @property
+    def _record(self) -> Record | None:
+        """Return the record of the finished output, or None if this command did not write it."""
         record = provenance.read_record(self.out) if self.out is not None else None
-        if record is None or record.command != self.command.name:
-            return False
+        return record if record is not None and record.command == self.command.name else None
+
+    @property
+    def _same_settings(self) -> bool:
         try:
-            recorded = self.command.config.build(record.config)
+            recorded = self._record and self.command.config.build(self._record.config)
         except UserError:
             return False
-        return recorded.settings() == self.resolved.settings() and all(
-            Path(path).exists() and provenance.fingerprint(Path(path)) == digest
-            for path, digest in record.inputs.items()
-        )
+        return recorded is not None and recorded.settings() == self.resolved.settings()
+
+    @property
+    def _changed_input(self) -> str | None:
+        """Return the first input whose content differs from what the finished output was made of, or None."""
+        if self._record is None:
+            return None
+        read, now = self._record.inputs, {}
+        with contextlib.suppress(UserError):  # a text is missing
+            now = inputs_of(self.resolved)
+        for name in read.keys() - now.keys():
+            now[name] = provenance.fingerprint(Path(name)) if Path(name).exists() else ""
+        changed = differing(read, now)
+        return next((n for n in changed if UNKNOWN not in (read.get(n), now.get(n))), None)
 
     def run(self, label: str) -> Outcome:
-        """Print the label, and run the command unless its output is finished."""
+        """Print the label, and run the command unless its output is finished.
+
+        Raises:
+            UserError: The output is finished, but was made of inputs that have changed. Or the command fails.
+        """
         if self.is_done():
             note(f"{label}: already done")
             return Outcome(path=self.out, show=[str(self.out)], data={"path": str(self.out)})
+        if self._same_settings:
+            raise UserError(
+                f"{label}: {self._changed_input} has changed since {self.out} was made of it; remove {self.out}, or "
+                "set another out, to run this step again"
+            )
         note(label)
         return self.command.run(self.resolved)
 

@@ -35,6 +35,8 @@ OUTPUT, SERVER, TRAINING, CHECKPOINTS = (
     "Evaluation and checkpoints",
 )  # panels of --help
 Value = TypeVar("Value")
+# text: a data mixture; tasks: lm-eval's tasks; path: a text that may be a path; nothing: a Path that is not read
+Reads = Literal["text", "tasks", "path", "nothing"]
 TRUST = "trust_remote_code"
 # largest K (drafted tokens per step) that options accept; the cost of tables and loops grows with K
 MAX_K = 1_000
@@ -54,6 +56,7 @@ def option(
     argument: bool = False,
     shown_default: str | None = None,
     typed: Any = None,
+    reads: Reads | None = None,
 ) -> Any:
     """Return a field of a config that is also an option of its command.
 
@@ -67,6 +70,8 @@ def option(
         argument: Whether the option is a positional argument.
         shown_default: Text that --help shows in place of the default.
         typed: Type on the command line if it differs from the field's type.
+        reads: What the command reads by this setting, so that the contents decide whether a run is the same
+            (inputs.py). By default, a Path is a file or directory that is read, and any other value is none.
     """
     extra = {
         "flag": flag,
@@ -75,6 +80,7 @@ def option(
         "argument": argument,
         "shown_default": shown_default,
         "typed": typed,
+        "reads": reads,
     }
     given: dict[str, Any] = {"default_factory": factory} if factory else {"default": default}
     return Field(
@@ -257,11 +263,14 @@ class Config(BaseModel):
         Settings that a rule in `only` refuses are left out. trust_remote_code is left out, too, because the user must
         give it to each run. Passwords in addresses are removed.
         """
-        refused = {name for rule in self.only if not rule.when(self) for name in rule.options}
-        settings = json.loads(self.model_dump_json(exclude=refused | {TRUST}))
+        settings = json.loads(self.model_dump_json(exclude=self.refused() | {TRUST}))
         return {
             name: without_secrets(v) if isinstance(v, str) else v for name, v in settings.items()
         }
+
+    def refused(self) -> set[str]:
+        """Return the names of the settings that a rule in `only` refuses, which the command does not use."""
+        return {name for rule in self.only if not rule.when(self) for name in rule.options}
 
     @classmethod
     def flag(cls, name: str) -> str:
@@ -315,6 +324,7 @@ class OutputConfig(Config):
         None,
         "Directory to write. Default: a directory in runs/ (see runs in draftlab.yaml).",
         panel=OUTPUT,
+        reads="nothing",
     )
 
 

@@ -49,7 +49,7 @@ def source() -> Any:
 def data(
     help: str = "Text: one SOURCE, or a mixture, SOURCE=WEIGHT,SOURCE=WEIGHT.", **others: Any
 ) -> Any:
-    return from_workspace("data", help, **others)
+    return from_workspace("data", help, reads="text", **others)
 
 
 def _known_device_map(name: str | None) -> str | None:
@@ -165,7 +165,8 @@ def system_prompt(**others: Any) -> Any:
 
 
 def api_key_file() -> Any:
-    return advanced_option(None, "File with the server's API key.", panel=SERVER)
+    text = "File with the server's API key."
+    return advanced_option(None, text, panel=SERVER, reads="nothing")
 
 
 KEY_RULE = Only(("api_key_file",), lambda c: c.server, "needs --server URL")

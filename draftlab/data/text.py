@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftlab.config.shared import LossOn
 from draftlab.console import note
+from draftlab.dates import template_of_run
 from draftlab.errors import UserError
 from draftlab.model.tokenizer import check_embedded
 from draftlab.reading import parse_json, read_json, read_lines, reading
@@ -290,7 +291,11 @@ def chat_ids(
     """
     with reading(f"{where}: the chat template refuses the conversation"):
         ids: Any = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=reply, tokenize=True, return_dict=False
+            list(messages),
+            add_generation_prompt=reply,
+            tokenize=True,
+            return_dict=False,
+            **template_of_run(tokenizer.chat_template),
         )
     if not ids:
         raise UserError(
@@ -322,7 +327,11 @@ def render(
         return Conversation(np.array(whole), np.ones(len(whole), dtype=bool))
     if GENERATION.search(str(tokenizer.chat_template)):
         rendered: Any = tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            list(messages),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **template_of_run(tokenizer.chat_template),
         )
         return Conversation(np.array(whole), np.array(rendered["assistant_masks"], dtype=bool))
     counted = np.zeros(len(whole), dtype=bool)

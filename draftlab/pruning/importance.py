@@ -22,6 +22,7 @@ from draftlab.model.shape import Shape
 from draftlab.pruning.walk import Walk
 from draftlab.reading import reading
 
+CONTENT = "content of "  # start of the keys under which a file of scores has fingerprints
 SAMPLED_TOKENS = 512  # number of tokens whose residual streams are compared around each layer
 
 
@@ -120,9 +121,14 @@ def load_scores(file: Path, facts: dict[str, str]) -> Importance:
         stored = handle.metadata() or {}
         for key, value in facts.items():
             if stored.get(key) != value:
+                scores = f"--scores-cache {file} has scores for"
+                if key.startswith(CONTENT):
+                    name = key.removeprefix(CONTENT)
+                    raise UserError(
+                        f"{scores} another content of {name}, which has changed; remove {file}, or name another file"
+                    )
                 raise UserError(
-                    f"--scores-cache {file} has scores for {key} {stored.get(key)}, but this run has {key} {value}; "
-                    "name another file"
+                    f"{scores} {key} {stored.get(key)}, but this run has {key} {value}; name another file"
                 )
         tensors = {field.name: handle.get_tensor(field.name) for field in fields(Importance)}
     for name, tensor in tensors.items():

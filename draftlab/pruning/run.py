@@ -15,6 +15,7 @@ from draftlab import provenance
 from draftlab.atomic import check_writable
 from draftlab.console import note, progress
 from draftlab.data import open_batches, open_heldout
+from draftlab.inputs import text_inputs
 from draftlab.model import checkpoint, saving
 from draftlab.model.hf_files import read_head_ids, write_head_ids
 from draftlab.model.shape import Shape
@@ -22,7 +23,7 @@ from draftlab.model.trimmed_head import frequent_ids
 from draftlab.output import Output
 from draftlab.pruning import choose
 from draftlab.pruning.cut import Cut, Keep, Rotated, keep_all
-from draftlab.pruning.importance import Importance, calibrate, load_scores, save_scores
+from draftlab.pruning.importance import CONTENT, Importance, calibrate, load_scores, save_scores
 from draftlab.pruning.refit import Agreement, Lockstep, Refit
 from draftlab.pruning.source import Source
 from draftlab.pruning.walk import Walk
@@ -315,8 +316,7 @@ class Prune:
         if self._head is not None:
             write_head_ids(work, self._head.ids)
             notes |= {"draft_vocab": len(self._head.ids), "coverage": self._head.coverage}
-        read = [self.source.directory, *([self.text.outputs] if self.text.outputs else [])]
-        self.output.record(work, read, **notes)
+        self.output.record(work, [self.source.directory], **notes)
         return PrunedDraft(
             source=self.source.shape,
             shape=self.shape,
@@ -335,9 +335,13 @@ class Prune:
         if file is None:
             return self._calibrated()
         text = self.text
+        read = text_inputs(text.data)
+        if text.outputs is not None:
+            read = {str(text.outputs): provenance.fingerprint(text.outputs)}
         facts = {
             "source": provenance.fingerprint(self.source.directory),
-            "data": provenance.fingerprint(text.outputs) if text.outputs else text.data,
+            "data": str(text.outputs or text.data),
+            **{CONTENT + name: sha256 for name, sha256 in read.items()},
             "tokens": str(text.tokens),
             "seq_len": str(text.seq_len),
             "seed": str(text.seed),

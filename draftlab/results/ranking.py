@@ -283,6 +283,14 @@ def _reasons(score: Score) -> Iterator[str]:
             f"only {share} of the output's 4-grams are distinct: the target repeats itself, and all drafts predict "
             "repetition well"
         )
+    whole = {r.task: r for r in score.target.tasks}
+    for task, result in {r.task: r for r in score.draft.tasks if r.task in whole}.items():
+        truncated = result.truncated, whole[task].truncated
+        if any(truncated) and result.items_sha256 != whole[task].items_sha256:
+            yield (
+                f"{task}: {truncated[0]} of {result.requests} requests were cut to the draft's context, and "
+                f"{truncated[1]} to the target's, so the two accuracies are of different prompts"
+            )
     if (rounding := score.rounding) is not None:
         yield (
             f"int8 weights change the target: KL divergence {rounding.kl:.2g} nats per token; the most probable token "

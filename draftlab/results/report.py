@@ -109,14 +109,23 @@ def accuracy_table(scores: Sequence[Score]) -> Table | None:
     for name, model in models.items():
         for r in model.tasks:
             error = optional(r.stderr, ".4f")
-            rows.append([r.task, r.metric, name, f"{r.value:.4f}", error, str(r.n)])
+            cut = f"{r.truncated} of {r.requests}" if r.truncated else "0"
+            rows.append([r.task, r.metric, name, f"{r.value:.4f}", error, str(r.n), cut])
     if not rows:
         return None
+    heads = ["task", "metric", "model", "value", "standard\nerror", "items"]
+    caption = "The standard errors are those of lm-eval."
+    if any(r.truncated for model in models.values() for r in model.tasks):
+        heads.append("truncated\nrequests")
+        caption += (
+            " Truncated requests lost their start, because the model's context is too short. Models with different "
+            "truncation read different prompts, so they are not compared item by item."
+        )
     return Table(
-        heads=("task", "metric", "model", "value", "standard\nerror", "items"),
-        rows=sorted(rows, key=lambda row: (row[0], row[1])),
+        heads=heads,
+        rows=sorted((row[: len(heads)] for row in rows), key=lambda row: (row[0], row[1])),
         title="Accuracy",
-        caption="The standard errors are those of lm-eval.",
+        caption=caption,
     )
 
 

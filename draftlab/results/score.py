@@ -130,7 +130,11 @@ class TaskResult(FileModel):
     higher_is_better: bool
     # the metric of each item, in the order of the task, for paired tests
     items: list[float] = Field(default=[])
-    items_sha256: str | None = None  # hash of the items and their prompts
+    # hash of the items and of their prompts, as the model read them
+    items_sha256: str | None = None
+    requests: NonNegativeInt = 0  # 0 for a group of tasks
+    # number of requests whose start was cut, because the model's context is too short
+    truncated: NonNegativeInt = 0
 
 
 class Model(FileModel):

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from draftlab.console import heartbeat
+from draftlab.console import heartbeat, note
+from draftlab.dates import with_date
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, hub
 from draftlab.model.native_cpu import round_int8
@@ -86,9 +87,12 @@ class Tasks:
 
             # lm-eval's decorator hides the constructor from type checkers
             hflm: Any = HFLM
+            tokenizer = checkpoint.load_tokenizer(directory)
+            if isinstance(tokenizer.chat_template, str):
+                tokenizer.chat_template = with_date(tokenizer.chat_template)
             lm = hflm(
                 pretrained=str(directory),
-                tokenizer=checkpoint.load_tokenizer(directory),
+                tokenizer=tokenizer,
                 dtype=dtype,
                 device=str(device),
                 batch_size=self.batch_size,
@@ -98,7 +102,9 @@ class Tasks:
             )
             if int8:
                 _round(lm.model)
-            return self._results(lm)
+            results = self._results(lm)
+        _note_truncated(results, hub.checkpoint_name(directory), lm.max_length)
+        return results
 
     def of_server(self, server: Server, tokenizer: Path) -> list[TaskResult]:
         """Evaluate the model of a server, and return every metric of every task.
@@ -125,7 +131,11 @@ class Tasks:
                 header={"Authorization": server.http.client.headers.get("authorization", "")},
                 trust_remote_code=checkpoint.trusts_remote_code(),
             )
-            return self._results(lm)
+            if isinstance(lm.tokenizer.chat_template, str):
+                lm.tokenizer.chat_template = with_date(lm.tokenizer.chat_template)
+            results = self._results(lm)
+        _note_truncated(results, f"{server.model} on {server.http.url}", lm.max_length)
+        return results
 
     def check_server(self, server: Server) -> None:
         """Check that the server returns log-probabilities of prompts if a task needs them.
@@ -158,7 +168,9 @@ class Tasks:
         better, samples = found["higher_is_better"], found["samples"]
         results: list[TaskResult] = []
         for name, measured in found["results"].items():
-            results += _task_results(name, measured, better.get(name, {}), samples.get(name, []))
+            items = sorted(samples.get(name, []), key=lambda item: item["doc_id"])
+            cut = [_tokens_cut(lm, item["arguments"]) for item in items]
+            results += _task_results(name, measured, better.get(name, {}), items, cut)
         return results
 
 
@@ -236,18 +248,22 @@ def _task_results(
     measured: dict[str, Any],
     higher_is_better: dict[str, bool | None],
     samples: list[dict[str, Any]],
+    cut: list[list[int]],
 ) -> Iterator[TaskResult]:
     """Yield a TaskResult for each metric of a task.
 
     Args:
         measured: lm-eval's values of the task, with keys "metric,filter" and "metric_stderr,filter".
         higher_is_better: Whether a higher value is better, by metric.
-        samples: lm-eval's records of the items.
+        samples: lm-eval's records of the items, one for each item and filter, in the order of the items.
+        cut: Number of tokens that were cut from each request of each record.
     """
     digest = hashlib.sha256()
-    samples = sorted(samples, key=lambda s: s["doc_id"])
-    for sample in samples:
+    for sample, tokens in zip(samples, cut, strict=True):
         digest.update((sample["doc_hash"] + sample["prompt_hash"] + sample["target_hash"]).encode())
+        if any(tokens):  # the model read another prompt
+            digest.update(str(tokens).encode())
+    by_item = {sample["doc_id"]: tokens for sample, tokens in zip(samples, cut, strict=True)}
     for key, value in measured.items():
         metric, comma, filtered = key.partition(",")
         number = _number(value)
@@ -270,6 +286,43 @@ def _task_results(
             higher_is_better=better,
             items=_items(samples, metric, filtered),
             items_sha256=digest.hexdigest() if samples else None,
+            requests=sum(map(len, by_item.values())),
+            truncated=sum(n > 0 for tokens in by_item.values() for n in tokens),
+        )
+
+
+def _tokens_cut(lm: Any, requests: list[tuple[Any, ...]]) -> list[int]:
+    """Return how many tokens lm-eval cuts from the start of each request, because the model's context is too short.
+
+    A request is (context, continuation), (context, settings of generation), or (text,), whose windows are never cut.
+    """
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+
+    is_local = isinstance(lm, HFLM)
+    cut: list[int] = []
+    for context, *more in requests:
+        tokens, most = 0, lm.max_length
+        if more and isinstance(more[0], str):
+            # a local model reads all tokens except the last
+            most += is_local
+            # an empty context is read as one token
+            pair = lm._encode_pair(context, more[0]) if context else ([0], lm.tok_encode(more[0]))
+            tokens = sum(map(len, pair))
+        elif more:
+            default = lm.max_gen_toks if is_local else lm._max_gen_toks
+            most -= normalize_gen_kwargs(more[0], default)["max_gen_toks"]
+            ids = lm.tok_batch_encode([context])[0][0] if is_local else lm.tok_encode(context)
+            tokens = len(ids)
+        cut.append(max(0, tokens - most))
+    return cut
+
+
+def _note_truncated(results: list[TaskResult], model: str, context: int) -> None:
+    for result in {result.task: result for result in results if result.truncated}.values():
+        note(
+            f"{result.task}: lm-eval cut the start of {result.truncated} of {result.requests} requests to the context "
+            f"of {model}, {context:,} tokens"
         )
 
 

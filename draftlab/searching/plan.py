@@ -18,6 +18,7 @@ from pydantic import Field
 
 from draftlab.config.kinds import DRAFTERS
 from draftlab.console import note_if_slow
+from draftlab.dates import run_date
 from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
 from draftlab.errors import UserError
 from draftlab.exporting import gguf
@@ -315,6 +316,8 @@ class Plan(FileModel, extra="ignore"):
 
     Args:
         settings: Settings of the auto command that made the plan.
+        inputs: Fingerprints of what the run reads, by path or name.
+        date: Start of the run, which chat templates may print.
         prompts: Source of the prompts, as text for the user.
         candidates: Kinds of candidates to make, as in LABELS.
         ready: Names of the user's drafts that are compared.
@@ -326,6 +329,8 @@ class Plan(FileModel, extra="ignore"):
 
     version: Literal[2] = 2
     settings: dict[str, Any]
+    inputs: dict[str, str] = Field(default_factory=dict)
+    date: str = Field(default_factory=run_date)
     target: str
     machine: Machine
     prompts: str
@@ -393,10 +398,16 @@ def streams(numbers: Sequence[int]) -> str:
     return f"{', '.join(map(str, numbers))} concurrent request{'s' * (list(numbers) != [1])}"
 
 
-def make_plan(request: Request, machine: Machine, minutes: float, settings: dict[str, Any]) -> Plan:
+def make_plan(
+    request: Request,
+    machine: Machine,
+    minutes: float,
+    settings: dict[str, Any],
+    inputs: Mapping[str, str],
+) -> Plan:
     """Return a plan of work that fits into `minutes` on this machine. Candidates are left out until the plan fits.
 
-    settings: Settings of the auto command, which are stored in the plan.
+    settings, inputs: Settings and inputs of the auto command, which are stored in the plan.
 
     Raises:
         UserError: The target cannot be used, memory is too small, or the time is too short for any candidate.
@@ -435,6 +446,7 @@ def make_plan(request: Request, machine: Machine, minutes: float, settings: dict
     disk = 0 if draft is None else DRAFTS * draft.weight_bytes() + 12 * draft.params()
     return Plan(
         settings=settings,
+        inputs=dict(inputs),
         target=f"{hub.checkpoint_name(request.target)}, {size.describe()}",
         machine=machine,
         prompts=request.prompts.about,

@@ -7,7 +7,7 @@ way when it resumes, and repeats no finished step.
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -75,7 +75,6 @@ class Wanted:
         tried: Shapes to consider. Shapes with cheap passes become candidates.
         text: Settings (data or outputs) for the text on which drafts are calibrated and trained.
         prompts: Settings for the prompts on which drafts are replayed and measured.
-        inputs: Further files and directories that decide the result.
     """
 
     target: Path
@@ -88,7 +87,6 @@ class Wanted:
     tried: list[Shape]
     text: dict[str, Any]
     prompts: dict[str, Any]
-    inputs: list[Path] = field(default_factory=list)
 
     @property
     def student(self) -> StudentSpec:
@@ -126,8 +124,8 @@ def search(wanted: Wanted, steps: StepRunner, output: Output) -> Search:
     Raises:
         UserError: Too few shapes are cheap enough, or a step fails.
     """
-    inputs = [wanted.target, wanted.source, *wanted.inputs]
-    output.claim_state(inputs)
+    models = [wanted.target, wanted.source]
+    output.claim_state(models)
     searcher = Searcher(wanted=wanted, steps=steps)
     result = searcher.search()
     with output.directory() as directory:
@@ -137,7 +135,7 @@ def search(wanted: Wanted, steps: StepRunner, output: Output) -> Search:
         for part in ("texts", "score"):
             shutil.copytree(output.state / part, directory / part)
         write_search(result, directory)
-        output.record(directory, inputs, total_seconds=result.spent_seconds)
+        output.record(directory, models, total_seconds=result.spent_seconds)
     remove_state(output.state)
     return result
 

@@ -5,7 +5,7 @@ A log has one JSON line per request, with the target's top log-probabilities (do
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,6 +17,7 @@ from pydantic import ConfigDict, Field, model_validator
 from draftlab import provenance, turns
 from draftlab.console import note
 from draftlab.data import Batch, loss_on_of, open_batches, open_heldout
+from draftlab.dates import asks_for_date, run_date
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
@@ -176,10 +177,12 @@ class Rows:
     def tokens(self) -> int:
         return self.count * self.seq_len
 
-    def write(self, out: Path, target: Target, k: int) -> Manifest:
+    def write(self, out: Path, target: Target, k: int, inputs: Mapping[str, str]) -> Manifest:
         """Write a store of the target's outputs for the rows, and for up to HELDOUT_SEQUENCES rows of held-out text.
 
-        k: Number of most probable tokens to store at each position.
+        Args:
+            k: Number of most probable tokens to store at each position.
+            inputs: Fingerprints of the text, by path or name.
         """
         tokenizer = checkpoint.load_tokenizer(target.directory)
         loss_on = loss_on_of(self.data, None)
@@ -226,6 +229,7 @@ class Rows:
             seq_len=self.seq_len,
             seed=self.seed,
             planned=self.count,
+            inputs=dict(inputs),
         )
         return write_store(out, manifest, shard, tokenizer=target.directory, heldout=heldout)
 
@@ -266,10 +270,12 @@ class TargetAnswers:
                 f"{few} to distil on, because some prompts are held out; give {LEAST_PROMPTS} prompts or more"
             )
 
-    def write(self, out: Path, target: Target, k: int) -> Manifest:
+    def write(self, out: Path, target: Target, k: int, inputs: Mapping[str, str]) -> Manifest:
         """Write a store of the prompts and the target's answers.
 
-        k: Number of most probable tokens to store at each position.
+        Args:
+            k: Number of most probable tokens to store at each position.
+            inputs: Fingerprints of the prompts, by path or name.
 
         Raises:
             UserError: A prompt and its answer do not fit the context, or self.check raises it.
@@ -303,6 +309,7 @@ class TargetAnswers:
             top_logprobs=k,
             seed=self.seed,
             planned=len(written),
+            inputs=dict(inputs),
         )
         held_out = functools.partial(answers, heldout) if heldout else None
         return write_store(out, manifest, shard, tokenizer=target.directory, heldout=held_out)
@@ -325,13 +332,8 @@ class TargetAnswers:
         )
 
 
-def build(
-    target: Target, text: Rows | TargetAnswers, k: int, output: Output, inputs: Sequence[Path]
-) -> Manifest:
+def build(target: Target, text: Rows | TargetAnswers, k: int, output: Output) -> Manifest:
     """Write a store of a target's outputs, with lists of the k most probable tokens. A killed build resumes.
-
-    Args:
-        inputs: Input files to list in draftlab.json. A target in memory is always listed.
 
     Raises:
         UserError: The text does not fit the target or the server, the output directory has another store, or the disk
@@ -341,11 +343,14 @@ def build(
     # the space for answers is not checked, because most answers end before the limit
     if isinstance(text, Rows):
         output.check_space(text.tokens * bytes_per_token(text, k, served), "the outputs")
-    manifest = text.write(output.out, target, k)
+    inputs, facts = output.inputs(), dict[str, object]()
     if isinstance(target, ServedTarget):
-        output.record(output.out, inputs, tokens=manifest.tokens, server=target.describe())
-    else:
-        output.record(output.out, [target.directory, *inputs], tokens=manifest.tokens)
+        # the server has the weights, and draftlab the tokenizer with its chat template
+        name = f"tokenizer of {hub.checkpoint_name(target.directory)}"
+        inputs[name] = provenance.fingerprint(target.directory)
+        facts["server"] = target.describe()
+    manifest = text.write(output.out, target, k, inputs)
+    output.record(output.out, [target.directory], tokens=manifest.tokens, **facts)
     return manifest
 
 
@@ -376,6 +381,7 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
         seq_len=log.seq_len,
         seed=0,
         planned=len(trained),
+        inputs=output.inputs(),
         versions=provenance.versions(),
     )
 
@@ -385,7 +391,7 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
     manifest = write_store(
         output.out, manifest, shard, tokenizer=directory, heldout=lambda: log.outputs(heldout)
     )
-    output.record(output.out, [log.path])
+    output.record(output.out, [])
     return manifest
 
 
@@ -400,9 +406,11 @@ def _manifest(target: Target, *, sampling: SamplingParams | None, **facts: Any) 
     info = target.info().model_dump() | facts
     if sampling is None:
         info["logprobs"] = "none"
+    template = checkpoint.load_tokenizer(target.directory).chat_template
     return Manifest(
         **info,
         sampling=sampling,
         tokenizer_sha256=vocabulary_sha256(target.directory),
+        date=run_date() if asks_for_date(template) else "",
         versions=provenance.versions(),
     )

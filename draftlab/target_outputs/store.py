@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import AfterValidator, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from draftlab import provenance
-from draftlab.atomic import check_free, replacing, write_atomic
+from draftlab.atomic import check_free, differing, replacing, write_atomic
 from draftlab.config.outputs import MANIFEST, check_store
 from draftlab.config.shared import LossOn
 from draftlab.console import note
+from draftlab.dates import resume_date
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, saving
 from draftlab.reading import FileModel, read_model, reading
@@ -105,6 +106,11 @@ class Manifest(TargetInfo):
     seq_len: PositiveInt | None = None
     seed: int
     planned: PositiveInt  # number of sequences in the finished store
+    inputs: dict[str, str] = Field(
+        default={}
+    )  # fingerprints of the text that was read, by path or name
+    # date of the first start, if the chat template asks for a date
+    date: str = ""
     versions: dict[str, str]
     shards: tuple[Shard, ...] = ()
 
@@ -182,6 +188,12 @@ def write_store(
 def read_manifest(directory: Path) -> Manifest:
     check_store(directory)
     return read_model(Manifest, directory / MANIFEST)
+
+
+def resume_date_of(out: Path) -> None:
+    """If a directory has a store, use the date at which its build started, so that chat templates print that date."""
+    if (out / MANIFEST).exists() and (date := read_manifest(out).date):
+        resume_date(date)
 
 
 def finished_manifest(directory: Path) -> Manifest:
@@ -298,14 +310,25 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
         return manifest
     existing = read_manifest(out)
     new, old = (
-        m.model_dump(mode="json", exclude={"shards", "versions"}) for m in (manifest, existing)
+        m.model_dump(mode="json", exclude={"shards", "versions", "inputs", "date"})
+        for m in (manifest, existing)
     )
-    for name, value in new.items():
-        if value != old[name]:
+    changed = differing(old, new)
+    if not {"data", "target"} & set(changed):
+        read, was_read = ({m.target: m.target_sha256, **m.inputs} for m in (manifest, existing))
+        # the contents count, whatever path leads to them
+        if sorted(map(str, read.values())) != sorted(map(str, was_read.values())):
+            name = differing(was_read, read)[0]
             raise UserError(
-                f"{out} has outputs of another build, with {name} = {one_line(repr(old[name]), 60)} instead of "
-                f"{one_line(repr(value), 60)}; choose another --out, or remove that directory"
+                f"{out} has outputs of a build that read another {name}, because its content has changed; choose "
+                "another --out, or remove that directory"
             )
+    if changed:
+        name = changed[0]
+        raise UserError(
+            f"{out} has outputs of another build, with {name} = {one_line(repr(old[name]), 60)} instead of "
+            f"{one_line(repr(new[name]), 60)}; choose another --out, or remove that directory"
+        )
     # left by a build that was killed while safetensors wrote a shard
     for left in out.rglob(".tmp*"):
         left.unlink()

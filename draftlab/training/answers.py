@@ -9,6 +9,7 @@ from draftlab import provenance, workspace
 from draftlab.config.outputs import OutputsBuildConfig
 from draftlab.config.shared import ChatMode
 from draftlab.console import note
+from draftlab.dates import fixed_date
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.tokenizer import known_ids
@@ -17,7 +18,7 @@ from draftlab.prompts import Prompts, file_prompts
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs import build
 from draftlab.target_outputs.outputs import TEMPERATURES
-from draftlab.target_outputs.store import MANIFEST, read_manifest
+from draftlab.target_outputs.store import MANIFEST, read_manifest, resume_date_of
 from draftlab.target_outputs.targets import LocalTarget
 from draftlab.training.checkpointer import process_state
 from draftlab.training.loop import Hardware
@@ -91,7 +92,8 @@ class PromptFile:
                     f"storing the target's answers in {out}; later runs with the same prompts read the answers there"
                 )
                 output = Output(command="outputs build", config=settings, out=out)
-                with output.locked(resumes=True):
+                with output.locked(resumes=True), fixed_date():
+                    resume_date_of(out)
                     self._write(output)
         return out
 
@@ -114,13 +116,7 @@ class PromptFile:
             hardware.memory,
             build.batch_size("distill", device),
         )
-        build.build(
-            model,
-            answers,
-            min(build.DISTILL_TOP_LOGPROBS, known_ids(self.target)),
-            output,
-            [self.file],
-        )
+        build.build(model, answers, min(build.DISTILL_TOP_LOGPROBS, known_ids(self.target)), output)
 
     def _settings(self) -> OutputsBuildConfig:
         """Return the settings with which `draftlab outputs build` stores the answers.

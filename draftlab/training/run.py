@@ -108,14 +108,14 @@ class TrainingResult:
         return facts.pop("notes") | facts
 
 
-def claimed_state(output: Output, inputs: Sequence[Path]) -> Path:
+def claimed_state(output: Output, paths: Sequence[Path]) -> Path:
     """Make the state directory, where checkpoints are written, or check that it belongs to this run. Return its path.
 
     Raises:
         UserError: The directory belongs to another run and --force is not set, or it cannot be written.
     """
     with process_state().main_process_first():
-        output.claim_state(inputs)
+        output.claim_state(paths)
     return output.state
 
 
@@ -141,6 +141,8 @@ def fit(
         UserError: `state` cannot be written, the disk is too small for checkpoints, or training fails.
     """
     processes = process_state()
+    count = processes.num_processes
+    note(f"{what}: training in {count} process{'es' * (count > 1)}")
     check_space(state, _checkpoint_bytes(student, loop), "checkpoints")
     with progress(what, loop.steps) as advance:
         for record in train(student, setup, loop, state, constraint):
@@ -257,9 +259,11 @@ def distill(job: Distillation, output: Output) -> TrainingResult:
     """
     if job.answers is not None:
         job = replace(job, outputs=job.answers.store(), answers=None)
-    inputs = [path for path in (job.draft, job.target, job.outputs) if path is not None]
+    reweighing = job.text.reweighing
+    reference = reweighing.reference if reweighing is not None else None
+    paths = [p for p in (job.draft, job.target, job.outputs, reference) if isinstance(p, Path)]
     select_device(job.hardware.device)
-    state = claimed_state(output, inputs)
+    state = claimed_state(output, paths)
     opened = job.student.open(job, state)
     with tracked(job.report_to, output) as log:
         result = fit(
@@ -272,7 +276,7 @@ def distill(job: Distillation, output: Output) -> TrainingResult:
         with output.directory() as work:
             result = replace(result, notes=opened.write(work, state))
             shutil.copyfile(state / LOG_FILE, work / LOG_FILE)
-            output.record(work, inputs, **result.as_dict())
+            output.record(work, paths, **result.as_dict())
         remove_state(state)
     process_state().wait_for_everyone()
     return result

@@ -46,7 +46,7 @@ def planned(
         prompts=find_prompts(file, None, "stdlib", directory, streams, trains=not ready), temperature=0.0,
         program=None, ready=ready,
     )  # fmt: skip
-    return make_plan(request, machine, minutes, {})
+    return make_plan(request, machine, minutes, {}, {})
 
 
 @given(seconds, st.floats(0, 1e5))

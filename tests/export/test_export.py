@@ -307,12 +307,12 @@ def test_a_card_has_no_folder_of_this_machine_and_each_step_once(space):
     shutil.copytree("draft", "imported")
     file = Path("model.gguf").absolute()
     provenance.write_record(
-        Path("imported"), "import", {"source": str(file)}, [], 0.0,
+        Path("imported"), "import", {"source": str(file)}, {}, 0.0,
         command_line=f"draftlab import --out imported {file}",
     )  # fmt: skip
     shutil.copytree("draft", "made")
     line = "draftlab distill --out made"
-    inputs = [Path("imported"), Path("imported").absolute()]
+    inputs = dict.fromkeys(["imported", str(Path("imported").absolute())], "")
     provenance.write_record(Path("made"), "distill", {}, inputs, 0.0, command_line=line)
     call("export made --target imported --to vllm --out out")
     card = Path("out/README.md").read_text()

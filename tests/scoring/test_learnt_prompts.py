@@ -24,7 +24,7 @@ def test_prompts_in_the_stores_that_a_draft_learnt_from_are_counted(
     asked = {"target": target, "prompt_file": "seen.jsonl", "max_new_tokens": 4}
     store = draftlab.outputs_build(**asked, out="store").path
     shutil.copytree(target, "draft")
-    provenance.write_record(Path("draft"), "distill", {}, [store], time.time())
+    provenance.write_record(Path("draft"), "distill", {}, {str(store): ""}, time.time())
     settings = {"target": target, "k": "1", "max_new_tokens": 4, "repeats": 1}
     learnt = draftlab.score(draft=["draft"], prompt_file=mixed, out="learnt", **settings)
     # the store holds some prompts out

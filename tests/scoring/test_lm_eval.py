@@ -19,6 +19,8 @@ from small_files import edit, with_template, write_rows
 from draftlab.commands import COMMANDS
 from draftlab.model.checkpoint import load_model, load_tokenizer
 from draftlab.model.hf_files import write_head_ids
+from draftlab.results.ranking import score_warnings
+from draftlab.results.report import accuracy_table
 from draftlab.results.score import TaskResult, read_score
 from draftlab.scoring.lm_eval import Tasks, load_tasks
 
@@ -136,6 +138,63 @@ def test_a_score_passes_lm_evals_options_on(chat, folder, tmp_path):
     plain = tasks(folder, "multiple_choice", limit=4).of_checkpoint(chat, torch.float32, CPU)
     shown = next(r for r in result.target.tasks if r.task == "multiple_choice")
     assert plain[0].items_sha256 != shown.items_sha256  # neither examples nor template were ignored
+
+
+def test_requests_that_lm_eval_truncates_are_counted_for_each_model(
+    family_dirs, folder, tmp_path, caplog
+):
+    """lm-eval warns once for each truncated request. With long examples, one context is too short for them."""
+    place = family_dirs["llama"]
+    tokens = len(load_tokenizer(place)("return self.xxxx")["input_ids"])
+    short = shutil.copytree(place, tmp_path / "short")
+    edit(short / "config.json", max_position_embeddings=4 * tokens)
+    asked: dict[str, Any] = {"num_fewshot": 3, "limit": 5, "batch_size": 1}
+    read: dict[Path, dict[str, TaskResult]] = {}
+    for model in (place, short):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            golden(model, list(KINDS), folder, num_fewshot=3, limit=5, batch_size=1)
+        warned = [
+            sum(text in record.message for record in caplog.records)
+            for text in ("exceeds model's maximum length", "Left truncation applied")
+        ]
+        results = tasks(folder, *KINDS, **asked).of_checkpoint(model, torch.float32, CPU)
+        read[model] = {result.task: result for result in results}
+        names = ("multiple_choice", "generate_until")
+        assert [read[model][name].truncated for name in names] == warned
+        assert read[model]["loglikelihood_rolling"].truncated == 0  # read in windows
+    assert read[place]["multiple_choice"].truncated == 0
+    cut = read[short]["multiple_choice"]
+    assert 0 < cut.truncated <= cut.requests == 15
+    for name, result in read[place].items():
+        assert (read[short][name].items_sha256 == result.items_sha256) == (
+            read[short][name].truncated == 0
+        )
+
+
+def test_accuracies_of_different_prompts_are_not_paired_and_this_is_said(chat, folder, tmp_path):
+    short = shutil.copytree(chat, tmp_path / "short")
+    edit(short / "config.json", max_position_embeddings=24)
+    few: dict[str, Any] = FEW | {"k": "1", "mode": "eager", "target": str(chat)}
+    names: dict[str, Any] = {
+        "tasks": str(folder / "multiple_choice.yaml"),
+        "task_limit": 4,
+        "num_fewshot": 3,
+    }
+    out, drafts = tmp_path / "out", [str(short), str(chat)]
+    COMMANDS["score"](**few, **names, draft=drafts, dtype="float32", out=out)
+    results = {name: read_score(out / name) for name in ("short", "llama")}
+    cut = {name: score.draft.tasks[0].truncated for name, score in results.items()}
+    assert cut["short"] > 0 == cut["llama"]
+    for name, score in results.items():
+        concerned = any("multiple_choice" in text for text in score_warnings([score]))
+        assert concerned == (name == "short")
+    table = accuracy_table([*results.values()])
+    assert table is not None
+    assert {row[2]: row[-1] for row in table.rows} == {
+        "short": f"{cut['short']} of 12",
+        "llama": "0",
+    }
 
 
 def test_a_trimmed_head_and_a_parallel_draft_are_whole_models_for_lm_eval(

@@ -69,7 +69,9 @@ def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
     if cut.is_copy():
         return cut.copy()
     source = cut.source
-    state = claimed_state(cut.output, [source.directory])
+    reference = training.reweighing.reference if training.reweighing is not None else None
+    read = [source.directory, *([reference] if isinstance(reference, Path) else [])]
+    state = claimed_state(cut.output, read)
     keep, basis, weights = _select(source, cut.shape, cut.text, training, state)
     if not is_main_process():
         return PrunedDraft(

@@ -1,0 +1,137 @@
+"""Fingerprints of what the settings of a command name: text, prompts, tasks, stored outputs. Torch is not loaded."""
+
+import hashlib
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftlab.config.base import Config, extra
+from draftlab.errors import UserError
+from draftlab.model import hub
+from draftlab.provenance import fingerprint, joint_sha256
+
+UNKNOWN = "unknown"  # fingerprint of a data set on the hub whose revision is not known
+
+
+def inputs_of(config: Config) -> dict[str, str]:
+    """Return the fingerprints of everything that a command's settings name and the command reads, by path or name.
+
+    Checkpoints that are named by a text are left out: the command finds them. So are settings that a mode refuses.
+
+    Raises:
+        UserError: A source of text is missing, or a task file is not YAML.
+    """
+    inputs: dict[str, str] = {}
+    for name in type(config).model_fields.keys() - config.refused():
+        # not getattr: a test traces which settings a command reads
+        value, reads = config.__dict__[name], extra(type(config).model_fields[name])["reads"]
+        if value is None or reads == "nothing":
+            continue
+        if reads == "text":
+            inputs |= text_inputs(value)
+            continue
+        files: list[Path] = []
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if reads == "tasks":
+                files += chain.from_iterable(task_files(Path(n)) for n in str(item).split(","))
+            elif reads == "path" or isinstance(item, Path):
+                files.append(Path(item))
+        inputs |= {str(file): fingerprint(file) for file in files if file.exists()}
+    return dict(sorted(inputs.items()))
+
+
+def text_inputs(mixture: str) -> dict[str, str]:
+    """Return the fingerprint of each source of a data mixture, by the source's name without #COLUMN."""
+    names = dict.fromkeys(hub.split_column(source)[0] for source in hub.source_names(mixture))
+    return {name: _text(name) for name in names}
+
+
+def _text(source: str) -> str:
+    if source in hub.BUILT_IN_TEXT:
+        folder = sysconfig.get_paths()["purelib" if source == "packages" else "stdlib"]
+        return _listing(Path(folder))
+    if source.startswith("hf:"):
+        return _hub_revision(source.removeprefix("hf:"))
+    path = Path(source)
+    if not path.is_dir():
+        return fingerprint(path)
+    texts = (file for file in path.rglob("*") if file.name.endswith(hub.TEXT_SUFFIXES))
+    return joint_sha256(texts, path)
+
+
+def _listing(folder: Path) -> str:
+    """Return the sha256 of Python's version, and of the names and sizes of a folder's Python files.
+
+    The contents of installed packages would take seconds to read.
+    """
+    digest = hashlib.sha256(platform.python_version().encode())
+    for file in sorted(folder.rglob("*.py")):
+        digest.update(f"{file.relative_to(folder).as_posix()}\0{file.stat().st_size}\n".encode())
+    return digest.hexdigest()
+
+
+def _hub_revision(name: str) -> str:
+    """Return the commit of a data set on the hub, or UNKNOWN if the hub does not tell it."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if hub.offline_reason():
+        return UNKNOWN
+    try:
+        return HfApi().dataset_info(name, timeout=hub.TIMEOUT_SECONDS).sha or UNKNOWN
+    except (HfHubHTTPError, OSError):
+        return UNKNOWN
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML of lm-eval's tasks, in which !function MODULE.NAME names a Python function."""
+
+
+def _function_file(loader: _Loader, node: Any) -> str:
+    return loader.construct_scalar(node).rpartition(".")[0].replace(".", "/") + ".py"
+
+
+_Loader.add_constructor("!function", _function_file)
+
+
+def task_files(path: Path) -> Iterator[Path]:
+    """Yield a task's YAML file, and the files that it names: included YAML, data and Python functions.
+
+    A folder of tasks yields the files of all its tasks. The name of a task that lm-eval has yields nothing.
+
+    Raises:
+        UserError: A file is not YAML.
+    """
+    seen: set[Path] = set()
+    waiting = sorted(path.rglob("*.y*ml")) if path.is_dir() else [path]
+    while waiting:
+        file = waiting.pop()
+        if file in seen or not file.is_file():
+            continue
+        seen.add(file)
+        yield file
+        if file.suffix in (".yaml", ".yml"):
+            waiting += _named_files(file)
+
+
+def _named_files(file: Path) -> list[Path]:
+    try:
+        content = yaml.load(file.read_text("utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+    # lm-eval finds included files next to the file, and data from the folder of the command
+    paths = (folder / text for text in _texts(content) for folder in (file.parent, Path()))
+    return [path for path in paths if len(path.name) < 256 and path.is_file()]
+
+
+def _texts(content: object) -> Iterable[str]:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, dict | list):
+        for item in content.values() if isinstance(content, dict) else content:
+            yield from _texts(item)

@@ -159,4 +159,4 @@ def _logprobs_of(ids: list[int], entries: list[list[Any]]) -> list[float]:
 
 
 def _top_k(row: list[list[Any]], k: int) -> kinds.TopLogprobs:
-    return kinds.top_k(((token, value) for value, token, _ in row), k)
+    return kinds.top_k([(token, value) for value, token, _ in row], k)

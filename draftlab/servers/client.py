@@ -59,7 +59,7 @@ PROBE_CUTS = (
 )  # tokens to cut from the end of a probe's prompt, until its answer has log-probabilities
 ROUNDING = 1e-3  # nats by which rounding may raise a log-probability above 0
 # llama-server has four slots and one cache if it is started without -np
-SHARED_CONTEXT = "its slots share one context (-c); start llama-server with -np N, so that each of N slots has a part of its own"
+SHARED_CONTEXT = "its slots share one context (-c); start llama-server with -np N, so that each slot has its own part"
 WITHOUT_DRAFT = "the server drafts; start it without a draft to get log-probabilities"
 OPENAI = "openai"  # kind of a server whose owned_by draftlab does not know; it gets the same requests as vLLM
 
@@ -465,11 +465,15 @@ class Server:
         work: Callable[[tuple[list[int], SamplingParams]], Result],
     ) -> list[Result | RowError]:
         """Call `work` with each prompt and its sampling parameters, and return the results or errors of the rows."""
-        self._check_length(max(map(len, prompts), default=0) + sampling.max_tokens)
+
+        def fitting(job: tuple[list[int], SamplingParams]) -> Result:
+            self._check_length(len(job[0]) + sampling.max_tokens)
+            return work(job)
+
         jobs = [
             (prompt, replace(sampling, seed=sampling.seed + i)) for i, prompt in enumerate(prompts)
         ]
-        return self._map(work, jobs)
+        return self._map(fitting, jobs)
 
     def _written(
         self, prompt: list[int], sampling: SamplingParams
@@ -555,10 +559,11 @@ class Server:
 
     def _check_length(self, tokens: int) -> None:
         if self.max_length is not None and tokens > self.max_length:
-            raise UserError(
-                f"{self.http.url} accepts at most {self.max_length} tokens, but {tokens} are needed; start the "
-                "server with a longer context, or shorten prompts"
+            text = (
+                f"at most {self.max_length} tokens fit, but {tokens} are needed; start the server with a longer "
+                "context, or shorten prompts"
             )
+            raise RowError(f"{self.http.url}: {text}", text)
 
 
 # a line of Prometheus' text format or of OpenMetrics: name, labels, value, and perhaps a time or an exemplar

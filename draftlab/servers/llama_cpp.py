@@ -40,8 +40,8 @@ BLOCK, K_BLOCK = (32, 256)  # number of weights in a block that shares a scale: 
 LEAST_CONTEXT = 256  # smallest context of llama-server
 CACHE_FULL = "context size has been exceeded"  # the server's error if its slots share a cache that is too small
 # without -np, llama-server has four slots that share one cache
-SLOTS = """# -np N: N requests at once, each in its own part of the context (-c). Without -np, four slots share it: greedy
-# texts then depend on other requests, and requests that fit alone can end with error 500."""
+SLOTS = """# -np N: N requests at once, each in its own part of the context (-c). Without -np, four slots share one:
+# greedy texts then depend on other requests, and requests that fit alone can end with error 500."""
 
 
 @server("llama.cpp")

@@ -72,10 +72,11 @@ def running(
         try:
             with heartbeat(f"waiting for {name} to start", SILENT_SECONDS):
                 _wait_for(f"{url}/health", name, partial(wait, what="did not start"))
-            yield Server.connect(url, workers=1, wait=wait), process
-        except UserError:
-            _check_alive(process, log, f"{name} ended")
-            raise
+            try:
+                yield Server.connect(url, workers=1, wait=wait), process
+            except UserError:
+                _check_alive(process, log, f"{name} ended")
+                raise
         finally:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -76,6 +76,33 @@ def test_log_probabilities_of_drafted_tokens_are_refused(name, timings, k, start
     assert row.ids == LLAMA_CPP["drafted_ids"]["answer"]["tokens"]  # the text is the target's
 
 
+def test_an_sglang_that_drafts_may_lack_log_probabilities(started):
+    """sglang#10660: with lookahead, the answer has no output_token_logprobs."""
+    meta = {"finish_reason": {"type": "length", "length": 2}, "spec_verify_ct": 1}
+
+    def answering(method: str, path: str, body: Any) -> tuple[int, Any]:
+        card = {"id": "m", "owned_by": "sglang", "max_model_len": 64}
+        pages = {"/v1/models": {"data": [card]}, "/server_info": {"version": "0.5.23"}}
+        return 200, pages.get(path, {"output_ids": [7, 8], "meta_info": meta})
+
+    with raises_option("draft", kind=DraftedTokens):
+        Server.connect(started(answering)).generate([[1]], SamplingParams(max_tokens=2))
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_an_empty_list_is_that_of_a_drafted_token_in_vllm_too(k, started):
+    """vllm#17876."""
+    logprobs = {"token_logprobs": [-0.5, 0.0], "top_logprobs": [{"token_id:5": -0.5}, {}]}
+    choice = {"token_ids": [5, 6], "logprobs": logprobs, "finish_reason": "length"}
+
+    def answering(method: str, path: str, body: Any) -> tuple[int, Any]:
+        pages = {"/v1/models": {"data": MODELS[:1]}, "/version": {"version": "0.32.0"}}
+        return 200, pages.get(path, {"choices": [choice]})
+
+    with raises_option("/v1/completions"):
+        Server.connect(started(answering)).generate([[1]], SamplingParams(max_tokens=2), k=k)
+
+
 def test_the_same_answer_without_a_draft_is_read(started):
     server = Server.connect(started(recorded("plain")))
     (row,) = server.generate([[504, 30, 31]], SAMPLED, k=2)

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # vLLM 0.32.0, CPU, fp32
 RECORDED = json.loads((Path(__file__).parent / "data" / "vllm_tiny.json").read_text())
+# llama.cpp's C++ server in xllamacpp 2026.10, SmolLM2-135M-Instruct
+LLAMA_CPP = json.loads((Path(__file__).parent / "data" / "llama_cpp_answers.json").read_text())
 Answering = Callable[[str, str, Any], tuple[int, Any]]  # method, path, body -> status, answer
 DROP = -1  # a status: close the connection without an answer
 
@@ -120,6 +122,57 @@ def vllm_page(
         )
         return 200, {"prompt_token_ids": ids, "usage": {"prompt_tokens": len(ids)}}
     return None
+
+
+@dataclass(frozen=True)
+class RecordedLlamaCpp:
+    """llama-server's pages as recorded, and completions in the recorded form, in which every token is the same.
+
+    refused: Status and answer to a prompt, in place of a completion. unfinished: Prompts whose answers are no whole
+    characters. drafts: Tokens drafted for an answer of several tokens.
+    """
+
+    token: int = 65
+    drafts: int = 0
+    refused: dict[tuple[int, ...], tuple[int, Any]] = field(default_factory=dict)
+    unfinished: frozenset[tuple[int, ...]] = frozenset()
+    tokenizer: PreTrainedTokenizerBase | None = None
+    n_ctx: int = 512
+    bodies: list[Any] = field(default_factory=list)
+
+    def __call__(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/tokenize" and self.tokenizer is not None:
+            ids = self.tokenizer(body["content"], add_special_tokens=False)["input_ids"]
+            return 200, {"tokens": ids}
+        pages = {
+            "/v1/models": LLAMA_CPP["models"],
+            "/props": LLAMA_CPP["props"] | {"default_generation_settings": {"n_ctx": self.n_ctx}},
+            "/metrics": LLAMA_CPP["metrics"]["drafted" if self.drafts else "plain"],
+        }
+        if path in pages:
+            return 200, pages[path]
+        self.bodies.append(body)
+        prompt = tuple(body["prompt"])
+        return self.refused.get(prompt) or (200, self._completion(prompt, body))
+
+    def _completion(self, prompt: tuple[int, ...], body: Any) -> dict[str, Any]:
+        count, k = body["n_predict"], body["n_probs"]
+        drafted = self.drafts if count > 1 else 0  # the first token comes from the prefill
+        listed = [{"id": self.token + i, "token": "?", "logprob": -0.5 - i} for i in range(k)]
+        first = {"id": self.token, "token": "?", "logprob": -0.5, "top_logprobs": listed}
+        later = first | ({"logprob": 0.0, "top_logprobs": []} if drafted else {})
+        whole = prompt not in self.unfinished
+        answer = {
+            "content": "?" * count if whole else "\N{BIRTHDAY CAKE}",
+            "tokens": [self.token] * count,
+            "stop_type": "limit",
+            "timings": {"draft_n": drafted, "draft_n_accepted": drafted} if drafted else {},
+        }
+        if k and whole:
+            answer["completion_probabilities"] = [first, *[later] * (count - 1)]
+        elif k and count > 1:
+            answer["completion_probabilities"] = [first] * (count // 3)
+        return answer
 
 
 @dataclass(frozen=True)

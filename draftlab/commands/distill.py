@@ -234,7 +234,8 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
             lambda c: c.compares_with_target,
             "leave it out, because --loss ce does not use a target",
         ),
-        Only(("api_key_file", "top_logprobs"), lambda c: c.server, "needs --server URL"),
+        shared.KEY_RULE,
+        Only(("top_logprobs",), lambda c: c.server, "needs --server URL"),
         Only(
             ("target",),
             lambda c: c.server is None,
@@ -397,7 +398,10 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
     if config.server is not None:
         with about("--server"):
             check_address(config.server)
-            server = Server.connect(config.server, config.api_key_file) if weights else None
+            name = config.served_model_name
+            server = (
+                Server.connect(config.server, config.api_key_file, model=name) if weights else None
+            )
     text = fill(
         TrainingText,
         config,

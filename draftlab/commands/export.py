@@ -21,6 +21,7 @@ from draftlab.config.shared import (
     device,
     newest_draft,
     prompt_file,
+    served_model_name,
     target,
 )
 from draftlab.console import note
@@ -68,6 +69,7 @@ class CheckConfig(DraftConfig):
     )
     temperature: float = option(0.0, "Temperature of the requests to the server.", ge=0)
     api_key_file: Path | None = api_key_file()
+    served_model_name: str | None = served_model_name()
 
     only = (
         Only(
@@ -221,7 +223,9 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
     running = None
     if config.server is not None:
         with about("--server"):
-            running = Server.connect(config.server, config.api_key_file, workers=1)
+            running = Server.connect(
+                config.server, config.api_key_file, model=config.served_model_name, workers=1
+            )
 
     def run() -> tuple[Path, list[Finding]]:
         try:

@@ -30,6 +30,7 @@ from draftlab.config.shared import (
     device_map,
     dtype,
     mode,
+    served_model_name,
     threads,
 )
 from draftlab.errors import UserError, about
@@ -69,6 +70,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
         panel=SERVER,
     )
     api_key_file: Path | None = api_key_file()
+    served_model_name: str | None = served_model_name()
     k: int | None = option(
         None,
         "Largest K: passes over 1 to K + 1 tokens are timed. Default: 8; 1 with --law.",
@@ -359,7 +361,10 @@ def _prepare_servers(config: ProfileConfig) -> Job[Measured]:
             "server and the target, or two servers, the target and the draft"
         )
     with about("--server"):
-        servers = [Server.connect(url, api_key_file=config.api_key_file) for url in config.server]
+        servers = [
+            Server.connect(url, config.api_key_file, model=config.served_model_name)
+            for url in config.server
+        ]
         if others := [server for server in servers if server.kind != "vllm"]:
             raise UserError(
                 f"{others[0].http.url} is a {others[0].kind} server, but profile --server times only vLLM servers"

@@ -10,6 +10,7 @@ from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config.kinds import DRAFTERS
 from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig, ReplayConfig
+from draftlab.config.shared import ServerSettings
 from draftlab.console import note_if_slow
 from draftlab.errors import UserError, about
 from draftlab.model import hub
@@ -227,7 +228,7 @@ def _target(
     from draftlab.target_outputs.build import batch_size
 
     if config.server is not None:
-        return _served(config.server, config.api_key_file, directory, sampling, k)
+        return _served(config, config.server, directory, sampling, k)
     from draftlab.model import checkpoint
     from draftlab.target_outputs.targets import LocalTarget
 
@@ -244,13 +245,13 @@ def _target(
 
 
 def _served(
-    url: str, api_key_file: Path | None, directory: Path, sampling: "SamplingParams | None", k: int
+    config: ServerSettings, url: str, directory: Path, sampling: "SamplingParams | None", k: int
 ) -> "Target":
     from draftlab.servers.client import Server
     from draftlab.target_outputs.targets import ServedTarget
 
     with about("--server"):
-        server = Server.connect(url, api_key_file=api_key_file)
+        server = Server.connect(url, config.api_key_file, model=config.served_model_name)
     return ServedTarget.connected(server, directory, sampling, k)
 
 
@@ -274,7 +275,7 @@ def prepare_info(
 
     directory = _located(config.target, tokenizer_only=config.server is not None, weights=True)
     if config.server is not None:
-        target = _served(config.server, config.api_key_file, directory, None, manifest.top_logprobs)
+        target = _served(config, config.server, directory, None, manifest.top_logprobs)
     else:  # the target runs in the data type in which it wrote the sequences
         device = checkpoint.resolve_device(workspace.load().device)
         target = LocalTarget(directory, device, checkpoint.DTYPES.get(manifest.dtype), batch_size=1)

@@ -126,6 +126,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         None, "Server that runs the target with the draft, http://HOST:PORT.", panel=SERVER
     )
     api_key_file: Path | None = shared.api_key_file()
+    served_model_name: str | None = shared.served_model_name()
     tasks: str | None = option(
         None,
         "Measure accuracy on these lm-eval tasks: names or YAML files, separated by commas.",
@@ -372,7 +373,9 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
     ):
         if url is not None:
             with about(flag):
-                servers[name] = Server.connect(url, config.api_key_file)
+                servers[name] = Server.connect(
+                    url, config.api_key_file, model=config.served_model_name
+                )
     if config.prompt_file is None:
         check_data(config.data, weights=True)
     with about("--target"):

@@ -169,7 +169,15 @@ def api_key_file() -> Any:
     return advanced_option(None, text, panel=SERVER, reads="nothing")
 
 
-KEY_RULE = Only(("api_key_file",), lambda c: c.server, "needs --server URL")
+def served_model_name() -> Any:
+    return advanced_option(
+        None,
+        "Name of the model on the server. Needed if the server has several models.",
+        panel=SERVER,
+    )
+
+
+KEY_RULE = Only(("api_key_file", "served_model_name"), lambda c: c.server, "needs --server URL")
 ONE_SOURCE = Only(
     ("data",),
     lambda c: c.prompt_file is None,
@@ -233,6 +241,7 @@ class ServerSettings(BaseModel):
         panel=SERVER,
     )
     api_key_file: Path | None = api_key_file()
+    served_model_name: str | None = served_model_name()
 
 
 class SamplingSettings(BaseModel):

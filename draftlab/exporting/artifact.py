@@ -203,18 +203,28 @@ class DraftModel:
                 "train the draft on chats: draftlab distill --text target --prompt-file FILE.jsonl",
             )
 
+    @property
+    def context_limit(self) -> str:
+        """Return what limits the draft to shorter texts than the target's, or ""."""
+        own, targets = self.context, checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
+        if own >= targets:
+            return ""
+        return (
+            f"the draft reads up to {own:,} tokens, and the target up to {targets:,}; on longer texts vLLM stops "
+            "drafting, and other servers draft tokens that are rejected"
+        )
+
     def _context(self) -> Iterator[Finding]:
         own, targets = self.context, checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
-        text = f"the draft reads up to {own:,} tokens, and the target up to {targets:,}"
-        if own >= targets:
-            yield ok("context", text)
-        else:
-            text += "; on longer texts vLLM stops drafting, and other servers draft tokens that are rejected"
+        if self.context_limit:
             fix = (
                 f"serve at most {own:,} tokens, or distil with a longer --seq-len from a source with a longer "
                 "context"
             )
-            yield warning("context", text, fix)
+            yield warning("context", self.context_limit, fix)
+        else:
+            text = f"the draft reads up to {own:,} tokens, and the target up to {targets:,}"
+            yield ok("context", text)
 
     def _weights(self) -> Iterator[Finding]:
         broken = ""
@@ -356,6 +366,17 @@ class PublishedHead:
     def context(self) -> int:
         return self.sizes.context
 
+    @property
+    def context_limit(self) -> str:
+        """See DraftModel.context_limit."""
+        context = checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
+        if context <= self.context:
+            return ""
+        return (
+            f"the head was trained for {self.context:,} tokens, but the target reads up to {context:,}; on longer "
+            "texts the head drafts worse"
+        )
+
     def difference(self) -> str | None:
         return None
 
@@ -375,15 +396,10 @@ class PublishedHead:
             f"{self.sizes.vocab:,} ids, {self._norm()}"
         )
         yield ok("head", text)
-        context = checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
-        if context > self.context:
-            text = (
-                f"the head was trained for {self.context:,} tokens, but the target reads up to {context:,}; on longer "
-                "texts the head drafts worse"
-            )
+        if self.context_limit:
             yield warning(
                 "context",
-                text,
+                self.context_limit,
                 f"serve at most {self.context:,} tokens, or train the head on longer texts (--seq-len)",
             )
 

@@ -96,6 +96,8 @@ def export(
             lines.append(verified.line())
             about = {"data": prompts.source, "sha256": prompts.sha256, "chat": prompts.chat}
             notes |= {"verified": verified.line(), "acceptance": verified.facts(), "prompts": about}
+        if artifact.context_limit:
+            lines.append(artifact.context_limit)
         script = None
         if form.server is not None and form.to != "gguf":
             launch = Launch(
@@ -110,6 +112,7 @@ def export(
                 k_by_batch=chosen.by_batch,
                 sampling=choose_sampling(form.heterogeneous, verified),
                 own_target=form.layout == "speculators",
+                limit=artifact.context_limit,
             )
             script = form.server.script(launch)
             (work / script[0]).write_text(script[1])

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -30,9 +31,13 @@ from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import SILENT_SECONDS, Server
 from draftlab.servers.kinds import SampleMethod, ServerKind, ServerTrial
+from draftlab.trust import printable
 
 START_SECONDS = 1800
 STOP_SECONDS = 60
+LOADING = 503  # status of a server's /health while it loads the model
+# number of polls with another status, such as 404 or 502, after which the server is given up
+UNEXPECTED_POLLS = 30
 HOST = "127.0.0.1"
 
 
@@ -45,7 +50,7 @@ def running(
     command: Command without --host and --port.
 
     Raises:
-        UserError: The server does not start.
+        UserError: The server does not start, or ends inside the block. The message quotes its log.
     """
     with socket.socket() as free:
         free.bind((HOST, 0))
@@ -58,11 +63,20 @@ def running(
             raise UserError(
                 f"{words[0]} cannot be started ({error.strerror}); name the path of the program with --verify-with"
             ) from None
-        name = Path(words[0]).name
+        name, url = Path(words[0]).name, f"http://{HOST}:{port}"
+
+        def wait(seconds: float, what: str = "ended") -> None:
+            _check_alive(process, log, f"{name} {what}")
+            time.sleep(seconds)
+
         try:
             with heartbeat(f"waiting for {name} to start", SILENT_SECONDS):
-                _wait_for(f"http://{HOST}:{port}/health", process, log, name)
-            yield Server.connect(f"http://{HOST}:{port}", workers=1), process
+                _wait_for(f"{url}/health", name, partial(wait, what="did not start"))
+            try:
+                yield Server.connect(url, workers=1, wait=wait), process
+            except UserError:
+                _check_alive(process, log, f"{name} ended")
+                raise
         finally:
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -71,25 +85,60 @@ def running(
             process.wait()
 
 
-def _wait_for(url: str, process: subprocess.Popen[bytes], log: IO[str], name: str) -> None:
-    for _ in range(START_SECONDS):
-        if process.poll() is not None:
-            log.seek(0)
-            raise UserError(f"{name} did not start: {reason(log.read())}")
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(url, timeout=10).status_code == 200:
-                return
-        time.sleep(1)
+def _wait_for(url: str, name: str, wait: Callable[[float], None]) -> None:
+    """Poll a page until it answers 200.
+
+    wait: Function that waits for a number of seconds. It raises UserError if the server has ended.
+
+    Raises:
+        UserError: `wait` raises it, or the page does not answer 200 in time.
+    """
+    unexpected: list[int] = []
+    with httpx.Client(
+        trust_env=False, timeout=10
+    ) as client:  # a proxy could not reach this address
+        for _ in range(START_SECONDS):
+            with contextlib.suppress(httpx.TransportError):
+                status = client.get(url).status_code
+                if status == 200:
+                    return
+                unexpected += [status] * (status != LOADING)
+            if len(unexpected) == UNEXPECTED_POLLS:
+                raise UserError(
+                    f"{name} answered {unexpected[-1]} at {url}, not 200; is it a server with this page?"
+                )
+            wait(1)
     raise UserError(
         f"{name} did not answer within {START_SECONDS} s after the start; start {name} by hand to see why"
     )
 
 
+def _check_alive(process: subprocess.Popen[bytes], log: IO[str], what: str) -> None:
+    """Raise UserError if a server has ended. what: Start of the message."""
+    if (code := process.poll()) is not None:
+        log.seek(0)
+        raise UserError(f"{what} (exit code {code}): {reason(log.read())}")
+
+
+def own_environment(server: ServerKind) -> dict[str, str]:
+    """Return the environment for a server that draftlab starts, without the user's settings of another server."""
+    kept = {
+        name: text for name, text in os.environ.items() if not name.startswith(server.environment)
+    }
+    return VLLM_ON_CPU | kept
+
+
 def reason(log: str) -> str:
-    """Return the line of a server's log that says why the server ended. vLLM prints general errors after this line."""
-    errors = [line.strip() for line in log.splitlines() if "rror" in line]
+    """Return the lines of a server's log that say why the server ended.
+
+    They are the last line with an error, without vLLM's general errors, or the last three lines.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if "rror" in line]
     causes = [line for line in errors if not any(text in line for text in ENVELOPES)]
-    return ((causes or errors or ["it printed no error"])[-1])[-300:]
+    if found := causes or errors:
+        return printable(found[-1])[-300:]
+    return printable(" / ".join(lines[-3:]))[-300:] or "it printed nothing"
 
 
 ENVELOPES = ("Engine core initialization failed", "EngineCore failed", "See root cause above")
@@ -309,7 +358,7 @@ def verify(
     Raises:
         UserError: The server does not start, or its acceptance length is outside draftlab's 95 % interval.
     """
-    with running(server.command(program, trial), VLLM_ON_CPU | os.environ) as (client, _):
+    with running(server.command(program, trial), own_environment(server)) as (client, _):
         completions, measured = ask(server, client, texts)
     texts, details = as_served(texts, completions)
     counts = count(texts)

@@ -28,7 +28,7 @@ import numpy as np
 
 from draftlab import provenance
 from draftlab.console import heartbeat, progress
-from draftlab.errors import UserError
+from draftlab.errors import UserError, about
 from draftlab.latency.cost_model import Point, Profile, SteadyPoint, exact, write_profile
 from draftlab.latency.machine_state import read_environment, warn_if_busy
 from draftlab.output import Output
@@ -249,12 +249,8 @@ def drafted_tokens(server: Server, prompt: list[int]) -> int:
     """Return how many tokens a server drafts per step. Raises UserError: the server does not draft."""
     before = server.metrics()
     server.generate_ids(prompt, SamplingParams(max_tokens=SETTLED, ignore_eos=True))
-    counters = spec_decode_counters(before, server.metrics())
-    if counters is None:
-        raise UserError(
-            f"--server {server.http.url} does not draft; start the server with --speculative-config"
-        )
-    return counters.k
+    with about("--server"):
+        return server.grown(before).k
 
 
 def _points(

@@ -6,11 +6,13 @@ import io
 import logging
 import math
 import numbers
+import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, hub
 from draftlab.model.native_cpu import round_int8
 from draftlab.results.score import TaskResult
-from draftlab.servers.client import Server
+from draftlab.servers.client import Server, proxy_of
 
 if TYPE_CHECKING:  # takes seconds to import
     from lm_eval.api.model import LM
@@ -115,7 +117,10 @@ class Tasks:
             UserError: The server does not answer.
         """
         url = str(server.http.client.base_url).rstrip("/")
-        with _running(f"lm-eval on {server.http.url}", secret=url, shown=server.http.url):
+        with (
+            _same_proxies(url),
+            _running(f"lm-eval on {server.http.url}", secret=url, shown=server.http.url),
+        ):
             from lm_eval.models.openai_completions import LocalCompletionsAPI
 
             api: Any = LocalCompletionsAPI
@@ -341,6 +346,22 @@ def _items(samples: list[dict[str, Any]], metric: str, filtered: str) -> list[fl
 def _number(value: object) -> float | None:
     """Return a value as a number, or None for text such as 'N/A', infinity and NaN."""
     return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
+
+
+@contextlib.contextmanager
+def _same_proxies(url: str) -> Iterator[None]:
+    """Keep the requests of lm-eval to a server, which have the API key, from a proxy that draftlab does not use."""
+    host, before = urlsplit(url).hostname, os.environ.get("no_proxy")
+    listed = before if before is not None else os.environ.get("NO_PROXY", "")
+    if proxy_of(url) is None:
+        os.environ["no_proxy"] = f"{listed},{host}".removeprefix(",")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("no_proxy", None)
+        else:
+            os.environ["no_proxy"] = before
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ decoding and transport, which a client cannot separate.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,13 +36,15 @@ from draftlab.sampling import SamplingParams
 from draftlab.scoring.comparison import Requests
 from draftlab.scoring.lm_eval import Tasks
 from draftlab.scoring.throughput import interleaved
-from draftlab.servers.client import Server, spec_decode_counters
+from draftlab.servers.client import Server, spec_decode_counters, undrafted
+from draftlab.servers.kinds import RowError
 from draftlab.target_outputs.store import logits_of
 from draftlab.target_outputs.targets import check_ids, check_server_tokenizer
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 PLAIN_FILE = "plain.json"
-PREFIX_HITS = ":prefix_cache_hits_total"  # vLLM's counter of prompt tokens from its prefix cache
+# vLLM's counter of prompt tokens from its prefix cache, and its older names
+PREFIX_HITS = re.compile(r"(|.*:|(ray_)?vllm_)(gpu_)?prefix_cache_hits(_total)?")
 OPTIONS = {PLAIN: "--server", SPECULATIVE: "--speculative-server"}
 
 
@@ -144,9 +147,14 @@ class ServerAnswers:
         )
 
     @property
+    def undrafted(self) -> str:
+        """Return why there are no counters, as the predicate of a sentence about the server."""
+        return undrafted(self.after)
+
+    @property
     def cached_prompt_tokens(self) -> float:
         """Return the number of prompt tokens that the server took from its prefix cache."""
-        series = [name for name in self.after if name.partition("{")[0].endswith(PREFIX_HITS)]
+        series = [name for name in self.after if PREFIX_HITS.fullmatch(name.partition("{")[0])]
         return sum(self.after[name] - self.before.get(name, 0.0) for name in series)
 
 
@@ -199,11 +207,15 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
                 f"the answers to earlier turns are missing in the folder {turns.FOLDER} of the workspace's runs; run "
                 "draftlab score --server URL again"
             )
-        completions = server.generate([p.ids for p in prompts], requests.sampling)
+        rows = server.generate_rows([p.ids for p in prompts], requests.sampling, k=None)
         vocab = logits_of(comparison.tokenizer)
-        for prompt, completion in zip(prompts, completions, strict=True):
-            check_ids(completion.ids, vocab, f"a turn of conversation {prompt.conversation}")
-        return [completion.ids for completion in completions]
+        written: list[list[int]] = []
+        for row, prompt in zip(rows, prompts, strict=True):
+            if isinstance(row, RowError):
+                raise row
+            check_ids(row.ids, vocab, f"a turn of conversation {prompt.conversation}")
+            written.append(row.ids)
+        return written
 
     named = comparison.stored or server
     assert named is not None  # prepare() requires --server, which is a server or stored answers
@@ -289,7 +301,7 @@ def _warm_up(comparison: ServedComparison, prompt: list[int], clock: Clock) -> N
             wrong = (
                 "drafts, but must run the target alone; start the server without a draft"
                 if drafts
-                else "drafts nothing, but must run the target with the draft; start the server with a draft"
+                else answers.undrafted
             )
             raise UserError(f"{OPTIONS[role]} {server.http.url} {wrong}")
     discarded = ServerAnswers()
@@ -355,9 +367,7 @@ def _score(
 ) -> Score:
     counters, server = answers.counters, comparison.servers[SPECULATIVE]
     if counters is None:
-        raise UserError(
-            f"{server.http.url} drafted nothing for these prompts; start the server with a draft"
-        )
+        raise UserError(f"{server.http.url} {answers.undrafted}")
     check_alone(server, counters, [run.tokens for run in answers.runs])
     with reading("--server: the answers contradict each other"):
         return Score(

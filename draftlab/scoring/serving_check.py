@@ -96,13 +96,17 @@ class ServedDraft:
         """
         yield ok("server", self.server.describe())
         try:
-            check_server_tokenizer(self.server, self.target)
+            probe = check_server_tokenizer(self.server, self.target)
         except UserError as failure:
             yield error("tokenizer", str(failure))
             with contextlib.suppress(UserError):  # another vocabulary lacks ids of the prompts
                 yield from self._layers()
             return
-        yield ok("tokenizer", "the server gives a probe text the same ids")
+        if probe.split_alike:
+            yield ok("tokenizer", "the server gives a probe text the same ids")
+        else:
+            text = "the server splits a probe text into other tokens of the same vocabulary"
+            yield warning("tokenizer", text, "send token ids instead of text if this matters")
         yield from self._layers()
 
     def _layers(self) -> Iterator[Finding]:
@@ -110,9 +114,9 @@ class ServedDraft:
         yield self._chat_template()
         yield from self._context()
         asked = self._ask(self.fitting)
-        if asked is None:
-            fix = "start the server with the draft; draftlab export writes the command"
-            yield error("acceptance", "the server drafted nothing for these prompts", fix)
+        if isinstance(asked, str):
+            fix = "draftlab export writes a command that drafts"
+            yield error("acceptance", f"the server {asked}", fix)
             return
         model = modes.load(self.target, torch.float32, self.device)
         texts, counters = asked
@@ -145,10 +149,10 @@ class ServedDraft:
         elif served is not None:
             yield ok("context", f"the server reads {served:,} tokens, and the draft {own:,}")
 
-    def _ask(self, prompts: list[list[int]]) -> tuple[TargetTexts, Counters] | None:
+    def _ask(self, prompts: list[list[int]]) -> tuple[TargetTexts, Counters] | str:
         """Send prompts to the server, one after the other, and return the answers and the counters' growth.
 
-        If the server drafted nothing, return None.
+        If the server drafted nothing, return why, as the predicate of a sentence about the server.
 
         Raises:
             UserError: The server also answered other clients meanwhile.
@@ -162,7 +166,7 @@ class ServedDraft:
         answers.after = read_metrics(self.server)
         counters = answers.counters
         if counters is None:
-            return None
+            return answers.undrafted
         lengths = list(map(len, completions))
         check_alone(self.server, counters, lengths)
         texts = TargetTexts(

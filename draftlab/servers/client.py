@@ -4,39 +4,63 @@ Requests contain token ids, never text. Only the requests of tokenize() and chat
 server's kind (kinds.py) knows its protocol.
 """
 
+import contextlib
+import ipaddress
 import math
 import re
 import time
+import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import httpx
 
-from draftlab.console import note_if_slow
+from draftlab.console import note, note_if_slow
 from draftlab.errors import UserError, one_line
 from draftlab.reading import parse_json, reading
 from draftlab.registry import SERVERS
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
-from draftlab.servers.kinds import TOKEN_IDS, Answer, PromptLogprobs, ServedCompletion, ServerKind
-from draftlab.trust import check_address, checked_name, folder_name, without_secrets
+from draftlab.servers.kinds import (
+    TOKEN_IDS,
+    Answer,
+    Completion,
+    DraftedTokens,
+    PromptLogprobs,
+    RowError,
+    ServedCompletion,
+    ServerKind,
+)
+from draftlab.trust import check_address, checked_name, folder_name, printable, without_secrets
 
-WORKERS = 8  # concurrent requests
+WORKERS = 8  # concurrent requests to a server that reports no number of slots
 TRIES = 6
 FIRST_PAUSE = 0.5  # seconds before the second attempt; every further pause is twice as long
 ANSWER_SECONDS, CONNECT_SECONDS = 600.0, 10.0
 SILENT_SECONDS = 12.0  # if an answer takes longer, a note is printed
 BUSY = (429, 503)
 MISSING = (404, 405)
+# the server refuses what a request contains, such as a prompt that is too long
+BAD_REQUEST = (400, 413, 422)
 DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError)
 NO_PAGE: Answer = {}
 PROBE_TOP_K = 5
+PROBE_CUTS = (
+    0,
+    1,
+    2,
+    4,
+    8,
+)  # tokens to cut from the end of a probe's prompt, until its answer has log-probabilities
 ROUNDING = 1e-3  # nats by which rounding may raise a log-probability above 0
+# llama-server has four slots and one cache if it is started without -np
+SHARED_CONTEXT = "its slots share one context (-c); start llama-server with -np N, so that each slot has its own part"
+WITHOUT_DRAFT = "the server drafts; start it without a draft to get log-probabilities"
 OPENAI = "openai"  # kind of a server whose owned_by draftlab does not know; it gets the same requests as vLLM
 
 Item = TypeVar("Item")
@@ -52,10 +76,46 @@ class Probe:
             raw_logprobs are computed from the model's own logits, processed_logprobs after temperature. raw_logits and
             processed_logits are not normalised.
         greedy: Whether the server decodes greedily at temperature 0.
+        drafts: Whether the server drafts, and returns no log-probabilities of the tokens of such steps.
     """
 
     logprobs_mode: str
     greedy: bool
+    drafts: bool = False
+
+
+class Overloaded(UserError):
+    """A server refused a request because it answered too many requests at once."""
+
+
+def proxy_of(url: str) -> str | None:
+    """Return the proxy of the environment for requests to a URL, or None.
+
+    Only requests to an https address use a proxy, because the proxy of an http address could read the API key. A
+    loopback address never has a proxy, nor has an address in NO_PROXY.
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme != "https" or is_loopback(host) or urllib.request.proxy_bypass(host):
+        return None
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get("https") or proxies.get("all")
+    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+class RefusedRequest(UserError):
+    """A server refused a request, with this status and reason, for another cause than the request's content."""
+
+    def __init__(self, message: str, status: int, reason: str) -> None:
+        super().__init__(message)
+        self.status, self.reason = status, reason
 
 
 class HttpClient:
@@ -80,9 +140,22 @@ class HttpClient:
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         # self.url is for messages, so it has no secrets
         self.url, self.wait, self.seconds = (without_secrets(url), wait, seconds)
+        proxy = proxy_of(url)
+        shown = "" if proxy is None else without_secrets(proxy)
+        self.via = f" through the proxy {shown} of the environment" if shown else ""
         timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
-        limits = httpx.Limits(max_connections=None)  # the caller limits the number of workers
-        self.client = httpx.Client(base_url=url, headers=headers, timeout=timeout, limits=limits)
+        with reading(f"{self.url}: the proxy {shown} of the environment cannot be used"):
+            self.client = httpx.Client(
+                base_url=url,
+                headers=headers,
+                timeout=timeout,
+                limits=httpx.Limits(
+                    max_connections=None
+                ),  # the caller limits the number of workers
+                verify=httpx.create_ssl_context(),  # with the certificates that SSL_CERT_FILE names
+                proxy=proxy,
+                trust_env=False,
+            )
 
     def json(
         self,
@@ -122,32 +195,36 @@ class HttpClient:
                 continue
             except httpx.TimeoutException:
                 raise UserError(
-                    f"{self.url}{path}: no answer within {self.seconds:g} s; the server may be overloaded or stopped"
+                    f"{self.url}{path}{self.via}: no answer within {self.seconds:g} s; the server may be overloaded or "
+                    "stopped"
                 ) from None
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                raise UserError(f"{self.url}{path}: {one_line(error)}") from None
+                raise UserError(f"{self.url}{path}{self.via}: {one_line(error)}") from None
             if answer.status_code not in BUSY:
                 return answer
             problem = f"{answer.status_code}: {one_line(answer.text)}"
         raise UserError(
-            f"no answer from {self.url}{path}: {problem}; check that the server runs at this address"
+            f"no answer from {self.url}{path}{self.via}: {problem}; check that the server runs at this address"
         )
 
     def _accepted(self, path: str, answer: httpx.Response) -> httpx.Response:
-        if answer.status_code != 200:
-            reason = one_line(answer.text) or answer.reason_phrase
-            raise UserError(
-                f"{self.url}{path} refused the request ({answer.status_code}): {reason}"
-            )
-        return answer
+        if answer.status_code == 200:
+            return answer
+        reason = one_line(answer.text) or answer.reason_phrase
+        text = f"{self.url}{path}{self.via} refused the request ({answer.status_code}): {reason}"
+        if answer.status_code in BAD_REQUEST:
+            raise RowError(text, reason)
+        raise RefusedRequest(text, answer.status_code, reason)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Server:
     """A model on a running server.
 
-    kind: Value of owned_by in /v1/models, such as vllm, sglang or llamacpp; "openai" if draftlab does not know the
-    value.
+    Args:
+        kind: Value of owned_by in /v1/models, such as vllm, sglang or llamacpp; "openai" if draftlab does not know the
+            value.
+        workers: Number of concurrent requests. It falls if the server cannot answer so many.
     """
 
     kind: str
@@ -166,17 +243,20 @@ class Server:
         url: str,
         api_key_file: Path | None = None,
         *,
-        workers: int = WORKERS,
+        model: str | None = None,
+        workers: int | None = None,
         wait: Callable[[float], None] = time.sleep,
     ) -> "Server":
         """Connect to the server at a URL, with or without /v1, and identify its kind and version.
 
         Args:
             api_key_file: File with the API key.
-            workers: Number of concurrent requests.
+            model: Name of the model, as the server lists it. Needed if the server lists several models.
+            workers: Number of concurrent requests. Default: the server's number of slots, or WORKERS.
 
         Raises:
-            UserError: There is no answer, the server is not OpenAI-compatible, or the key file cannot be read.
+            UserError: There is no answer, the server is not OpenAI-compatible, it lists several models or not this
+                model, or the key file cannot be read.
         """
         check_address(url)
         http = HttpClient(url.rstrip("/").removesuffix("/v1"), _read_key(api_key_file), wait)
@@ -184,7 +264,8 @@ class Server:
         with reading(
             f"{http.url} is not the address of an OpenAI-compatible server; reading /v1/models failed"
         ):
-            card, *_ = listing["data"]
+            cards = {card["id"]: card for card in listing["data"]}
+            card = _chosen(cards, model, http.url)
             name = card["id"]
         # the model's name is used for directories, scripts and pages
         folder_name(name, f"the model of {http.url}")
@@ -193,16 +274,17 @@ class Server:
         kind, adapter = (owner, known[0]) if known else (OPENAI, SERVERS.get("vllm", "--server"))
         page = http.json("GET", adapter.about_path, default={})
         with reading(f"{http.url}{adapter.about_path} does not answer as a {kind} server should"):
-            version, max_length = adapter.about(page, card)
-            version = checked_name(version, f"the version of {http.url}")
-            max_length = None if max_length is None else int(max_length)
+            about = adapter.about(page, card)
+            version = checked_name(about.version, f"the version of {http.url}")
+            max_length = None if about.max_length is None else int(about.max_length)
+            slots = WORKERS if about.slots is None else max(1, int(about.slots))
         return cls(
             kind=kind,
             model=name,
             version=version,
             max_length=max_length,
             http=http,
-            workers=workers,
+            workers=workers or slots,
             adapter=adapter,
         )
 
@@ -215,24 +297,40 @@ class Server:
         """Return a completion of each prompt, with the k most probable tokens at each position.
 
         The request for prompt i has the seed sampling.seed + i.
+
+        Raises:
+            UserError: The server refuses a request, or an answer lacks a log-probability.
         """
-        self._check_length(max(map(len, prompts), default=0) + sampling.max_tokens)
-        jobs = [
-            (prompt, replace(sampling, seed=sampling.seed + i)) for i, prompt in enumerate(prompts)
-        ]
-        return self._map(lambda job: self._generate(*job, k), jobs)
+        answers = self._each(prompts, sampling, lambda job: self._generate(*job, k))
+        return [_required(answer) for answer in answers]
+
+    def generate_rows(
+        self, prompts: Sequence[list[int]], sampling: SamplingParams, *, k: int | None
+    ) -> list[Completion | RowError]:
+        """Return a completion of each prompt, or the reason why the server cannot answer this prompt.
+
+        k: Number of most probable tokens at each position. None requests no log-probabilities.
+
+        Raises:
+            UserError: The server fails, or drafts tokens whose log-probabilities are requested.
+        """
+
+        def work(job: tuple[list[int], SamplingParams]) -> Completion:
+            prompt, each = job
+            if k is not None:
+                return self._generate(prompt, each, k)
+            ids, reason, _ = self._written(prompt, each)
+            return Completion(prompt_ids=prompt, ids=ids, finish_reason=reason)
+
+        return self._each(prompts, sampling, work)
 
     def generate_ids(
         self, prompt: list[int], sampling: SamplingParams
     ) -> tuple[list[int], Counters | None]:
         """Return the tokens of a completion, and the speculative counters in the answer, which only SGLang sends."""
         self._check_length(len(prompt) + sampling.max_tokens)
-        answer = self._post(self.adapter.completion_request(prompt, sampling, None))
-
-        with self._reading(self.adapter.path):
-            ids, reason = self.adapter.written(answer)
-            _check_count(TOKEN_IDS.validate_python(ids), reason, sampling)
-            return ids, self.adapter.counters(answer)
+        ids, _, counters = self._written(prompt, sampling)
+        return ids, counters
 
     def prompt_logprobs(self, rows: Sequence[list[int]], k: int) -> list[PromptLogprobs]:
         """Return the log-probabilities of the tokens of each text, with the k most probable tokens at each position.
@@ -247,13 +345,26 @@ class Server:
                 f"{self.http.url} ({self.kind}) returns no log-probabilities of prompts; use vLLM or SGLang"
             )
         self._check_length(max(map(len, rows), default=0) + 1)
-        return self._map(lambda ids: self._prompt_logprobs(ids, k), rows)
+        return [
+            _required(row) for row in self._map(lambda ids: self._prompt_logprobs(ids, k), rows)
+        ]
 
     def probe(self, prompt: list[int]) -> Probe:
         """Find out what the server returns as log-probabilities, and whether temperature 0 decodes greedily.
 
-        The prompt is completed at temperatures 1, 0.5 and 0.
+        The prompt is completed at temperatures 1, 0.5 and 0. If an answer lacks log-probabilities, the prompt is cut.
+
+        Raises:
+            UserError: No answer has log-probabilities.
         """
+        for cut in PROBE_CUTS[:-1]:
+            try:
+                return self._probe(prompt[: len(prompt) - cut])
+            except RowError:
+                continue
+        return self._probe(prompt[: len(prompt) - PROBE_CUTS[-1]])
+
+    def _probe(self, prompt: list[int]) -> Probe:
         at_temperature = (SamplingParams(max_tokens=1, temperature=value) for value in (1.0, 0.5))
         hot, cold = (self._generate(prompt, sampling, PROBE_TOP_K) for sampling in at_temperature)
         with self._reading(self.adapter.path):  # the answers may be empty
@@ -265,11 +376,19 @@ class Server:
         )
         mode = "processed" if difference > 0.05 else "raw"
         logits = max(at_1.values()) > ROUNDING or sum(map(math.exp, at_1.values())) > 1.01
-        greedy = self._generate(prompt, SamplingParams(max_tokens=8, temperature=0.0), PROBE_TOP_K)
+        sampling, drafts = SamplingParams(max_tokens=8, temperature=0.0), False
+        try:
+            greedy = self._generate(prompt, sampling, PROBE_TOP_K)
+        except DraftedTokens:  # the first token comes from the prefill, and is never drafted
+            greedy, drafts = (
+                self._generate(prompt, replace(sampling, max_tokens=1), PROBE_TOP_K),
+                True,
+            )
         chosen = zip(greedy.logprobs, greedy.top_logprobs, strict=True)
         return Probe(
             logprobs_mode=f"{mode}_{'logits' if logits else 'logprobs'}",
             greedy=all(actual > top[0] - 1e-3 for actual, top in chosen),
+            drafts=drafts,
         )
 
     def check_logprobs(self, scored: PromptLogprobs) -> None:
@@ -313,10 +432,19 @@ class Server:
             return ids, len(ids) if ids else int(answer["usage"]["prompt_tokens"])
 
     def metrics(self) -> dict[str, float]:
-        """Return the values on the server's Prometheus page (/metrics), by name with labels."""
+        """Return the values on the server's Prometheus page (/metrics), by name with labels.
+
+        If the page has values of this model by name, the values of other models are left out.
+        """
         page = self.http.text("/metrics")
         with self._reading("/metrics"):
-            return parse_metrics(page)
+            values = parse_metrics(page)
+        owners = {series: MODEL_LABEL.search(series) for series in values}
+        if any(owner and owner[1] == self.model for owner in owners.values()):
+            return {
+                s: v for s, v in values.items() if (o := owners[s]) is None or o[1] == self.model
+            }
+        return values
 
     def grown(self, before: Mapping[str, float]) -> Counters:
         """Return how much the server's speculative counters grew after the metrics `before` were read.
@@ -324,13 +452,38 @@ class Server:
         Raises:
             UserError: The server drafted nothing in between, or a counter decreased.
         """
-        counters = spec_decode_counters(before, self.metrics())
+        after = self.metrics()
+        counters = spec_decode_counters(before, after)
         if counters is None:
-            raise UserError(
-                f"{self.http.url} drafted nothing: its /metrics page counts no speculative steps; start the server "
-                "with a draft"
-            )
+            raise UserError(f"{self.http.url} {undrafted(after)}")
         return counters
+
+    def _each(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        work: Callable[[tuple[list[int], SamplingParams]], Result],
+    ) -> list[Result | RowError]:
+        """Call `work` with each prompt and its sampling parameters, and return the results or errors of the rows."""
+
+        def fitting(job: tuple[list[int], SamplingParams]) -> Result:
+            self._check_length(len(job[0]) + sampling.max_tokens)
+            return work(job)
+
+        jobs = [
+            (prompt, replace(sampling, seed=sampling.seed + i)) for i, prompt in enumerate(prompts)
+        ]
+        return self._map(fitting, jobs)
+
+    def _written(
+        self, prompt: list[int], sampling: SamplingParams
+    ) -> tuple[list[int], Any, Counters | None]:
+        """Return the tokens, the finish reason and the speculative counters of a completion."""
+        answer = self._post(self.adapter.completion_request(prompt, sampling, None))
+        with self._reading(self.adapter.path):
+            ids, reason = self.adapter.written(answer)
+            _check_count(TOKEN_IDS.validate_python(ids), reason, sampling)
+            return ids, reason, self.adapter.counters(answer)
 
     def _generate(self, prompt: list[int], sampling: SamplingParams, k: int) -> ServedCompletion:
         answer = self._post(self.adapter.completion_request(prompt, sampling, k))
@@ -353,40 +506,100 @@ class Server:
         return scored
 
     def _post(self, body: dict[str, Any]) -> Answer:
-        return self.http.json("POST", self.adapter.path, body | {"model": self.model})
+        try:
+            return self.http.json("POST", self.adapter.path, body | {"model": self.model})
+        except RefusedRequest as refusal:
+            if not self.adapter.shares_context(refusal.status, refusal.reason):
+                raise
+            raise Overloaded(f"{refusal}; {SHARED_CONTEXT}") from None
 
-    def _reading(self, path: str) -> AbstractContextManager[None]:
-        return reading(
-            f"{self.http.url}{path} ({self.kind}): the answer lacks token ids or log-probabilities; use vLLM, "
-            "SGLang or llama.cpp's server"
-        )
+    @contextlib.contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        where = f"{self.http.url}{path} ({self.kind})"
+        remedy = "; use vLLM, SGLang or llama.cpp's server" if self.kind == OPENAI else ""
+        try:
+            with reading(f"{where}: the answer lacks token ids or log-probabilities{remedy}"):
+                yield
+        except RowError as error:
+            raise RowError(f"{where}: {error}", error.reason, limited=error.limited) from None
+        except DraftedTokens as error:
+            raise DraftedTokens(f"{where}: {error}; {WITHOUT_DRAFT}") from None
 
-    def _map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Return the results of `work` for all items, computed in self.workers threads.
+    def _map(
+        self, work: Callable[[Item], Result], items: Sequence[Item]
+    ) -> list[Result | RowError]:
+        """Return the results of `work` for all items, or the errors of single rows, computed in self.workers threads.
 
-        The first failure is raised.
+        If the server cannot answer so many requests at once, the number of workers is halved, and the requests that
+        failed are repeated. Any other failure is raised.
         """
-        with ThreadPoolExecutor(self.workers) as pool:
-            return list(pool.map(work, items))
+        results: dict[int, Result | RowError] = {}
+
+        def attempt(number: int) -> None:
+            try:
+                results[number] = work(items[number])
+            except RowError as error:
+                results[number] = error
+            except Overloaded:
+                if self.workers == 1:
+                    raise
+
+        waiting = list(range(len(items)))
+        while waiting:
+            with ThreadPoolExecutor(self.workers) as pool:
+                list(pool.map(attempt, waiting))
+            waiting = [number for number in waiting if number not in results]
+            if waiting:
+                self.workers = max(1, self.workers // 2)
+                note(
+                    f"{self.http.url} cannot answer so many requests at once: {SHARED_CONTEXT}; continuing with "
+                    f"{self.workers} at once"
+                )
+        return [results[number] for number in range(len(items))]
 
     def _check_length(self, tokens: int) -> None:
         if self.max_length is not None and tokens > self.max_length:
-            raise UserError(
-                f"{self.http.url} accepts at most {self.max_length} tokens, but {tokens} are needed; start the "
-                "server with a longer context, or shorten prompts"
+            text = (
+                f"at most {self.max_length} tokens fit, but {tokens} are needed; start the server with a longer "
+                "context, or shorten prompts"
             )
+            raise RowError(f"{self.http.url}: {text}", text)
+
+
+# a line of Prometheus' text format or of OpenMetrics: name, labels, value, and perhaps a time or an exemplar
+SAMPLE = re.compile(r'\s*([a-zA-Z_:][\w:]*)\s*(\{(?:"(?:[^"\\]|\\.)*"|[^"}])*\})?\s*(\S+)(?:\s.*)?')
+MODEL_LABEL = re.compile(r'[{,]\s*model_name="([^"]*)"')
+# names of the counters, which servers, versions and exporters spell vllm:spec_decode_num_drafts_total,
+# llamacpp:spec_decode_..., vllm_spec_decode_... or ray_vllm_spec_decode_...
+SPEC_DECODE = re.compile(r"(|.*[:_])spec_decode_(num_\w+?)(?:_total)?")
 
 
 def parse_metrics(text: str) -> dict[str, float]:
     """Parse Prometheus' text format into a dict from ``name{label="value"}`` to the value of this series.
 
     Raises:
-        ValueError: A value is not a number.
+        ValueError: A line is no sample, or a value is not a number.
     """
-    lines = (
-        line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#")
+    values: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        sample = SAMPLE.fullmatch(line)
+        if sample is None:
+            raise ValueError(f"not a sample of a metric: {line[:80]}")
+        values[sample[1] + (sample[2] or "")] = float(sample[3])
+    return values
+
+
+def undrafted(metrics: Mapping[str, float]) -> str:
+    """Return why a server with these metrics has no acceptance, as the predicate of a sentence about the server."""
+    # SGLang counts in its answers, and its metrics are not read
+    if not metrics or any(SPEC_DECODE.fullmatch(series.partition("{")[0]) for series in metrics):
+        return "drafted nothing for these prompts; start the server with a draft"
+    return (
+        "has no counters of speculative decoding (spec_decode_num_drafts) on its /metrics page; start the server with "
+        "a draft, in a version that counts its drafts"
     )
-    return {series: float(value) for series, _, value in lines}
 
 
 @reading("the server's counters of speculative decoding")
@@ -402,28 +615,63 @@ def spec_decode_counters(
     """
     totals: dict[str, float] = defaultdict(float)
     accepted: dict[int, float] = {}
+    names = {series: SPEC_DECODE.fullmatch(series.partition("{")[0]) for series in after}
+    # an exporter may repeat the counters in a second spelling
+    spelling = max((name[1] for name in names.values() if name), default="", key=len)
     for series, value in after.items():
-        counter = re.search(r":spec_decode_(\w+)_total", series)
-        if counter is None:
+        name = names[series]
+        if name is None or name[1] != spelling or name[2].endswith("_created"):
             continue
         growth = value - before.get(series, 0.0)
         if not (math.isfinite(growth) and growth >= 0):
             raise UserError(
-                f"the server's counter {counter[1]} decreased or is not finite; repeat the command without restarting "
+                f"the server's counter {name[2]} decreased or is not finite; repeat the command without restarting "
                 "the server"
             )
         label = re.search(r'position="([^"]*)"', series)
         if label is None:
-            totals[counter[1]] += growth
+            totals[name[2]] += growth
         else:
             position = int(label[1])
             accepted[position] = accepted.get(position, 0.0) + growth
     if not totals["num_drafts"]:
         return None
+    if not accepted and totals["num_accepted_tokens"]:
+        raise UserError(
+            "the server counts accepted tokens, but not by position (num_accepted_tokens_per_pos); use a newer version"
+        )
     return Counters(
         num_drafts=totals["num_drafts"],
         num_draft_tokens=totals["num_draft_tokens"],
         num_accepted_tokens_per_pos=[accepted[position] for position in range(len(accepted))],
+    )
+
+
+def _required(answer: Result | RowError) -> Result:
+    if isinstance(answer, RowError):
+        raise answer
+    return answer
+
+
+def _chosen(cards: Mapping[str, Any], model: str | None, url: str) -> Any:
+    """Return the card of a model in /v1/models.
+
+    Raises:
+        UserError: There are several models, and `model` is None; or the model is not listed.
+    """
+    names = ", ".join(printable(str(name))[:80] for name in cards)
+    if model is None:
+        if len(cards) > 1:
+            raise UserError(
+                f"{url} serves several models; name the target's with --served-model-name: {names}"
+            )
+        (card,) = cards.values()
+        return card
+    for name, card in cards.items():
+        if model == name or model in card.get("aliases", []):
+            return card
+    raise UserError(
+        f"--served-model-name {model}: {url} does not serve this model; it serves {names}"
     )
 
 

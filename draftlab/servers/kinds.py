@@ -4,7 +4,8 @@ In shapes, n is the number of tokens of a text, and k is the number of most prob
 Methods that read an incomplete answer raise KeyError, TypeError or similar errors. Torch is not imported.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from typing_extensions import Self
 
 from draftlab.config.server_rules import Acceptance
+from draftlab.errors import UserError
 from draftlab.registry import SERVERS
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
@@ -30,6 +32,23 @@ TokenId = Annotated[int, Field(strict=True, ge=0, le=LARGEST_ID)]
 Logprob = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-3.4028235e38)]
 TopLogprobs = tuple[list[int], list[float]]  # k ids and log-probabilities, the most probable first
 TOKEN_IDS = TypeAdapter(list[TokenId])
+
+
+class RowError(UserError):
+    """A server cannot answer one request, but it may answer other requests.
+
+    Args:
+        reason: Reason, without the address of the server.
+        limited: Whether too many of these errors end a command.
+    """
+
+    def __init__(self, message: str, reason: str, *, limited: bool = True) -> None:
+        super().__init__(message)
+        self.reason, self.limited = reason, limited
+
+
+class DraftedTokens(UserError):
+    """A server returned no log-probabilities of tokens, because it drafted them."""
 
 
 class PromptLogprobs(BaseModel):
@@ -52,13 +71,19 @@ class PromptLogprobs(BaseModel):
         return self
 
 
-class ServedCompletion(PromptLogprobs):
-    """The n tokens that a server generated after a prompt, including eos, with their log-probabilities."""
+class Completion(BaseModel):
+    """The n tokens that a server generated after a prompt, including eos."""
+
+    model_config = ConfigDict(frozen=True)
 
     prompt_ids: list[int]
     ids: list[TokenId]
     # stop: the answer ended with eos; length: it has max_tokens tokens; None: unknown, because it comes from a log
     finish_reason: Literal["stop", "length"] | None = None
+
+
+class ServedCompletion(Completion, PromptLogprobs):
+    """A completion with the log-probabilities of its tokens."""
 
     @model_validator(mode="after")
     def _has_a_logprob_for_each_token(self) -> Self:
@@ -77,14 +102,17 @@ def check_same_ids(ids: list[int], scored: list[int]) -> None:
         raise ValueError("the log-probabilities belong to other tokens than those that were sent")
 
 
-def top_k(entries: Iterable[tuple[int, float]], k: int) -> TopLogprobs:
+def top_k(entries: Sequence[tuple[int, float]], k: int) -> TopLogprobs:
     """Return the k most probable entries. An entry is a token id and its log-probability.
 
     Servers may list more than k entries, because they add the token of the text, even if it is improbable.
 
     Raises:
+        DraftedTokens: There are no entries.
         ValueError: There are fewer than k entries.
     """
+    if k and not entries:
+        raise DraftedTokens("the answer has tokens without log-probabilities")
     top = sorted(dict(entries).items(), key=lambda entry: -entry[1])[:k]
     if len(top) < k:
         raise ValueError(
@@ -207,6 +235,19 @@ class Artifact(Protocol):
         ...
 
 
+class About(NamedTuple):
+    """What a server says about itself.
+
+    Args:
+        max_length: Most tokens of prompt and completion together; None if the server does not report it.
+        slots: Number of requests that the server answers at once; None if it queues requests itself.
+    """
+
+    version: str
+    max_length: int | None
+    slots: int | None = None
+
+
 class Sampling(NamedTuple):
     """The method by which a server's draft chooses tokens above temperature 0, and the reason for this method."""
 
@@ -233,6 +274,7 @@ class Launch:
         heterogeneous: Whether draft and target have different vocabularies.
         k_by_batch: K for each range of the number of concurrent requests, for servers that can change K.
         own_target: Whether config.json of the head names its target and K, as in speculators' layout.
+        limit: What users of the server must know about the draft's context, or "".
     """
 
     target: str
@@ -246,9 +288,10 @@ class Launch:
     k_by_batch: Ranges | None = None
     sampling: Sampling = DEFAULT_SAMPLING
     own_target: bool = False
+    limit: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("target", "reason", "file"):
+        for name in ("target", "reason", "file", "limit"):
             object.__setattr__(self, name, printable(getattr(self, name)))
 
 
@@ -296,6 +339,8 @@ class ServerKind:
     script_rule = ""  # variant in `rules` that the script starts
 
     program = ""  # program that export --verify-with starts; empty: none
+    # starts of names of environment variables that would change a server which draftlab starts, such as its API key
+    environment: ClassVar[tuple[str, ...]] = ()
     # True: the server never drafts beyond max_tokens; False: it may, and then counts all tokens of the last step
     cuts_last_step = False
     counts_end = True  # whether the server counts a drafted end-of-text token
@@ -389,12 +434,16 @@ class ServerKind:
 
     # requests and answers
 
-    def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> tuple[str, int | None]:
-        """Return the server's version and the length of its longest sequence.
+    def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> About:
+        """Return what the server says about itself.
 
         page: The page at about_path. card: Entry of the model in /v1/models.
         """
-        return page.get("version", "unknown"), card.get("max_model_len")
+        return About(page.get("version", "unknown"), card.get("max_model_len"))
+
+    def shares_context(self, status: int, text: str) -> bool:
+        """Return whether the server refused a request only because it answered too many other requests at once."""
+        return False
 
     def completion_request(
         self, prompt: list[int], sampling: SamplingParams, k: int | None
@@ -403,6 +452,12 @@ class ServerKind:
         raise NotImplementedError
 
     def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
+        """Return the generated tokens with their log-probabilities.
+
+        Raises:
+            DraftedTokens: Tokens have no log-probabilities, because the server drafted them.
+            RowError: Tokens of this answer have no log-probabilities for another reason.
+        """
         raise NotImplementedError
 
     def written(self, answer: Answer) -> tuple[list[int], Any]:
@@ -440,8 +495,14 @@ def server(name: str) -> Callable[[Kind], Kind]:
 
 
 def shell_script(launch: Launch, lines: Sequence[str]) -> tuple[str, str]:
-    """Return the name and the text of a shell script, which begins with a comment on K and the reason for it."""
-    return "serve.sh", "\n".join(["#!/bin/sh", f"# K = {launch.k}: {launch.reason}", *lines, ""])
+    """Return the name and the text of a shell script, which begins with a comment on K and the reason for it.
+
+    A running script prints the limit of the draft's context.
+    """
+    start = ["#!/bin/sh", f"# K = {launch.k}: {launch.reason}"]
+    if launch.limit:
+        start.append(f"echo {shlex.quote(launch.limit)} >&2")
+    return "serve.sh", "\n".join([*start, *lines, ""])
 
 
 def check_head_dim(

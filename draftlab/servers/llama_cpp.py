@@ -1,6 +1,7 @@
-"""llama.cpp's llama-server, as of llama-cpp-python 0.3.36.
+"""llama.cpp's llama-server, as of llama-cpp-python 0.3.36 and xllamacpp 2026.10.
 
-The server returns no log-probabilities of prompts. Those of generated tokens are computed before all samplers.
+The server returns no log-probabilities of prompts. Those of generated tokens are computed before all samplers. It
+computes none for tokens of a step that drafted, and none for tokens that leave a character of UTF-8 unfinished.
 """
 
 import shlex
@@ -16,10 +17,13 @@ from draftlab.servers.kinds import (
     ABOVE_ZERO,
     PROMPT_LOOKUP_MAX,
     SCRIPT_DIRECTORY,
+    About,
     Answer,
     Artifact,
+    DraftedTokens,
     Finding,
     Launch,
+    RowError,
     ServedCompletion,
     ServerKind,
     ServerTrial,
@@ -34,6 +38,10 @@ if TYPE_CHECKING:
 
 BLOCK, K_BLOCK = (32, 256)  # number of weights in a block that shares a scale: plain types, K types
 LEAST_CONTEXT = 256  # smallest context of llama-server
+CACHE_FULL = "context size has been exceeded"  # the server's error if its slots share a cache that is too small
+# without -np, llama-server has four slots that share one cache
+SLOTS = """# -np N: N requests at once, each in its own part of the context (-c). Without -np, four slots share one:
+# greedy texts then depend on other requests, and requests that fit alone can end with error 500."""
 
 
 @server("llama.cpp")
@@ -44,6 +52,7 @@ class LlamaCpp(ServerKind):
     rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}
     head_parts = frozenset({"norm_before_residual", "norm_before_fc"})
     program = "llama-server"
+    environment = ("LLAMA_API_KEY", "LLAMA_ARG_")
     cuts_last_step = True
     counts_end = False
     owned_by = "llamacpp"
@@ -104,8 +113,9 @@ class LlamaCpp(ServerKind):
         if launch.kind == "prompt lookup":
             sizes = f"--spec-ngram-simple-size-n {min(PROMPT_LOOKUP_MAX, launch.k)}"
             lines += [
+                SLOTS,
                 target_file,
-                'exec llama-server --model "$target" --spec-type ngram-simple \\',
+                'exec llama-server --model "$target" -np 1 --spec-type ngram-simple \\',
                 f'    {sizes} --spec-ngram-simple-size-m {launch.k} "$@"',
             ]
             return shell_script(launch, lines)
@@ -117,9 +127,10 @@ class LlamaCpp(ServerKind):
         lines = [
             f"# {ABOVE_ZERO}; there is no option for it",
             *lines,
+            SLOTS,
             SCRIPT_DIRECTORY,
             target_file,
-            f'exec llama-server --model "$target" --spec-type {_spec_type(head)} \\',
+            f'exec llama-server --model "$target" -np 1 --spec-type {_spec_type(head)} \\',
             f'    --spec-draft-model "$here"/{shlex.quote(launch.file)} --spec-draft-n-max {launch.k} "$@"',
         ]
         return shell_script(launch, lines)
@@ -146,10 +157,14 @@ class LlamaCpp(ServerKind):
             command += [f"--{name}", value]
         return command
 
-    def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> tuple[str, int | None]:
-        return page.get("build_info", "unknown"), page.get("default_generation_settings", {}).get(
-            "n_ctx"
+    def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> About:
+        settings = page.get("default_generation_settings", {})  # of a slot
+        return About(
+            page.get("build_info", "unknown"), settings.get("n_ctx"), page.get("total_slots")
         )
+
+    def shares_context(self, status: int, text: str) -> bool:
+        return status == 500 and CACHE_FULL in text.lower()
 
     def completion_request(
         self, prompt: list[int], sampling: SamplingParams, k: int | None
@@ -174,13 +189,24 @@ class LlamaCpp(ServerKind):
         }
 
     def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
-        tokens = answer["completion_probabilities"]
+        # the list is absent if no token has a log-probability
+        tokens, ids = answer.get("completion_probabilities", []), answer["tokens"]
+        scored = [token["id"] for token in tokens]
+        drafted = answer.get("timings", {}).get("draft_n", 0)
+        if drafted or not all(token["top_logprobs"] for token in tokens):
+            raise DraftedTokens("tokens of a step that drafted have log-probability 0 and no list")
+        unfinished = not answer.get("content", "").isascii() and _is_part(scored, ids)
+        if len(scored) < len(ids) and unfinished:
+            raise RowError(
+                "the answer has characters of several tokens, which get no log-probabilities",
+                "answers with characters of several tokens, of which llama.cpp returns no log-probabilities",
+                limited=False,
+            )
+        kinds.check_same_ids(ids, scored)
         tops = []
         for token in tokens if k else []:
-            tops.append(
-                kinds.top_k(((top["id"], top["logprob"]) for top in token["top_logprobs"]), k)
-            )
-        kinds.check_same_ids(answer["tokens"], [token["id"] for token in tokens])
+            row = [(top["id"], top["logprob"]) for top in token["top_logprobs"]]
+            tops.append(kinds.top_k(row, k))
         logprobs = [token["logprob"] for token in tokens]
         return kinds.completion(prompt, self.written(answer), logprobs, tops)
 
@@ -189,6 +215,12 @@ class LlamaCpp(ServerKind):
 
     def tokenize_request(self, text: str) -> dict[str, Any]:
         return {"content": text, "add_special": False}
+
+
+def _is_part(some: list[int], ids: list[int]) -> bool:
+    """Return whether `some` is `ids` without some of its elements."""
+    rest = iter(ids)
+    return all(token in rest for token in some)
 
 
 def _spec_type(head: bool) -> str:

@@ -18,6 +18,7 @@ from draftlab.servers.kinds import (
     SCRIPT_DIRECTORY,
     Answer,
     Artifact,
+    DraftedTokens,
     Finding,
     Launch,
     PromptLogprobs,
@@ -117,6 +118,8 @@ class SGLang(ServerKind):
 
     def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
         meta = answer["meta_info"]
+        if "spec_verify_ct" in meta and "output_token_logprobs" not in meta:  # sglang#10660
+            raise DraftedTokens("the answer of a server that drafts lacks log-probabilities")
         tops = [_top_k(row, k) for row in (meta["output_top_logprobs"] if k else [])]
         logprobs = _logprobs_of(answer["output_ids"], meta["output_token_logprobs"])
         return kinds.completion(prompt, self.written(answer), logprobs, tops)
@@ -159,4 +162,4 @@ def _logprobs_of(ids: list[int], entries: list[list[Any]]) -> list[float]:
 
 
 def _top_k(row: list[list[Any]], k: int) -> kinds.TopLogprobs:
-    return kinds.top_k(((token, value) for value, token, _ in row), k)
+    return kinds.top_k([(token, value) for value, token, _ in row], k)

@@ -46,8 +46,9 @@ class Transformers(ServerKind):
             options += (
                 ", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(here)"
             )
+        limit = f"# {launch.limit}\n" if launch.limit else ""
         text = f"""# python assist.py "a prompt"; K = {launch.k}: {launch.reason}
-import sys
+{limit}import sys
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -68,6 +68,7 @@ class VLLM(ServerKind):
     changes_k = frozenset({"draft model", "EAGLE-3 head"})
     script_rule = "probabilistic"
     program = "vllm"
+    environment = ("VLLM_API_KEY",)
     owned_by = "vllm"
     path = "/v1/completions"
     about_path = "/version"
@@ -194,8 +195,8 @@ class VLLM(ServerKind):
         logprobs = answer["choices"][0]["logprobs"]
         tops = []
         for tokens in logprobs["top_logprobs"] if k else []:
-            ids = (int(name.removeprefix(TOKEN_PREFIX)) for name in tokens)
-            tops.append(kinds.top_k(zip(ids, tokens.values(), strict=True), k))
+            row = [(int(name.removeprefix(TOKEN_PREFIX)), value) for name, value in tokens.items()]
+            tops.append(kinds.top_k(row, k))
         return kinds.completion(prompt, self.written(answer), logprobs["token_logprobs"], tops)
 
     def written(self, answer: Answer) -> tuple[list[int], Any]:
@@ -209,7 +210,7 @@ class VLLM(ServerKind):
         entries = answer["choices"][0]["prompt_logprobs"][1:]
         rows = [{int(i): entry["logprob"] for i, entry in row.items()} for row in entries]
         actual = [row[i] for row, i in zip(rows, ids[1:], strict=True)]
-        return kinds.prompt_logprobs([kinds.top_k(row.items(), k) for row in rows], actual)
+        return kinds.prompt_logprobs([kinds.top_k([*row.items()], k) for row in rows], actual)
 
 
 def speculative_config(

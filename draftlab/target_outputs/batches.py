@@ -73,7 +73,7 @@ class StoredBatches:
         longest = 0
         # check all shards before training, without keeping them in memory
         for number in range(len(manifest.shards)):
-            longest = max(longest, *map(len, read_shard(directory, manifest, number)))
+            longest = max([longest, *map(len, read_shard(directory, manifest, number))])
         self.seq_len = manifest.seq_len or longest - 1
         self._order = functools.lru_cache(2)(
             functools.partial(_order, [s.sequences for s in manifest.shards], seed)

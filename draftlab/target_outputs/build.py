@@ -52,7 +52,7 @@ class _Line(ServedCompletion):
         most: Number of generated tokens to which the completion is cut.
         """
         rows = zip(self.top_ids[:most], self.top_logprobs[:most], strict=True)
-        tops = [top_k(zip(*row, strict=True), len(row[0])) for row in rows]
+        tops = [top_k([*zip(*row, strict=True)], len(row[0])) for row in rows]
         ended = self.finish_reason if most is None or len(self.ids) <= most else None
         return completion(self.prompt_ids, (self.ids[:most], ended), self.logprobs[:most], tops)
 
@@ -196,17 +196,17 @@ class Rows:
             loss_on=loss_on,
         )
 
-        def outputs(batch: Batch, first: int) -> list[TargetOutput]:
+        def outputs(batch: Batch, first: int) -> Sequence[TargetOutput | None]:
             if self.sampling is None:
                 return split(batch, target.score(batch, k), first)
             prompts = [Prompt(ids) for ids in batch.ids[:, : self.prompt_tokens].tolist()]
             return target.generate(prompts, range(first, first + len(prompts)), self.sampling, k)
 
-        def shard(number: int) -> list[TargetOutput]:
+        def shard(number: int) -> Sequence[TargetOutput | None]:
             first = number * DISTILL_SHARD
             return outputs(batches.batch(number).rows(slice(0, self.count - first)), first)
 
-        def heldout() -> list[TargetOutput]:
+        def heldout() -> Sequence[TargetOutput | None]:
             windows = open_heldout(
                 self.data,
                 tokenizer,
@@ -291,10 +291,10 @@ class TargetAnswers:
             heldout = _whole_conversations(prompts, written[:apart])
             written = [number for number in written if number not in heldout]
 
-        def answers(numbers: Sequence[int]) -> list[TargetOutput]:
+        def answers(numbers: Sequence[int]) -> Sequence[TargetOutput | None]:
             return target.generate([prompts.rows[i] for i in numbers], numbers, self.sampling, k)
 
-        def shard(number: int) -> list[TargetOutput]:
+        def shard(number: int) -> Sequence[TargetOutput | None]:
             return answers(written[number * size : (number + 1) * size])
 
         manifest = _manifest(
@@ -318,12 +318,21 @@ class TargetAnswers:
         """Return a prompt for every turn of every conversation. The target first answers the earlier turns."""
 
         def answer(asked: list[Prompt], numbers: list[int]) -> list[list[int]]:
-            written: list[TargetOutput] = []
+            written: list[list[int]] = []
             # a server has as many seeds for the prompts of a call
             for start in range(0, len(asked), SEEDS):
                 part = slice(start, start + SEEDS)
-                written += target.generate(asked[part], numbers[part], self.sampling, 0)
-            return [output.ids.tolist() for output in written]
+                for output in target.generate(asked[part], numbers[part], self.sampling, None):
+                    if output is None:
+                        assert isinstance(
+                            target, ServedTarget
+                        )  # a target in memory answers every prompt
+                        raise UserError(
+                            "a conversation cannot go on, because the server refused an earlier turn: "
+                            f"{target.left_out.describe()}"
+                        )
+                    written.append(output.ids.tolist())
+            return written
 
         tokenizer, info = checkpoint.load_tokenizer(target.directory), target.info()
         name = info.target_sha256 or f"{info.source} {info.target}"
@@ -349,7 +358,10 @@ def build(target: Target, text: Rows | TargetAnswers, k: int, output: Output) ->
         name = f"tokenizer of {hub.checkpoint_name(target.directory)}"
         inputs[name] = provenance.fingerprint(target.directory)
         facts["server"] = target.describe()
+        target.left_out.planned = text.count if isinstance(text, Rows) else text.prompts.requests
     manifest = text.write(output.out, target, k, inputs)
+    if isinstance(target, ServedTarget) and target.left_out.rows:
+        note(f"{output.out}: rows were left out: {target.left_out.describe()}")
     output.record(output.out, [target.directory], tokens=manifest.tokens, **facts)
     return manifest
 

@@ -64,9 +64,10 @@ FolderName = Annotated[
 
 
 class Shard(FileModel):
-    sequences: PositiveInt
+    sequences: NonNegativeInt
     tokens: NonNegativeInt
     sha256: str
+    left_out: NonNegativeInt = 0  # sequences that a server could not answer
 
 
 class TargetInfo(FileModel):
@@ -123,8 +124,12 @@ class Manifest(TargetInfo):
         return sum(s.tokens for s in self.shards)
 
     @property
+    def left_out(self) -> int:
+        return sum(s.left_out for s in self.shards)
+
+    @property
     def finished(self) -> bool:
-        return self.sequences == self.planned
+        return self.sequences + self.left_out == self.planned
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,20 +149,21 @@ class StoredOutputs:
 def write_store(
     out: Path,
     manifest: Manifest,
-    shard: Callable[[int], Sequence[TargetOutput]],
+    shard: Callable[[int], Sequence[TargetOutput | None]],
     *,
     tokenizer: Path,
-    heldout: Callable[[], Sequence[TargetOutput]] | None = None,
+    heldout: Callable[[], Sequence[TargetOutput | None]] | None = None,
 ) -> Manifest:
     """Write the missing shards of a store, and return its manifest. A killed build resumes, and writes the same bytes.
 
     Args:
-        shard: Function that returns the sequences of the shard with a given number.
+        shard: Function that returns the sequences of the shard with a given number. None: the sequence is left out.
         tokenizer: Directory of the target's tokenizer, which is copied into the store.
         heldout: Function that returns the sequences of held-out text. None for a store without held-out text.
 
     Raises:
-        UserError: The directory has other files or another store, or cannot be written.
+        UserError: The directory has other files or another store, or cannot be written. Or all first or all held-out
+            sequences are left out.
     """
     manifest = _claim(out, manifest)
     if manifest.finished:
@@ -167,6 +173,13 @@ def write_store(
     if heldout is not None and not (out / HELDOUT / MANIFEST).exists():
         apart = heldout()
     outputs = shard(len(manifest.shards))
+    needed = [rows for rows in (apart, None if manifest.shards else outputs) if rows is not None]
+    for rows in needed:
+        if all(row is None for row in rows):
+            raise UserError(
+                f"none of {len(rows)} sequences can be stored, because their answers lack log-probabilities; use vLLM "
+                "or SGLang, or other prompts"
+            )
     try:
         _write_manifest(out, manifest)
         _copy_vocabulary(out / manifest.target, tokenizer)
@@ -175,8 +188,9 @@ def write_store(
             _add_shard(out / HELDOUT, small, apart)
         while True:
             manifest = _add_shard(out, manifest, outputs)
+            left_out = f", {manifest.left_out:,} left out" if manifest.left_out else ""
             note(
-                f"stored {manifest.sequences:,} of {manifest.planned:,} sequences, {manifest.tokens:,} tokens"
+                f"stored {manifest.sequences:,} of {manifest.planned:,} sequences, {manifest.tokens:,} tokens{left_out}"
             )
             if manifest.finished:
                 return manifest
@@ -242,6 +256,8 @@ def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetO
                 f"{file} is corrupt: its checksum differs from the checksum in the manifest; remove the store and "
                 "build it again"
             )
+        if not manifest.shards[number].sequences:
+            return []
         arrays = load_file(file)
         _check(arrays, manifest)
         return _outputs(arrays, manifest)
@@ -335,16 +351,23 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
     return existing
 
 
-def _add_shard(out: Path, manifest: Manifest, outputs: Sequence[TargetOutput]) -> Manifest:
-    name = _shard_name(len(manifest.shards))
+def _add_shard(out: Path, manifest: Manifest, rows: Sequence[TargetOutput | None]) -> Manifest:
+    name, outputs = _shard_name(len(manifest.shards)), [row for row in rows if row is not None]
     out.mkdir(parents=True, exist_ok=True)
-    arrays = _arrays(outputs, manifest)
-    with reading(f"the output of {manifest.target} cannot be stored"):
-        _check(arrays, manifest)
+    arrays = {"ids": np.empty(0, np.uint32)}
+    if outputs:
+        arrays = _arrays(outputs, manifest)
+        with reading(f"the output of {manifest.target} cannot be stored"):
+            _check(arrays, manifest)
     with replacing(out / name) as part:
         save_file(arrays, part)
         sha256 = provenance.file_sha256(part)
-    shard = Shard(sequences=len(outputs), tokens=len(arrays["ids"]), sha256=sha256)
+    shard = Shard(
+        sequences=len(outputs),
+        tokens=len(arrays["ids"]),
+        sha256=sha256,
+        left_out=len(rows) - len(outputs),
+    )
     grown = manifest.model_copy(update={"shards": (*manifest.shards, shard)})
     _write_manifest(out, grown)
     return grown

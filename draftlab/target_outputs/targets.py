@@ -3,9 +3,10 @@
 R rows, T tokens, n scored tokens, k listed tokens, V vocab.
 """
 
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from draftlab.prompts import Prompt
 from draftlab.reading import reading
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Probe, Server
-from draftlab.servers.kinds import ServedCompletion
+from draftlab.servers.kinds import Completion, RowError, ServedCompletion
 from draftlab.target_outputs.outputs import (
     LEAST_LOGPROB,
     TEMPERATURES,
@@ -113,9 +114,15 @@ class LocalTarget:
         return StoredLogprobs.joined([scores[row] for row in range(len(batch.ids))])
 
     def generate(
-        self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        sampling: SamplingParams,
+        k: int | None,
     ) -> list[TargetOutput]:
         """Continue the prompts. The outputs list the k most probable tokens at each position; k = 0 gives no lists.
+
+        With k = None, log-probabilities are not needed either, and may be 0.
 
         Samples depend on the seed and on the numbers of the prompts.
         """
@@ -125,7 +132,7 @@ class LocalTarget:
         tops: dict[int, list[StoredLogprobs]] = {number: [] for number in numbers}
 
         def keep_top(batch: list[int], logits: Tensor, ids: Tensor) -> None:
-            parts = top_logprobs(logits, ids, k).parts([1] * len(ids))
+            parts = top_logprobs(logits, ids, k or 0).parts([1] * len(ids))
             for number, top in zip(batch, parts, strict=True):
                 tops[number].append(top)
 
@@ -181,6 +188,50 @@ class LocalTarget:
         return StoredLogprobs.joined(scores)
 
 
+@dataclass(slots=True)
+class LeftOut:
+    """Rows that a server cannot answer. They are left out of a store, but not if too many are refused.
+
+    A server may refuse 1 % of the rows, and one row of fewer than 100. There may be any number of rows whose answers
+    lack log-probabilities, because the server returned all that it has.
+
+    Args:
+        planned: Number of rows to send to the server.
+        rows: Numbers of the rows that are left out, by reason.
+        refused: Number of rows that the server refused.
+    """
+
+    planned: int = 0
+    rows: dict[str, list[int]] = field(default_factory=dict)
+    refused: int = 0
+
+    def add(self, number: int, error: RowError) -> None:
+        """Count a row. Raises UserError: the server refused too many rows."""
+        # reasons that differ only in numbers, such as the length of a prompt, are one reason
+        known = {_without_numbers(reason): reason for reason in self.rows}
+        reason = known.get(_without_numbers(error.reason), error.reason)
+        self.rows.setdefault(reason, []).append(number)
+        self.refused += error.limited
+        if self.refused > max(1, self.planned // 100):
+            raise UserError(
+                f"the server refused {self.refused} of {self.planned} rows, more than 1 %: {self.describe()}. The "
+                f"last error: {error}"
+            ) from None
+
+    def describe(self) -> str:
+        """Return the number of rows by reason, with the numbers of the first three rows of each, from 1."""
+        parts: list[str] = []
+        for reason, rows in self.rows.items():
+            first = ", ".join(str(number + 1) for number in rows[:3])
+            more = ", ..." if len(rows) > 3 else ""
+            parts.append(f"{len(rows)} (number {first}{more}): {reason}")
+        return "; ".join(parts)
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "", text)
+
+
 @dataclass(frozen=True, slots=True)
 class ServedTarget:
     """A target on a server. directory: Checkpoint or tokenizer with the vocabulary of the server's model."""
@@ -189,6 +240,7 @@ class ServedTarget:
     directory: Path
     vocab: int
     probe: Probe
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     @classmethod
     def connected(
@@ -202,13 +254,18 @@ class ServedTarget:
             UserError: The server's tokenizer differs, or the server cannot score or sample as needed, or returns other
                 log-probabilities than needed.
         """
-        ids, url = check_server_tokenizer(server, directory), server.http.url
+        ids, url = check_server_tokenizer(server, directory).ids, server.http.url
         if sampling is None and not server.adapter.has_prompt_logprobs:
             raise UserError(
                 f"{server.kind} returns no log-probabilities of given text; use --text target, or a vLLM or "
                 "SGLang server"
             )
         probe = server.probe(ids)
+        if probe.drafts and (k or sampling is None or sampling.temperature != 0):
+            raise UserError(
+                f"{url} drafts, and {server.kind} returns no log-probabilities of drafted tokens; start the server "
+                "without a draft"
+            )
         if sampling is not None and sampling.temperature == 0 and not probe.greedy:
             raise UserError(
                 f"{url} does not choose the most probable token at temperature 0; check the server's "
@@ -240,7 +297,7 @@ class ServedTarget:
             target_sha256=None,
             vocab=self.vocab,
             dtype="as served",
-            batch_size=self.server.workers,
+            batch_size=1,  # the server decides how many requests it decodes together
             logprobs=LOGPROBS.get(self.probe.logprobs_mode, "none"),
             temperatures=(1.0,),
         )
@@ -254,23 +311,45 @@ class ServedTarget:
             return StoredLogprobs.of_lists(*lists, batch.ids[:, 1:][batch.mask > 0])
 
     def generate(
-        self, prompts: Sequence[Prompt], numbers: Sequence[int], sampling: SamplingParams, k: int
-    ) -> list[TargetOutput]:
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        sampling: SamplingParams,
+        k: int | None,
+    ) -> list[TargetOutput | None]:
+        """See LocalTarget.generate. An output is None if the server cannot answer its prompt.
+
+        Raises:
+            UserError: The server fails, refuses too many prompts, or returns impossible values.
+        """
         seed = (sampling.seed * 1_000_003 + numbers[0] * SEEDS) % 2**31
-        written = self.server.generate(
-            [p.ids for p in prompts], replace(sampling, seed=seed, stop_token_ids=()), k=k
+        greedy = sampling.temperature == 0
+        # the log-probability of a greedy token is not needed without lists
+        rows = self.server.generate_rows(
+            [p.ids for p in prompts],
+            replace(sampling, seed=seed, stop_token_ids=()),
+            k=None if greedy and not k else k,
         )
-        for number, completion in zip(numbers, written, strict=True):
-            for ids in (completion.ids, *completion.top_ids):
-                check_ids(ids, self.vocab, f"prompt {number}")
+        outputs: list[TargetOutput | None] = []
+        for row, prompt, number in zip(rows, prompts, numbers, strict=True):
+            if isinstance(row, RowError):
+                self.left_out.add(number, row)
+                outputs.append(None)
+                continue
+            self._check(row, f"prompt {number}")
+            with self._consistent():
+                (output,) = outputs_of([row], [number], k or 0, greedy=greedy)
+            outputs.append(replace(output, category=prompt.category))
+        return outputs
+
+    def _check(self, row: Completion, asked: str) -> None:
+        """Check that ids and log-probabilities are possible. Raises UserError if not. asked: Name of the prompt."""
+        check_ids(row.ids, self.vocab, asked)
+        if isinstance(row, ServedCompletion):
+            for ids in row.top_ids:
+                check_ids(ids, self.vocab, asked)
             if not self.probe.logprobs_mode.endswith("logits"):
-                self.server.check_logprobs(completion)
-        with self._consistent():
-            outputs = outputs_of(written, numbers, k, greedy=sampling.temperature == 0)
-        return [
-            replace(output, category=prompt.category)
-            for output, prompt in zip(outputs, prompts, strict=True)
-        ]
+                self.server.check_logprobs(row)
 
     def _consistent(self) -> AbstractContextManager[None]:
         return reading(f"{self.server.http.url} returned values that contradict each other")
@@ -330,9 +409,11 @@ def score_on_server(
 
 
 def outputs_of(
-    written: Sequence[ServedCompletion], numbers: Sequence[int], k: int, *, greedy: bool = False
+    written: Sequence[Completion], numbers: Sequence[int], k: int, *, greedy: bool = False
 ) -> list[TargetOutput]:
     """Convert completions of a server or of its log to outputs with the first k tokens of each list.
+
+    Completions may lack log-probabilities only if k is 0; these are then 0.
 
     Args:
         greedy: Whether the target decoded greedily, so that each written token gets log-probability 0.
@@ -342,9 +423,12 @@ def outputs_of(
     """
     outputs: list[TargetOutput] = []
     for completion, number in zip(written, numbers, strict=True):
-        ids, own = np.array(completion.ids, np.int64), np.array(completion.logprobs, np.float32)
-        top = None
+        ids, top = np.array(completion.ids, np.int64), None
+        own = np.zeros(len(ids), np.float32)
+        if isinstance(completion, ServedCompletion):
+            own = np.array(completion.logprobs, np.float32)
         if k:
+            assert isinstance(completion, ServedCompletion)
             top_ids = np.array([row[:k] for row in completion.top_ids], np.int64).reshape(-1, k)
             listed = np.array([row[:k] for row in completion.top_logprobs], np.float32)
             top = StoredLogprobs.of_lists(top_ids, listed.reshape(-1, k), own, ids)
@@ -377,26 +461,44 @@ def check_ids(ids: np.ndarray | Sequence[int], vocab: int, asked: str) -> None:
         )
 
 
-def check_server_tokenizer(server: Server, directory: Path) -> list[int]:
-    """Check that a server and the tokenizer in `directory` encode a short text to the same ids. Return the ids.
+@dataclass(frozen=True, slots=True)
+class ProbeIds:
+    """Token ids of a short text. split_alike: Whether the server splits the text into the same tokens."""
 
-    A server that cannot tokenize is not checked.
+    ids: list[int]
+    split_alike: bool
+
+
+def check_server_tokenizer(server: Server, directory: Path) -> ProbeIds:
+    """Check that a server and the tokenizer in `directory` have the same vocabulary, by a short text.
+
+    llama.cpp splits the text of some models otherwise than their tokenizer. Its ids then have the same spelling here,
+    and only requests of text are affected, which draftlab does not send. A server that cannot tokenize is not checked.
 
     Raises:
-        UserError: The server's ids differ.
+        UserError: The server's ids spell another text here.
     """
-    ids = checkpoint.load_tokenizer(directory)(PROBE_TEXT, add_special_tokens=False)["input_ids"]
+    tokenizer = checkpoint.load_tokenizer(directory)
+    ids = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
     served = server.tokenize(PROBE_TEXT)
     if served is None:
         note(
             f"{server.http.url} cannot tokenize text, so its vocabulary is assumed to be that of {directory}"
         )
-    elif served != ids:
+    if served is None or served == ids:
+        return ProbeIds(ids, True)
+    if max(served, default=0) >= len(tokenizer) or tokenizer.decode(served) != tokenizer.decode(
+        ids
+    ):
         raise UserError(
             f"the server's tokenizer is not that of {directory}: they encode a test text differently; name the "
             "server's model by --target"
         )
-    return ids
+    note(
+        f"{server.http.url} splits text into other tokens of the same vocabulary than {directory}; draftlab sends "
+        "token ids, so only users who send text are affected"
+    )
+    return ProbeIds(ids, False)
 
 
 SEQUENCES, BATCH = 64, 8  # number of sequences that are scored again, and their batch size

@@ -20,7 +20,7 @@ from builders import build, logits_by_transformers
 from errors import raises_option
 from gguf_files import contents, neighbours_apart
 from safetensors.torch import save_file
-from small_files import copy_tokenizer, write_functions, write_workspace
+from small_files import copy_tokenizer, edit, write_functions, write_workspace
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typed import call
@@ -256,6 +256,22 @@ def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
     else:
         assert told["--spec-draft-model"] == f"{place}/draft-f16.gguf"
         assert told["--model"] == "t.gguf"
+        assert (told["--spec-type"], told["-np"]) == ("draft-simple", "1")
+
+
+def test_export_script_and_card_say_that_the_draft_reads_less_than_the_target(space):
+    """vllm#57941: the draft's context limits where it drafts."""
+    edit(Path("draft/config.json"), max_position_embeddings=64)
+    for runtime, script in (("vllm", "serve.sh"), ("transformers", "assist.py")):
+        result = export(f"--to {runtime} --k 3 --out {runtime}")
+        text = (Path(runtime) / script).read_text()
+        for said in (result.stdout, text, Path(runtime, "README.md").read_text()):
+            assert "the draft reads up to 64 tokens" in " ".join(said.split())
+    Path("vllm/vllm").write_text("#!/bin/sh\n")
+    Path("vllm/vllm").chmod(0o755)
+    path = {"PATH": f"{space}/vllm:/usr/bin:/bin"}
+    ran = subprocess.run(["/bin/sh", "vllm/serve.sh"], env=path, capture_output=True, text=True)
+    assert "64 tokens" in ran.stderr
 
 
 @pytest.mark.parametrize("out", ['a"b', "a\\b", "a\nb"])

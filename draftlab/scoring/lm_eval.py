@@ -304,7 +304,7 @@ def _tokens_cut(lm: Any, requests: list[tuple[Any, ...]]) -> list[int]:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import normalize_gen_kwargs
 
-    is_local = isinstance(lm, HFLM)
+    is_local = issubclass(type(lm), HFLM)
     cut: list[int] = []
     for context, *more in requests:
         tokens, most = 0, lm.max_length
@@ -316,7 +316,7 @@ def _tokens_cut(lm: Any, requests: list[tuple[Any, ...]]) -> list[int]:
             tokens = sum(map(len, pair))
         elif more:
             default = lm.max_gen_toks if is_local else lm._max_gen_toks
-            most -= normalize_gen_kwargs(more[0], default)["max_gen_toks"]
+            most -= normalize_gen_kwargs(more[0], default).get("max_gen_toks", default)
             ids = lm.tok_batch_encode([context])[0][0] if is_local else lm.tok_encode(context)
             tokens = len(ids)
         cut.append(max(0, tokens - most))

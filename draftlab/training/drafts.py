@@ -45,7 +45,7 @@ def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
     assert job.draft is not None  # because of starts_from_draft
     reads_data = job.outputs is None and job.answers is None
     if reads_data and all(map(hub.is_on_disk, parse_mixture(job.text.data))):
-        job.text.open(checkpoint.load_tokenizer(job.draft), job.loop)
+        job.text.open(job.target or job.draft, job.loop)
     student, teacher = read_size(job.draft), read_size(job.target) if job.target else None
     seq_len = job.text.seq_len
     tokens = job.loop.steps * job.loop.batch_size * seq_len
@@ -174,14 +174,15 @@ def _text_setup(
     If the student trains on text of the target, the target first writes this text, which is stored in the directory
     `state`. The target is loaded as teacher afterwards, so it is never in memory twice.
     """
-    tokenizer, loss = checkpoint.load_tokenizer(draft), parse_loss(job.loss)
+    loss = parse_loss(job.loss)
+    renderer = job.target or draft  # conversations have the target's chat template
     served = None if job.server is None else served_teacher(job.server, draft, job.top_logprobs)
     note(f"reading {job.text.data}")
-    data, heldout = job.text.open(tokenizer, job.loop)
+    data, heldout = job.text.open(renderer, job.loop)
     author = None if job.target is None else Author.of(job.target, job.hardware, job.loop, draft)
     if job.text.reweighing is not None:
         dtype = training_dtype(job.loop.dtype)
-        data = job.text.reweighing.start(data, tokenizer, dtype, job.hardware, job.text.loss_on)
+        data = job.text.reweighing.start(data, renderer, dtype, job.hardware, job.text.loss_on)
     setup = TrainingSetup(
         teacher=served,
         batches=_mixed(job, data, student, draft, author, state),

@@ -143,14 +143,14 @@ class _Turns:
             if text.startswith(prompt):  # some templates mark the header of the answer, too
                 spans = [(max(start, len(prompt)), end) for start, end in spans]
             parts = [
-                (self._before(text[:start], ids), self._before(text[:end], ids, inside=1))
+                (self._before(text, start, ids), self._before(text, end, ids, inside=1))
                 for start, end in spans
                 if end > start
             ]
             if not parts:
                 return Answer(ids, [], stopped=True)
         else:
-            start = self._before(text[: self._start(number, text, prompt)], ids)
+            start = self._before(text, self._start(number, text, prompt), ids)
             parts = [(start, len(ids))]
         start = parts[-1][0]
         end, stopped = self._end(number, text, ids, start)
@@ -230,14 +230,26 @@ class _Turns:
     def _ids(self, text: str) -> list[int]:
         return text_ids(text, self.tokenizer, self.where, add_special_tokens=False)
 
-    def _before(self, prefix: str, ids: list[int], inside: int = 0) -> int:
-        """Return how many of the ids come before the end of a prefix of their text.
+    def _before(self, text: str, end: int, ids: list[int], inside: int = 0) -> int:
+        """Return how many of the ids of a text come before its character `end`.
 
-        A token across the end of the prefix counts as `inside`: 0 if it is part of what follows, 1 if of the prefix.
+        A token across this border counts as `inside`: 0 if it is part of what follows, 1 if it is part of the prefix.
         """
-        tokens = self._ids(prefix)
-        shared = _shared(tokens, ids)
-        return shared if shared == len(tokens) else min(len(ids), shared + inside)
+        prefix = self._ids(text[:end])
+        shared = _shared(prefix, ids)
+        if shared == len(prefix):
+            return shared
+        # the prefix alone has other tokens at its end
+        if not self.tokenizer.is_fast:
+            return min(len(ids), shared + inside)
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        spans: Any = encoded["offset_mapping"]
+        ends = (
+            i for i, (first, last) in enumerate(spans) if (first if inside else last - 1) >= end
+        )
+        return max(shared, next(ends, len(ids)))
 
 
 def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -190,12 +190,11 @@ def _read(value: dict[str, Any], where: str, columns: tuple[str, ...]) -> tuple[
     if (given := _messages(value)) is not None:
         unchecked, read = given
         messages = read_messages(unchecked, where)
-        unread = frozenset(_parts(unchecked))
+        unread, left_out = frozenset(_parts(unchecked)), len(unchecked) - len(messages)
         if system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": value[system]})
             read |= {system}
         text = "\n".join(message.get("content") or "" for message in messages)
-        left_out = sum(not _says(message) for message in unchecked)
         return TextRow(text=text, messages=tuple(messages), left_out=left_out, unread=unread), read
     turns, said = value.get("turns"), value[system] if system else ""
     if turns and not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
@@ -241,10 +240,13 @@ def prompt_of(value: Any, where: str) -> TextRow:
 def read_messages(value: Any, where: str) -> list[Message]:
     """Return the messages that have a text or tool calls, under the names of roles and fields that templates read.
 
+    Results of tools are left out with the message before them.
+
     Raises:
         UserError: `value` is not a list of messages, or all messages are left out.
     """
     messages: list[Message] = []
+    silent = False  # whether the message before the results of tools is left out
     with reading(f"{where}: the messages must be a list of objects with role and content"):
         for given in value:
             role = given.get("role", given.get("from"))
@@ -254,7 +256,8 @@ def read_messages(value: Any, where: str) -> list[Message]:
                 content = "".join(part for part in parts if isinstance(part, str)) or None
             if not isinstance(role, str) or not isinstance(content, str | None):
                 raise ValueError(f"a message has the role {role!r} or a content that is no text")
-            if not _says(given):
+            silent = not _says(given) or (silent and role in RESULTS)
+            if silent:
                 continue
             role = ROLES.get(role, role)
             if "from" in given and role in RESULTS:  # ShareGPT's names
@@ -376,17 +379,22 @@ def supported(
 ) -> tuple[list[Message], set[str]]:
     """Return the messages that a chat template can render, and the names of the fields that it does not read.
 
-    A template that reads no tool calls would render an empty answer in place of a call, so such turns are left out, and
-    so are results of tools. Whether a template reads a field is taken from its source.
+    A template that reads no tool calls would render an empty answer in place of a call, so such turns are left out with
+    the results of their tools. Whether a template reads a field is taken from its source.
     """
     template = str(tokenizer.chat_template)
     rendered: list[Message] = []
     unread: set[str] = set()
+    uncalled = False  # whether the call before the results of tools is left out
     for message in messages:
-        if message.get("tool_calls") and not _names("tool_calls", template):
-            unread.add("tool_calls")
-        elif message["role"] in RESULTS and message["role"] not in template:
+        result = message["role"] in RESULTS
+        uncalled = (uncalled and result) or (
+            bool(message.get("tool_calls")) and not _names("tool_calls", template)
+        )
+        if result and (uncalled or message["role"] not in template):
             unread.add(f"messages of the role {message['role']}")
+        elif uncalled:
+            unread.add("tool_calls")
         else:
             rendered.append(message)
             for name in message.keys() - set(CONTENT):

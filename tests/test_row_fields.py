@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from errors import raises_option
 from test_chat_templates import CALL, CALLED, TOOL, family, rendered
 from test_prompts import chatty, plain, space  # noqa: F401
 from typed import call
 
 from draftlab.data import open_batches, open_heldout
-from draftlab.data.text import prompt_of, row_of
+from draftlab.data.text import prompt_of, row_of, rows_of
 from draftlab.prompts import file_prompts
 
 ASKED, SAID = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -79,6 +80,26 @@ def test_sharegpts_function_calls_and_tools_are_rendered_as_tool_calls(result, t
     assert rendered(made, list(read.messages), tools=list(read.tools)) == rendered(
         made, CALLED, tools=[TOOL]
     )
+
+
+def test_tables_pad_the_arguments_of_calls_and_tools_and_hold_lists_as_json(tmp_path):
+    """Arrow gives all objects of a column the same fields (axolotl#2909, ms-swift#10110, maxtext#3559)."""
+    made, _, _ = family("qwen2_5")
+
+    def called(name: str) -> dict[str, Any]:
+        function = {"name": name, "arguments": {name: 1}}
+        schema = {"name": name, "parameters": {"properties": {name: {"type": "integer"}}}}
+        messages = [ASKED, {"role": "assistant", "tool_calls": [{"function": function}]}, SAID]
+        return {"messages": messages, "tools": [{"type": "function", "function": schema}]}
+
+    rows = [called("f"), called("g")]
+    Dataset.from_list(rows).to_parquet(tmp_path / "structs.parquet")
+    texts = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
+    Dataset.from_list(texts).to_parquet(tmp_path / "texts.parquet")
+    for file in ("structs", "texts"):
+        for (_, read), row in zip(rows_of(tmp_path / f"{file}.parquet", row_of), rows, strict=True):
+            found = rendered(made, list(read.messages), tools=list(read.tools))
+            assert made.decode(found) == made.decode(rendered(made, **row))
 
 
 def test_a_function_call_that_is_no_json_is_an_error_of_its_row():

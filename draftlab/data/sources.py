@@ -22,7 +22,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from draftlab.data.text import Message, Parse, TextRow, Tool, checked_rows, row_of, rows_of
+from draftlab.data.text import (
+    Message,
+    Parse,
+    TextRow,
+    Tool,
+    checked_rows,
+    row_of,
+    rows_of,
+    without_padding,
+)
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.model.hub import ROW_FILES
@@ -269,7 +278,8 @@ def _hub_dataset(source: str, parse: Parse = row_of) -> Iterator[Document]:
     name = source.removeprefix("hf:")
     with reading(f"data set {name!r} could not be loaded"):
         values = load_dataset(name, split="train", streaming=True)
-    rows = checked_rows(name, enumerate(values.take(HUB_ROWS)), parse)
+    taken = map(without_padding, values.take(HUB_ROWS))
+    rows = checked_rows(name, enumerate(taken), parse)
     return (_document(f"{name}:{number}", row) for number, row in rows)
 
 

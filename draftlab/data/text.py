@@ -118,7 +118,22 @@ def _parquet_rows(file: Path) -> Iterator[Any]:
     from datasets import load_dataset
 
     with reading(file):
-        yield from load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+        rows = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+        yield from map(without_padding, rows)
+
+
+def without_padding(row: Any) -> Any:
+    """Return a row of a table without the null fields by which Arrow gives all objects of a column the same fields.
+
+    A chat template would write them, as in the arguments of a tool call.
+    """
+    return {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(v) for name, v in value.items() if v is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def check_prompts(file: Path) -> None:
@@ -314,8 +329,9 @@ def _calls(text: Any) -> list[dict[str, Any]]:
 def _messages(value: dict[str, Any]) -> tuple[list[Any], set[str]] | None:
     """Return the unchecked messages of a row and the names of their columns, or None if it is not a conversation."""
     if names := [name for name in CONVERSATIONS if name in value]:
-        name = next((name for name in names if isinstance(value[name], list)), names[0])
-        return (value[name] if isinstance(value[name], list) else []), {name}
+        name = next((name for name in names if value[name]), names[0])
+        given = _from_json(value[name])
+        return (given if isinstance(given, list) else []), {name}
     if (pair := _pair(value)) is not None:
         question, answer, read = pair
         return [
@@ -361,17 +377,20 @@ def _system(value: dict[str, Any]) -> str | None:
 
 def _tools(value: dict[str, Any]) -> list[Tool]:
     """Return the tools of a row: a list of schemas, or its JSON text. A bare function becomes a schema with a type."""
-    given = value.get("tools") or value.get("functions")
-    if isinstance(given, str):
-        try:
-            given = parse_json(given)
-        except ValueError:
-            return []  # a description in words
+    given = _from_json(value.get("tools") or value.get("functions"))
     if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
         return []
     return [
         tool if "function" in tool else {"type": "function", "function": tool} for tool in given
     ]
+
+
+def _from_json(value: Any) -> Any:
+    """Return the content of a JSON text. Tables have such texts in place of lists. Other values are returned as is."""
+    try:
+        return parse_json(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def supported(

@@ -188,15 +188,15 @@ def test_what_counts_is_what_the_model_must_write_after_its_prompt(name, said):
 def test_a_system_message_does_not_count(name):
     made, ends, written = family(name)
     messages = [SYSTEM, *talk("yes", "no")]
-    if (
-        name == "mistral_v3"
-    ):  # its system message is part of the last message only if this is the user's
-        with raises_option("l:1"):
-            render(messages, made, "l:1", "assistant", stop_token_ids=ends)
-        return
     found = render(messages, made, "l:1", "assistant", stop_token_ids=ends)
     assert counted(found, made) == [written("yes"), written("no")]
-    assert "be brief" in made.decode(found[0].ids)
+    # the template of Mistral v3 writes it before the last message if this is the user's: only in prompts
+    assert all("be brief" in made.decode(one.ids) for one in found)
+    if name == "mistral_v3":
+        for one, end in zip(found, (2, 4), strict=True):
+            prompt = made.apply_chat_template(messages[:end], tokenize=False)
+            said = written(messages[end]["content"])
+            assert one.ids.tolist() == made(prompt + said, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
@@ -292,6 +292,12 @@ def test_an_unknown_stop_token_is_the_first_special_token_after_the_answer():
     made, _, written = family("llama3")
     (found,) = render(talk("yes", "no"), made, "l:1", "assistant")
     assert counted([found], made) == [written("yes"), written("no")]
+
+
+def test_a_message_that_ends_otherwise_before_its_answer_is_an_error_of_its_row():
+    template = "{% for m in messages %}{{ m.content }}{{ '?' if loop.last else '!' }}{% endfor %}"
+    with raises_option("l:1"):
+        render(talk("yes"), tokenizer(template, CHATML), "l:1", "assistant")
 
 
 def test_an_answer_without_a_message_before_it_does_not_count():

@@ -20,8 +20,8 @@ from draftlab.reading import reading
 
 # the tag by which a chat template marks the assistant's text
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# content of an answer that no chat template changes or contains: a character for private use
-PROBE = "\ue000"
+# contents of a message and an answer that no chat template changes or contains: characters for private use
+ASKED, PROBE = "\ue001", "\ue000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def render(
     """Return a conversation's tokens, and which of these tokens count in the loss.
 
     A template that drops the reasoning of earlier turns renders an answer differently if more messages follow. Each
-    answer is then a conversation of its own, with the messages before it. Otherwise there is a single conversation.
+    answer is then a conversation of its own, with its prompt. Otherwise there is a single conversation.
 
     Args:
         stop_token_ids: Ids at which generation stops, in addition to the tokenizer's eos.
@@ -150,29 +150,47 @@ class _Turns:
             if not parts:
                 return Answer(ids, [], stopped=True)
         else:
-            start = self._before(text, self._start(number, text, prompt), ids)
-            parts = [(start, len(ids))]
+            found = self._start(number, text, prompt)
+            if found is None:
+                text = prompt + self._said(number, text)
+                ids, found = self._ids(text), len(prompt)
+            parts = [(self._before(text, found, ids), len(ids))]
         start = parts[-1][0]
         end, stopped = self._end(number, text, ids, start)
         return Answer(ids, [*parts[:-1], (start, end)], stopped)
 
-    def _start(self, number: int, text: str, prompt: str) -> int:
+    def _start(self, number: int, text: str, prompt: str) -> int | None:
         """Return the first character of an answer in the text of the conversation up to this answer.
 
         The text begins with the prompt. Some prompts end with characters that no rendered answer has, such as <think>;
-        the answer then begins where prompt and text part.
+        the answer then begins where prompt and text part. Return None if they part before the end of the messages.
         """
         if text.startswith(prompt):
             return len(prompt)
         start = _shared(prompt, self._text(number, {"role": "assistant", "content": PROBE}))
         asked = _shared(prompt, self._text(number))
-        if not text.startswith(prompt[:start]) or start < asked:
+        return start if text.startswith(prompt[:start]) and start >= asked else None
+
+    def _said(self, number: int, text: str) -> str:
+        """Return what a template writes after the prompt, if it renders the messages of the prompt differently.
+
+        Mistral's, for example, writes the system message only if the last message is the user's.
+
+        Raises:
+            UserError: The message before the answer ends differently in the prompt and in the text.
+        """
+        answer = {"role": "assistant", "content": PROBE}
+        asked = self.messages[number - 1] | {"content": ASKED}
+        closing = self._text(number - 1, asked, reply=True).rpartition(ASKED)[2]
+        between = self._text(number - 1, asked, answer).rpartition(ASKED)[2].partition(PROBE)[0]
+        head = self._text(number, answer).rpartition(PROBE)[0]
+        if not (between.startswith(closing) and head.endswith(between) and text.startswith(head)):
             raise UserError(
                 f"{self.where}: the chat template renders the messages before message {number + 1} differently once "
                 "this answer follows, so the assistant's tokens cannot be found; use draftlab distill --loss-on all, "
                 "or a template with generation tags"
             )
-        return start
+        return text[len(head) - len(between) + len(closing) :]
 
     def _end(self, number: int, text: str, ids: list[int], start: int) -> tuple[int, bool]:
         """Return the token after an answer and its stop token, and whether there is a stop token.
@@ -183,15 +201,24 @@ class _Turns:
         probe = self._text(number, {"role": "assistant", "content": PROBE})
         tail = probe.rpartition(PROBE)[2]
         closing = self._ids(tail) if text.endswith(tail) else None  # a tool call may end otherwise
-        for closers in (self.stops, self._special()):
-            places = [place for place in range(start, len(ids)) if ids[place] in closers]
-            after = 1 if closing is None else sum(token in closers for token in closing)
-            if after and places:
-                return places[-after:][0] + 1, True
-        return len(ids), False
+        places = self._places(ids, start, closing, self.stops)
+        if not places:
+            added = self.tokenizer.added_tokens_decoder.items()
+            special = {i for i, token in added if token.special}
+            places = self._places(ids, start, closing, special)
+        return (places[0] + 1, True) if places else (len(ids), False)
 
-    def _special(self) -> set[int]:
-        return {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+    @staticmethod
+    def _places(
+        ids: list[int], start: int, closing: list[int] | None, tokens: Collection[int]
+    ) -> list[int]:
+        """Return the places of `tokens` in the end of a turn: after the content, or the last place from `start` on.
+
+        closing: What the template writes after the content. None if it is not known.
+        """
+        places = [place for place in range(start, len(ids)) if ids[place] in tokens]
+        after = 1 if closing is None else sum(token in tokens for token in closing)
+        return places[-after:] if after else []
 
     def _next(self, number: int) -> list[int]:
         """Return the first token that the template writes after an answer if another message follows, or no token."""

@@ -244,7 +244,10 @@ def _ids(
 def _unread(row: TextRow, tokenizer: PreTrainedTokenizerBase, chat: bool) -> frozenset[str]:
     """Return the names of the fields of a row that its prompts lack. chat: Whether a chat template renders them."""
     if chat:
-        return row.unread | unread_fields(row.messages, row.tools, tokenizer)
+        asked = (
+            row.asked[-1] if row.messages else ()
+        )  # the answers after it are no part of a prompt
+        return row.unread | unread_fields(asked, row.tools, tokenizer)
     lacks = {"system": bool(row.system), "tools": bool(row.tools)}
     return row.unread | {name for name, given in lacks.items() if given}
 

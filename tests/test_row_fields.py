@@ -186,6 +186,24 @@ def test_fields_that_are_not_rendered_are_said_once_for_a_file_with_their_rows(t
     assert "tool_calls" not in capsys.readouterr().err
 
 
+def test_prompts_name_the_fields_that_they_lack(tmp_path, capsys):
+    made, _, _ = family("chatml")
+    rows = [
+        {
+            "messages": [ASKED, SAID | {"reasoning_content": "why"}]
+        },  # the answer is no part of the prompt
+        {"system_prompt": "s", "question": "q", "response": "a", "url": "u"},
+    ]
+    file = written(tmp_path, rows)
+    file_prompts(file, made, chat="on")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "url (1)" in line
+    assert "reasoning" not in line
+    assert "system" not in line
+    file_prompts(written(tmp_path, rows[1:]), made, chat="off")
+    assert "system (1)" in capsys.readouterr().err
+
+
 def test_eos_follows_a_plain_text_once(tmp_path):
     made, _, _ = family("chatml")
     file = str(

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import datetime
-from typing import Any
 
 CALL = re.compile(r"""\bstrftime_now\(\s*(?P<quote>["'])(?P<format>.*?)(?P=quote)\s*\)""")
 _DATE: ContextVar[datetime | None] = ContextVar("_DATE", default=None)
@@ -42,15 +41,6 @@ def with_date(template: str) -> str:
     transformers gives templates the function strftime_now, which reads the clock. It passes no other function to them.
     """
     return CALL.sub(lambda call: repr(_now().strftime(call["format"])), template)
-
-
-def template_of_run(template: object) -> dict[str, Any]:
-    """Return the argument by which apply_chat_template prints the date of the run. Empty if the template prints none.
-
-    template: Template of a tokenizer, or its templates by name.
-    """
-    template = template.get("default") if isinstance(template, dict) else template
-    return {"chat_template": with_date(str(template))} if asks_for_date(template) else {}
 
 
 def _now() -> datetime:

@@ -11,7 +11,17 @@ from transformers import PreTrainedTokenizerBase
 from draftlab import data, provenance
 from draftlab.config.shared import ChatMode
 from draftlab.console import note
-from draftlab.data.text import Message, TextRow, chat_ids, prompt_of, rows_of, text_ids
+from draftlab.data.text import (
+    Message,
+    TextRow,
+    Tool,
+    chat_ids,
+    note_unread,
+    prompt_of,
+    rows_of,
+    text_ids,
+    unread_fields,
+)
 from draftlab.errors import UserError
 
 # default number of prompts from a data source, and their length
@@ -27,6 +37,7 @@ class Prompt:
         conversation: Number of the conversation. All requests of one conversation have the same number.
         messages: Messages that the chat template rendered to the ids. Empty without a chat template.
         later: The user's messages of later turns. Each is asked after the model has answered the previous turn.
+        tools: Tools that the model may call.
     """
 
     ids: list[int]
@@ -34,6 +45,7 @@ class Prompt:
     conversation: int = 0
     messages: tuple[Message, ...] = ()
     later: tuple[str, ...] = ()
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +165,7 @@ def file_prompts(
     if not chosen:
         where = "" if split is None else f" in its {split} split"
         raise UserError(f"{file} has no prompts{where}; add rows")
+    note_unread((f"{file}:{number}", _unread(row, tokenizer, on)) for number, row in chosen)
     rows: list[Prompt] = []
     for conversation, (number, row) in enumerate(chosen):
         where = f"{file}:{number}"
@@ -228,6 +241,17 @@ def _ids(
     return ids[:tokens]
 
 
+def _unread(row: TextRow, tokenizer: PreTrainedTokenizerBase, chat: bool) -> frozenset[str]:
+    """Return the names of the fields of a row that its prompts lack. chat: Whether a chat template renders them."""
+    if chat:
+        asked = (
+            row.asked[-1] if row.messages else ()
+        )  # the answers after it are no part of a prompt
+        return row.unread | unread_fields(asked, row.tools, tokenizer)
+    lacks = {"system": bool(row.system), "tools": bool(row.tools)}
+    return row.unread | {name for name, given in lacks.items() if given}
+
+
 def _chat_prompts(
     row: TextRow,
     where: str,
@@ -236,17 +260,19 @@ def _chat_prompts(
     system_prompt: str | None,
 ) -> list[Prompt]:
     system: tuple[Message, ...] = ()
+    if row.system:
+        system = ({"role": "system", "content": row.system},)
     if system_prompt is not None:
         system = ({"role": "system", "content": system_prompt},)
-        if row.messages and row.messages[0]["role"] == "system":
+        if row.system or (row.messages and row.messages[0]["role"] == "system"):
             raise UserError(
                 f"{where}: the conversation has its own system prompt; leave --system-prompt out"
             )
     prompts: list[Prompt] = []
     for asked in row.asked or [({"role": "user", "content": row.text},)]:
         messages = (*system, *asked)
-        ids = chat_ids(messages, tokenizer, where)
-        prompts.append(Prompt(ids, row.category, conversation, messages, row.later))
+        ids = chat_ids(messages, tokenizer, where, tools=row.tools)
+        prompts.append(Prompt(ids, row.category, conversation, messages, row.later, row.tools))
     return prompts
 
 

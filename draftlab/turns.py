@@ -59,7 +59,8 @@ def answered(
     for prompt in prompts.rows:
         for _ in range(1 + len(prompt.later)):
             messages = rows[len(requests)]
-            ids = chat_ids(messages, tokenizer, f"{file}:{len(requests) + 1}")
+            where = f"{file}:{len(requests) + 1}"
+            ids = chat_ids(messages, tokenizer, where, tools=prompt.tools)
             requests.append(replace(prompt, ids=ids, messages=messages, later=()))
     note(
         f"{prompts.source}: {len(prompts.rows)} conversations give {len(rows)} requests, one for each turn; the "
@@ -105,7 +106,8 @@ def _asked(
             prompt, said = talks[i][-1], tokenizer.decode(list(ids), skip_special_tokens=True)
             reply = {"role": "assistant", "content": said}
             messages = (*prompt.messages, reply, {"role": "user", "content": prompt.later[0]})
-            ids = chat_ids(messages, tokenizer, f"turn {len(talks[i]) + 1} after {said[:40]!r}")
+            where = f"turn {len(talks[i]) + 1} after {said[:40]!r}"
+            ids = chat_ids(messages, tokenizer, where, tools=prompt.tools)
             talks[i].append(replace(prompt, ids=ids, messages=messages, later=prompt.later[1:]))
     return list(chain.from_iterable(talks))
 

@@ -11,7 +11,8 @@ from test_prompts import TEMPLATE, chatty, plain, space  # noqa: F401
 from typed import call
 
 from draftlab.data import loss_on_of, open_batches, open_heldout
-from draftlab.data.text import chat_ids, render
+from draftlab.data.rendering import render
+from draftlab.data.text import chat_ids
 from draftlab.target_outputs.batches import StoredBatches
 from draftlab.target_outputs.outputs import padded
 from draftlab.target_outputs.store import read_store
@@ -62,17 +63,19 @@ def test_what_counts_is_what_a_search_of_the_assistants_text_finds(chatty, templ
         {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<eos>"]}
     )
     chatty.chat_template = template
+    stops = [chatty.convert_tokens_to_ids(ends)]
     for number in range(8):
         messages = talk(number, turns=1 + number % 3)
         text = chatty.apply_chat_template(messages, tokenize=False)
         encoded = chatty(text, add_special_tokens=False, return_offsets_mapping=True)
-        found = render(messages, chatty, "l:1", "assistant")
+        (found,) = render(messages, chatty, "l:1", "assistant", stop_token_ids=stops)
         assert found.ids.tolist() == encoded["input_ids"]
         wanted = searched(text, messages, ends, encoded["offset_mapping"])
         assert (found.counted == wanted).all() or (
             template == MARKED and found.counted.sum() >= wanted.sum()
         )
-        assert render(messages, chatty, "l:1", "all").counted.all()
+        (every,) = render(messages, chatty, "l:1", "all")
+        assert every.counted.all()
 
 
 @pytest.mark.parametrize(
@@ -89,12 +92,22 @@ def test_a_template_that_fails_is_an_error_of_its_prompt(chatty, template):  # n
         chat_ids([{"role": "user", "content": "hi"}], chatty, "p.jsonl:1")
 
 
-def test_a_template_that_changes_earlier_turns_is_refused(chatty):  # noqa: F811
+def test_a_template_that_changes_earlier_turns_makes_a_conversation_of_each_answer(chatty):  # noqa: F811
     chatty.chat_template = LAST_ONLY
-    with raises_option("l:3"):
-        render(talk(0), chatty, "l:3", "assistant")
-    assert render(talk(0), chatty, "l:3", "all").counted.all()
-    render(talk(0, turns=1), chatty, "l:3", "assistant")
+    messages = talk(0)
+    found = render(messages, chatty, "l:3", "assistant")
+    for conversation, end in zip(found, (2, 4), strict=True):
+        prompt, whole = (
+            chatty.apply_chat_template(
+                messages[:count], tokenize=True, return_dict=False, add_generation_prompt=reply
+            )
+            for count, reply in ((end - 1, True), (end, False))
+        )
+        assert conversation.ids.tolist() == whole
+        assert conversation.counted.tolist() == [i >= len(prompt) for i in range(len(whole))]
+    (every,) = render(messages, chatty, "l:3", "all")
+    assert every.counted.all()
+    assert len(render(talk(0, turns=1), chatty, "l:3", "assistant")) == 1
 
 
 def conversations(folder: Path, count: int = 60) -> Path:

@@ -6,6 +6,7 @@ B rows, T predicted tokens of a row, k listed tokens of a position, N tokens of 
 import functools
 import itertools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftlab.config.shared import LossOn
 from draftlab.console import heartbeat, note
+from draftlab.data.rendering import render
 from draftlab.data.sources import (
     HELDOUT_SHARE,
     PYTHON_SOURCES,
@@ -27,7 +29,7 @@ from draftlab.data.sources import (
     unit_hash,
     without_heldout_lines,
 )
-from draftlab.data.text import chat_ids, prompts_of, render, text_ids
+from draftlab.data.text import chat_ids, note_unread, prompts_of, text_ids, unread_fields
 from draftlab.errors import UserError
 from draftlab.model.tokenizer import check_embedded
 
@@ -200,18 +202,16 @@ def tokenize(
 ) -> np.ndarray:
     """Join documents to a stream of at most `limit` token ids, [N]: bos, text, eos, bos, text, ...
 
-    bos is present only if the tokenizer adds it, and eos only if the tokenizer has this token. If the tokenizer has a
-    chat template, the template renders conversations, and no eos is added to them.
+    bos is present only if the tokenizer adds it, and eos only if the tokenizer has this token, once. If the tokenizer
+    has a chat template, the template renders conversations, and no eos is added to them.
 
     Raises:
         UserError: The tokenizer cannot encode a text, or the chat template refuses a conversation.
     """
-    eos: int | None = tokenizer.eos_token_id  # pyright: ignore[reportAssignmentType]
-    ends = [] if eos is None else [eos]
     parts: list[np.ndarray] = []
     count = 0
     for start in range(0, len(docs), 64):
-        batch = [_ids(doc, tokenizer, ends) for doc in docs[start : start + 64]]
+        batch = [_ids(doc, tokenizer) for doc in docs[start : start + 64]]
         parts += [np.asarray(ids, dtype=np.uint32) for ids in batch]
         count += sum(len(ids) + 1 for ids in batch)
         if limit is not None and count >= limit:
@@ -219,11 +219,16 @@ def tokenize(
     return np.concatenate(parts)[:limit]
 
 
-def _ids(doc: Document, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> list[int]:
+def _ids(doc: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if doc.messages and tokenizer.chat_template:
-        return chat_ids(doc.messages, tokenizer, doc.name, reply=False)
-    check_embedded(ends, tokenizer, doc.name)
-    return text_ids(doc.text, tokenizer, doc.name) + ends
+        return chat_ids(doc.messages, tokenizer, doc.name, reply=False, tools=doc.tools)
+    ids = text_ids(doc.text, tokenizer, doc.name)
+    eos: Any = tokenizer.eos_token_id
+    # some tokenizers add eos themselves
+    if eos is None or ids[-1:] == [eos]:
+        return ids
+    check_embedded([eos], tokenizer, doc.name)
+    return [*ids, eos]
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +392,7 @@ def open_batches(
     steps: int,
     seed: int,
     loss_on: LossOn | None = None,
+    stop_token_ids: Collection[int] = (),
 ) -> TokenBatches:
     """Return batches of the training text of a mixture, without copies of held-out standard-library files.
 
@@ -396,6 +402,7 @@ def open_batches(
         steps: Number of batches for which enough text is read. Further batches repeat the text.
         loss_on: Tokens of conversations that count in the loss. Each conversation is then a row. If None, conversations
             are read as plain text.
+        stop_token_ids: Ids at which the target stops, in addition to the tokenizer's eos. They count in the loss.
 
     Raises:
         UserError: A source cannot be read, has no training text, or does not suit the tokenizer or chat template.
@@ -406,8 +413,12 @@ def open_batches(
     for name, weight in weights.items():
         needed = int(weight * rows * (seq_len + 1) * steps * 1.1) + 2 * seq_len
         docs = documents(name, "train")
+        note_unread(
+            (doc.name, doc.unread | unread_fields(doc.messages, doc.tools, tokenizer))
+            for doc in docs
+        )
         if loss_on is not None and has_conversations(name):
-            talks[name] = _conversations(name, docs, tokenizer, seq_len, loss_on)
+            talks[name] = _conversations(name, docs, tokenizer, seq_len, loss_on, stop_token_ids)
         else:
             streams[name] = tokenize(without_heldout_lines(docs, heldout), tokenizer, needed)
     return TokenBatches(streams, weights, rows, seq_len, seed, talks)
@@ -436,10 +447,12 @@ def _conversations(
     tokenizer: PreTrainedTokenizerBase,
     seq_len: int,
     loss_on: LossOn,
+    stop_token_ids: Collection[int],
 ) -> Batch:
     """Return conversations as rows, cut or padded to seq_len + 1 tokens.
 
-    A conversation is left out if none of its tokens counts.
+    A conversation is left out if none of its tokens counts. Some templates make several rows of a conversation (see
+    render).
 
     Raises:
         UserError: A document is not a conversation, or no conversation has a token that counts in its first seq_len + 1
@@ -450,7 +463,18 @@ def _conversations(
             f"data {source!r}: {other} has no messages, but other rows have messages; put conversations and "
             "other text into separate files"
         )
-    rows = [render(doc.messages, tokenizer, doc.name, loss_on).row(seq_len) for doc in docs]
+    rows = [
+        talk.row(seq_len)
+        for doc in docs
+        for talk in render(
+            doc.messages,
+            tokenizer,
+            doc.name,
+            loss_on,
+            tools=doc.tools,
+            stop_token_ids=stop_token_ids,
+        )
+    ]
     counting = [row for row in rows if row[1].any()]
     if len(counting) < len(rows):
         without = f"{len(rows) - len(counting)} of {len(rows)} conversations"
@@ -530,6 +554,7 @@ def open_heldout(
     seq_len: int,
     most_rows: int,
     loss_on: LossOn | None = None,
+    stop_token_ids: Collection[int] = (),
     least: int | None = None,
 ) -> HeldOut:
     """Return the first held-out windows of the first source of a mixture: at most `most_rows`, in batches of `rows`.
@@ -539,6 +564,7 @@ def open_heldout(
         seq_len: Number of predicted tokens of a window, which has seq_len + 1 ids.
         loss_on: Tokens of conversations that count. Each conversation is then a window. If None, conversations are read
             as plain text.
+        stop_token_ids: Ids at which the target stops, in addition to the tokenizer's eos. They count, too.
         least: If the text is too short for a window of seq_len predicted tokens, the whole text becomes one window. It
             must have at least `least` predicted tokens. If None, the text must have a full window.
 
@@ -549,8 +575,9 @@ def open_heldout(
     source = first_source(spec)
     docs = documents(source, "heldout")
     if loss_on is not None and has_conversations(source):
-        talks = _conversations(source, docs[:most_rows], tokenizer, seq_len, loss_on)
-        return HeldOut.of_counted(talks, tokenizer, rows)
+        docs = docs[:most_rows]
+        talks = _conversations(source, docs, tokenizer, seq_len, loss_on, stop_token_ids)
+        return HeldOut.of_counted(talks.rows(slice(0, most_rows)), tokenizer, rows)
     stream = tokenize(docs, tokenizer)
     if least is not None and least < len(stream) <= seq_len:
         note(

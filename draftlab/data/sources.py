@@ -22,7 +22,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from draftlab.data.text import Message, Parse, TextRow, checked_rows, row_of, rows_of
+from draftlab.data.text import (
+    Message,
+    Parse,
+    TextRow,
+    Tool,
+    checked_rows,
+    row_of,
+    rows_of,
+    without_padding,
+)
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.model.hub import ROW_FILES
@@ -46,13 +55,16 @@ class Document:
     """A text with a name that is the same on all machines.
 
     text: For a conversation, the joined contents of its messages. domain: Value of COLUMN, if the source is
-    SET#COLUMN, and otherwise the category of the row.
+    SET#COLUMN, and otherwise the category of the row. tools: Tools that the assistant may call. unread: Names of the
+    fields of the row that are not read.
     """
 
     name: str
     text: str
     messages: tuple[Message, ...] = ()
     domain: str = ""
+    tools: tuple[Tool, ...] = ()
+    unread: frozenset[str] = frozenset()
 
 
 def is_heldout(name: str) -> bool:
@@ -266,12 +278,13 @@ def _hub_dataset(source: str, parse: Parse = row_of) -> Iterator[Document]:
     name = source.removeprefix("hf:")
     with reading(f"data set {name!r} could not be loaded"):
         values = load_dataset(name, split="train", streaming=True)
-    rows = checked_rows(name, enumerate(values.take(HUB_ROWS)), parse)
+    taken = map(without_padding, values.take(HUB_ROWS))
+    rows = checked_rows(name, enumerate(taken), parse)
     return (_document(f"{name}:{number}", row) for number, row in rows)
 
 
 def _document(name: str, row: TextRow) -> Document:
-    return Document(name, row.text, row.messages, row.category)
+    return Document(name, row.text, row.messages, row.category, row.tools, row.unread)
 
 
 def unit_hash(text: str) -> float:

@@ -1,37 +1,48 @@
 """Read rows of text, for training and as prompts, from JSON lines, JSON arrays, Parquet files and the hub.
 
-A row is a conversation (`messages`, ShareGPT's `conversations`, or TRL's `prompt` with `completion`), the turns of a
-user (`turns`), or a plain text. The content of a message is a text or a list of parts, whose texts are joined. Messages
-of tools and messages without text, such as tool calls, are left out. A chat template renders conversations, and the
-assistant's tokens are marked. In shapes, n is the number of tokens.
+A row is a conversation (`messages`, ShareGPT's `conversations`, or TRL's `prompt` with `completion`), a question with
+its answer (Alpaca, Orca), the turns of a user (`turns`), or a plain text. The content of a message is a text or a list
+of parts, whose texts are joined. All other fields of a message go to the chat template as they are. Messages without
+text and without tool calls are left out. data/rendering.py renders conversations to train on.
 """
 
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from draftlab.config.shared import LossOn
 from draftlab.console import note
-from draftlab.dates import template_of_run
+from draftlab.dates import with_date
 from draftlab.errors import UserError
 from draftlab.model.tokenizer import check_embedded
 from draftlab.reading import parse_json, read_json, read_lines, reading
 
-Message = dict[str, Any]  # role and content, as chat templates take them
+Message = dict[str, Any]  # role, content and further fields, as chat templates take them
+Tool = dict[str, Any]  # JSON schema of a function, as chat templates take it
 TEXT_COLUMNS = ("text", "prompt", "question", "content")
 PROMPT_COLUMNS = ("prompt", "text", "question", "content")
+CONVERSATIONS = ("messages", "conversations", "conversation")
+QUESTIONS = ("instruction", "prompt", "question", "query")
+ANSWERS = ("completion", "output", "response", "answer")
 FORMS = (
-    f"messages, conversations, prompt with completion, turns, or one of {', '.join(TEXT_COLUMNS)}"
+    "messages, conversations, prompt with completion, instruction with output, question with response, turns, or one "
+    f"of {', '.join(TEXT_COLUMNS)}"
 )
-SHARE_GPT = {"human": "user", "gpt": "assistant", "function_call": "tool", "observation": "tool"}
-TOOLS = ("tool", "function")
+# names of roles in ShareGPT and in sets of its form (loaders of FastChat, axolotl and LLaMA-Factory)
+ROLES = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "call"),  # becomes a message with tool calls
+}
+# names of the role of a tool's result; some templates read observation (GLM) or ipython (Llama)
+RESULTS = ("tool", "function", "observation", "ipython", "function_response", "tool_response")
+# names of reasoning; transformers gives it to a template under the name that the template reads
+REASONING = ("reasoning_content", "reasoning", "thinking")
 MOST_BAD = 0.01  # largest share of a file's rows that may be left out because they are bad
 
 
@@ -43,14 +54,20 @@ class TextRow:
         text: The text. For a conversation, the contents of its messages, joined by line breaks.
         messages: The messages, if the row is a conversation.
         later: Turns of the user after the first turn, if the row has `turns`. The first turn is `text`.
-        left_out: Number of messages that are left out, because they have no text or come from a tool.
+        system: System prompt of a row without messages. It is part of a prompt, and not of a plain text.
+        tools: Tools that the assistant may call.
+        left_out: Number of messages that are left out, because they have no text.
+        unread: Names of the fields of the row that have a value, but are neither in the text nor in the messages.
     """
 
     text: str
     messages: tuple[Message, ...] = ()
     later: tuple[str, ...] = ()
     category: str = ""
+    system: str = ""
+    tools: tuple[Tool, ...] = ()
     left_out: int = 0
+    unread: frozenset[str] = frozenset()
 
     @property
     def asked(self) -> list[tuple[Message, ...]]:
@@ -103,7 +120,22 @@ def _parquet_rows(file: Path) -> Iterator[Any]:
     from datasets import load_dataset
 
     with reading(file):
-        yield from load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+        rows = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+        yield from map(without_padding, rows)
+
+
+def without_padding(row: Any) -> Any:
+    """Return a row of a table without the null fields by which Arrow gives all objects of a column the same fields.
+
+    A chat template would write them, as in the arguments of a tool call.
+    """
+    return {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(v) for name, v in value.items() if v is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def check_prompts(file: Path) -> None:
@@ -162,22 +194,36 @@ def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> T
     """
     if not isinstance(value, dict):
         raise UserError(f"{where}: the row is not a JSON object; write an object with {FORMS}")
-    category, turns = str(value.get("category", "")), value.get("turns")
+    row, read = _read(value, where, columns)
+    row = replace(row, category=str(value.get("category", "")), tools=tuple(_tools(value)))
+    read |= {"category"} | ({"tools", "functions"} if row.tools else set())
+    unread = {name for name, field in value.items() if field not in (None, "", [], {})} - read
+    return replace(row, unread=row.unread | unread)
+
+
+def _read(value: dict[str, Any], where: str, columns: tuple[str, ...]) -> tuple[TextRow, set[str]]:
+    """Return the text of a row, without category and tools, and the names of the columns that it was read from."""
+    system = _system(value)
     if (given := _messages(value)) is not None:
-        messages = read_messages(given, where)
-        text = "\n".join(message["content"] for message in messages)
-        left_out = len(given) - len(messages)
-        return TextRow(text=text, messages=tuple(messages), category=category, left_out=left_out)
+        unchecked, read = given
+        messages = read_messages(unchecked, where)
+        unread, left_out = frozenset(_parts(unchecked)), len(unchecked) - len(messages)
+        if system is not None and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": value[system]})
+            read |= {system}
+        text = "\n".join(message.get("content") or "" for message in messages)
+        return TextRow(text=text, messages=tuple(messages), left_out=left_out, unread=unread), read
+    turns, said = value.get("turns"), value[system] if system else ""
     if turns and not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
         raise UserError(f"{where}: turns must be a list of texts, one for each turn of the user")
     if turns:
-        return TextRow(text=turns[0], later=tuple(turns[1:]), category=category)
-    text = next((value[column] for column in columns if isinstance(value.get(column), str)), None)
-    if text is None:
+        return TextRow(text=turns[0], later=tuple(turns[1:]), system=said), {"turns"}
+    column = next((column for column in columns if isinstance(value.get(column), str)), None)
+    if column is None:
         raise UserError(
             f"{where}: the row's columns ({', '.join(map(str, value))}) have no text; the row needs {FORMS}"
         )
-    return TextRow(text=text, category=category)
+    return TextRow(text=value[column], system=said), {column}
 
 
 def prompt_of(value: Any, where: str) -> TextRow:
@@ -190,8 +236,14 @@ def prompt_of(value: Any, where: str) -> TextRow:
             conversation (see prompts_of).
     """
     row = row_of(value, where, PROMPT_COLUMNS)
-    if row.messages and isinstance(value.get("prompt"), str):  # TRL's prompt with completion
-        row = replace(row, text=value["prompt"], messages=())
+    system, pair = _system(value), _pair(value)
+    if row.messages and not any(name in value for name in CONVERSATIONS):
+        question = value["prompt"] if pair is None else pair[0]
+        if isinstance(question, str):  # the prompt is the question alone, without its answer
+            said = value[system] if system else ""
+            row = replace(row, text=question, messages=(), system=said)
+    elif not row.messages and system:
+        row = replace(row, unread=row.unread - {system})
     if row.messages and not row.asked:
         raise UserError(
             f"{where}: no message of the user asks for an answer; add a message with the role user before an answer "
@@ -203,78 +255,242 @@ def prompt_of(value: Any, where: str) -> TextRow:
 
 
 def read_messages(value: Any, where: str) -> list[Message]:
-    """Return the messages that have text and do not come from a tool.
+    """Return the messages that have a text or tool calls, under the names of roles and fields that templates read.
+
+    Results of tools are left out with the message before them.
 
     Raises:
         UserError: `value` is not a list of messages, or all messages are left out.
     """
     messages: list[Message] = []
+    silent = False  # whether the message before the results of tools is left out
     with reading(f"{where}: the messages must be a list of objects with role and content"):
         for given in value:
             role = given.get("role", given.get("from"))
-            role = SHARE_GPT.get(role, role)
             content = given.get("content", given.get("value"))
             if isinstance(content, list):
                 parts = [part.get("text") for part in content if isinstance(part, dict)]
                 content = "".join(part for part in parts if isinstance(part, str)) or None
             if not isinstance(role, str) or not isinstance(content, str | None):
                 raise ValueError(f"a message has the role {role!r} or a content that is no text")
-            if role not in TOOLS and content is not None:
-                messages.append({"role": role, "content": content})
+            silent = not _says(given) or (silent and role in RESULTS)
+            if silent:
+                continue
+            role = ROLES.get(role, role)
+            if "from" in given and role in RESULTS:  # ShareGPT's names
+                role = "tool"
+            message: Message = {"role": role, "content": content}
+            message |= {name: given[name] for name in given if name not in CONTENT}
+            if role == "call":
+                message |= {"role": "assistant", "content": "", "tool_calls": _calls(content)}
+            messages.append({name: field for name, field in message.items() if field is not None})
     if not messages:
         raise UserError(
-            f"{where}: the row needs a list of messages, and at least one of them must have text and a role other than "
-            "tool"
+            f"{where}: the row needs a list of messages, and at least one of them must have text or tool calls"
         )
     return messages
 
 
-def _messages(value: dict[str, Any]) -> list[Any] | None:
-    """Return the unchecked messages of a row, or None if the row is not a conversation."""
-    for name in ("messages", "conversations"):
-        if name in value:
-            return value[name] if isinstance(value[name], list) else []
-    if not {"prompt", "completion"} <= value.keys():
+CONTENT = ("role", "from", "content", "value")  # the fields of a message that read_messages renames
+
+
+def _says(given: Mapping[str, Any]) -> bool:
+    """Return whether an unchecked message has a text or tool calls."""
+    content = given.get("content", given.get("value"))
+    if isinstance(content, list):
+        content = next(
+            (True for part in content if isinstance(part, dict) and part.get("text")), None
+        )
+    return content is not None or bool(given.get("tool_calls"))
+
+
+def _parts(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the types of the parts of messages that are no text, such as image."""
+    for message in messages:
+        content = message.get("content", message.get("value"))
+        for part in content if isinstance(content, list) else ():
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else None
+                yield f"{kind or 'other'} parts"
+
+
+def _calls(text: Any) -> list[dict[str, Any]]:
+    """Return the tool calls in the text of ShareGPT's role function_call: a JSON object, or a list of objects.
+
+    Raises:
+        ValueError: The text is not JSON, or an object has no name.
+    """
+    calls = parse_json(text)
+    calls = calls if isinstance(calls, list) else [calls]
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise ValueError(f"a function call must be a JSON object with a name, not {call!r}")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _messages(value: dict[str, Any]) -> tuple[list[Any], set[str]] | None:
+    """Return the unchecked messages of a row and the names of their columns, or None if it is not a conversation."""
+    if names := [name for name in CONVERSATIONS if name in value]:
+        name = next((name for name in names if value[name]), names[0])
+        given = _from_json(value[name])
+        return (given if isinstance(given, list) else []), {name}
+    if (pair := _pair(value)) is not None:
+        question, answer, read = pair
+        return [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ], read
+    read = {"prompt", "completion"}
+    if not read <= value.keys():
         return None
     if value["prompt"] is None or value["completion"] is None:
-        return []
+        return [], read
     messages: list[Any] = []
     for name, role in (("prompt", "user"), ("completion", "assistant")):
         said = value[name]
         messages += said if isinstance(said, list) else [{"role": role, "content": said}]
-    return messages
+    return messages, read
 
 
-# the tag by which a chat template marks the assistant's text
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+def _pair(value: dict[str, Any]) -> tuple[str, str, set[str]] | None:
+    """Return the question and the answer of a row that has both as texts, and the names of their columns.
 
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """The n tokens of a conversation.
-
-    ids: Token ids, [n]. counted: Whether each token counts in the loss, [n]. Either all tokens count, or only the
-    assistant's tokens and the end-of-turn tokens after them.
+    The texts `input` (Alpaca) and `context` (Dolly) belong to an instruction.
     """
+    if any(name in value for name in CONVERSATIONS):
+        return None
+    for names in product(QUESTIONS, ANSWERS):
+        question, answer = (value.get(name) for name in names)
+        if not (isinstance(question, str) and question and isinstance(answer, str) and answer):
+            continue
+        more: list[str] = []
+        if names[0] == "instruction":
+            given = [name for name in ("input", "context") if value.get(name)]
+            more = [name for name in given if isinstance(value[name], str)]
+        return "\n".join([question, *(value[name] for name in more)]), answer, {*names, *more}
+    return None
 
-    ids: np.ndarray
-    counted: np.ndarray
 
-    def row(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids, cut or padded to [seq_len + 1], and a mask, [seq_len]. It is 1 where the next id counts."""
-        ids, mask = np.zeros(seq_len + 1, np.int64), np.zeros(seq_len, np.float32)
-        length = min(len(self.ids), seq_len + 1)
-        ids[:length] = self.ids[:length]
-        mask[: length - 1] = self.counted[1:length]
-        return ids, mask
+def _system(value: dict[str, Any]) -> str | None:
+    """Return the name of the column with the system prompt of a row, or None."""
+    names = ("system", "system_prompt")
+    return next((n for n in names if isinstance(value.get(n), str) and value[n]), None)
 
 
-def text_ids(text: str, tokenizer: PreTrainedTokenizerBase, where: str) -> list[int]:
+def _tools(value: dict[str, Any]) -> list[Tool]:
+    """Return the tools of a row: a list of schemas, or its JSON text. A bare function becomes a schema with a type."""
+    given = _from_json(value.get("tools") or value.get("functions"))
+    if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        return []
+    return [
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in given
+    ]
+
+
+def _from_json(value: Any) -> Any:
+    """Return the content of a JSON text. Tables have such texts in place of lists. Other values are returned as is."""
+    try:
+        return parse_json(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def supported(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[Message], set[str]]:
+    """Return the messages that a chat template can render, and the names of the fields that it does not read.
+
+    A template that reads no tool calls would render an empty answer in place of a call, so such turns are left out with
+    the results of their tools. Whether a template reads a field is taken from its source.
+    """
+    template = str(tokenizer.chat_template)
+    rendered: list[Message] = []
+    unread: set[str] = set()
+    uncalled = False  # whether the call before the results of tools is left out
+    for message in messages:
+        result = message["role"] in RESULTS
+        uncalled = (uncalled and result) or (
+            bool(message.get("tool_calls")) and not _names("tool_calls", template)
+        )
+        if result and (uncalled or message["role"] not in template):
+            unread.add(f"messages of the role {message['role']}")
+        elif uncalled:
+            unread.add("tool_calls")
+        else:
+            rendered.append(message)
+            for name in message.keys() - set(CONTENT):
+                aliases = REASONING if name in REASONING else (name,)
+                if message[name] and not any(_names(alias, template) for alias in aliases):
+                    unread.add(name)
+    return rendered, unread
+
+
+def _names(field: str, template: str) -> bool:
+    return re.search(rf"\b{re.escape(field)}\b", template) is not None
+
+
+def unread_fields(
+    messages: Sequence[Message], tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase
+) -> set[str]:
+    """Return the names of the fields of a conversation that are not rendered."""
+    if not tokenizer.chat_template:
+        return {"tools"} if tools else set()
+    unread = supported(messages, tokenizer)[1]
+    return unread | (
+        {"tools"} if tools and not _names("tools", str(tokenizer.chat_template)) else set()
+    )
+
+
+def note_unread(rows: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Print a note for each file with fields that are not read, with the number of rows that have each field.
+
+    rows: Name of each row, FILE:NUMBER, with the names of its unread fields.
+    """
+    files: dict[str, Counter[str]] = {}
+    total = Counter[str]()
+    for name, fields in rows:
+        file = name.rpartition(":")[0]
+        total[file] += 1
+        files.setdefault(file, Counter()).update(fields)
+    for file, counts in files.items():
+        if counts:
+            listed = ", ".join(f"{field} ({count:,})" for field, count in counts.most_common())
+            note(f"{file}: of {total[file]:,} rows, these fields are not read: {listed}")
+
+
+def text_ids(
+    text: str, tokenizer: PreTrainedTokenizerBase, where: str, *, add_special_tokens: bool = True
+) -> list[int]:
     """Return the ids of a text. Raises UserError: the tokenizer cannot encode the text, or an id has no embedding."""
     with reading(f"{where}: the tokenizer refuses the text"):
-        ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+        encoded = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+    ids: list[int] = encoded["input_ids"]
     check_embedded(ids, tokenizer, where)
     return ids
+
+
+def chat_text(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    *,
+    reply: bool = True,
+    tools: Sequence[Tool] = (),
+) -> str:
+    """Return a conversation as the chat template renders it. With `reply`, it ends with the start of an answer.
+
+    Raises:
+        UserError: The chat template refuses the conversation.
+    """
+    with reading(f"{where}: the chat template refuses the conversation"):
+        rendered: Any = tokenizer.apply_chat_template(
+            supported(messages, tokenizer)[0],
+            tools=list(tools) or None,
+            chat_template=with_date(tokenizer.get_chat_template(tools=list(tools) or None)),
+            add_generation_prompt=reply,
+            tokenize=False,
+        )
+    return rendered
 
 
 def chat_ids(
@@ -283,75 +499,16 @@ def chat_ids(
     where: str,
     *,
     reply: bool = True,
+    tools: Sequence[Tool] = (),
 ) -> list[int]:
     """Return the ids of a conversation. With `reply`, the ids end with the tokens that begin an answer.
 
     Raises:
         UserError: The chat template refuses the conversation, or renders nothing. Or an id has no embedding.
     """
-    with reading(f"{where}: the chat template refuses the conversation"):
-        ids: Any = tokenizer.apply_chat_template(
-            list(messages),
-            add_generation_prompt=reply,
-            tokenize=True,
-            return_dict=False,
-            **template_of_run(tokenizer.chat_template),
-        )
-    if not ids:
+    text = chat_text(messages, tokenizer, where, reply=reply, tools=tools)
+    if not (ids := text_ids(text, tokenizer, where, add_special_tokens=False)):
         raise UserError(
             f"{where}: the chat template renders no tokens for this conversation; remove this row"
         )
-    check_embedded(ids, tokenizer, where)
-    return list(ids)
-
-
-def render(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str, loss_on: LossOn
-) -> Conversation:
-    """Return a conversation's tokens, and which of these tokens count in the loss.
-
-    If the chat template has generation tags, they mark the assistant's tokens. Otherwise, each answer is found by
-    rendering the conversation twice: up to the start of the answer, and up to its end.
-
-    Raises:
-        UserError: There is no chat template, the template refuses the conversation, or it renders a message differently
-            if more messages follow.
-    """
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"{where}: the row has messages, but the tokenizer has no chat template; use a chat "
-            "model, or rows of plain text"
-        )
-    whole = chat_ids(messages, tokenizer, where, reply=False)
-    if loss_on == "all":
-        return Conversation(np.array(whole), np.ones(len(whole), dtype=bool))
-    if GENERATION.search(str(tokenizer.chat_template)):
-        rendered: Any = tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **template_of_run(tokenizer.chat_template),
-        )
-        return Conversation(np.array(whole), np.array(rendered["assistant_masks"], dtype=bool))
-    counted = np.zeros(len(whole), dtype=bool)
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = chat_ids(messages[:number], tokenizer, where)
-        after = chat_ids(messages[: number + 1], tokenizer, where, reply=False)
-        if whole[: len(before)] != before or whole[: len(after)] != after:
-            raise UserError(
-                f"{where}: the chat template renders message {number + 1} differently if more messages follow, so "
-                "the assistant's tokens cannot be found; use draftlab distill --loss-on all, or a template with "
-                "generation tags"
-            )
-        counted[len(before) : _end_of_turn(after, len(before), tokenizer)] = True
-    return Conversation(np.array(whole), counted)
-
-
-def _end_of_turn(ids: list[int], start: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the position after the last special token in ids[start:], or len(ids) if there is no special token."""
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    places = [place for place in range(start, len(ids)) if ids[place] in special]
-    return places[-1] + 1 if places else len(ids)
+    return ids

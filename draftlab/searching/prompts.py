@@ -149,7 +149,8 @@ def _of_file(
 
 def _prompts(row: TextRow, batched: bool) -> list[dict[str, Any]]:
     """Return the prompts of a row, as rows of a prompt file. batched: Whether to leave out later turns."""
-    prompt: dict[str, Any] = {"category": row.category} if row.category else {}
+    given = {"category": row.category, "system": row.system, "tools": list(row.tools)}
+    prompt: dict[str, Any] = {name: value for name, value in given.items() if value}
     if row.messages:
         return [prompt | {"messages": list(messages)} for messages in row.asked]
     if row.later and not batched:

@@ -185,6 +185,7 @@ class Rows:
             inputs: Fingerprints of the text, by path or name.
         """
         tokenizer = checkpoint.load_tokenizer(target.directory)
+        ends = checkpoint.eos_token_ids(target.directory)
         loss_on = loss_on_of(self.data, None)
         batches = open_batches(
             self.data,
@@ -194,6 +195,7 @@ class Rows:
             steps=-(-self.count // DISTILL_SHARD),
             seed=self.seed,
             loss_on=loss_on,
+            stop_token_ids=ends,
         )
 
         def outputs(batch: Batch, first: int) -> Sequence[TargetOutput | None]:
@@ -214,6 +216,7 @@ class Rows:
                 seq_len=self.seq_len,
                 most_rows=HELDOUT_SEQUENCES,
                 loss_on=loss_on,
+                stop_token_ids=ends,
             )
             # held-out rows are numbered from self.count on, so their seeds differ from those of all training rows
             return outputs(windows.batches[0], self.count)

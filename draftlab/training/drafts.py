@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from draftlab.acceptance.token_logprobs import max_positions
 from draftlab.console import note
@@ -45,7 +45,7 @@ def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
     assert job.draft is not None  # because of starts_from_draft
     reads_data = job.outputs is None and job.answers is None
     if reads_data and all(map(hub.is_on_disk, parse_mixture(job.text.data))):
-        job.text.open(_tokenizer(job, job.draft), job.loop)
+        job.text.open(job.target or job.draft, job.loop, job.draft)
     student, teacher = read_size(job.draft), read_size(job.target) if job.target else None
     seq_len = job.text.seq_len
     tokens = job.loop.steps * job.loop.batch_size * seq_len
@@ -107,11 +107,6 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenS
         return notes
 
     return OpenStudent(module=student, setup=setup, write=write)
-
-
-def _tokenizer(job: Distillation, draft: Path) -> PreTrainedTokenizerBase:
-    """Return the draft's tokenizer, whose ids the draft and the target in memory read."""
-    return checkpoint.load_tokenizer(draft, *([] if job.target is None else [job.target]))
 
 
 def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrainedModel:
@@ -179,14 +174,15 @@ def _text_setup(
     If the student trains on text of the target, the target first writes this text, which is stored in the directory
     `state`. The target is loaded as teacher afterwards, so it is never in memory twice.
     """
-    tokenizer, loss = _tokenizer(job, draft), parse_loss(job.loss)
+    loss = parse_loss(job.loss)
+    renderer = job.target or draft  # conversations have the target's chat template
     served = None if job.server is None else served_teacher(job.server, draft, job.top_logprobs)
     note(f"reading {job.text.data}")
-    data, heldout = job.text.open(tokenizer, job.loop)
+    data, heldout = job.text.open(renderer, job.loop, draft)
     author = None if job.target is None else Author.of(job.target, job.hardware, job.loop, draft)
     if job.text.reweighing is not None:
         dtype = training_dtype(job.loop.dtype)
-        data = job.text.reweighing.start(data, tokenizer, dtype, job.hardware, job.text.loss_on)
+        data = job.text.reweighing.start(data, renderer, dtype, job.hardware, job.text.loss_on)
     setup = TrainingSetup(
         teacher=served,
         batches=_mixed(job, data, student, draft, author, state),

@@ -218,7 +218,7 @@ def texts_of(job: Distillation, target: Path, state: Path) -> tuple[Batches, Hel
     text, loop = job.text, job.loop
     if job.outputs is not None:
         return open_texts(job.outputs, target, text.seq_len, loop)
-    data, heldout = text.open(checkpoint.load_tokenizer(target), loop)
+    data, heldout = text.open(target, loop)
     if not text.generated:
         return data, heldout
     author = Author.of(target, job.hardware, loop)

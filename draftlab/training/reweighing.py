@@ -7,7 +7,7 @@ from typing import Annotated
 
 import torch
 from pydantic import Field, TypeAdapter
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from draftlab.config.shared import LossOn
 from draftlab.console import note
@@ -39,13 +39,14 @@ class Reweighing:
     def start(
         self,
         batches: TokenBatches,
-        tokenizer: PreTrainedTokenizerBase,
+        directory: Path,
         dtype: torch.dtype,
         hardware: Hardware,
         loss_on: LossOn | None = None,
     ) -> DynamicBatches:
         """Return batches of the same sources, with weights that are updated during training.
 
+        directory: Checkpoint whose tokenizer and chat template made the batches.
         dtype, hardware: Dtype and devices on which a reference checkpoint computes its held-out losses.
 
         Raises:
@@ -61,11 +62,12 @@ class Reweighing:
         heldout = {
             name: open_heldout(
                 name,
-                tokenizer,
+                checkpoint.load_tokenizer(directory),
                 rows=min(BATCH, batches.rows),
                 seq_len=batches.seq_len,
                 most_rows=ROWS,
                 loss_on=loss_on,
+                stop_token_ids=checkpoint.eos_token_ids(directory),
             ).batches
             for name in batches.weights
         }

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from draftlab.config.shared import LossOn
 from draftlab.console import progress
@@ -57,8 +56,11 @@ class TrainingText:
     def generated(self) -> bool:
         return bool(self.shares.keys() & {"target", "draft"})
 
-    def open(self, tokenizer: PreTrainedTokenizerBase, loop: Loop) -> tuple[TokenBatches, HeldOut]:
+    def open(self, model: Path, loop: Loop, *readers: Path) -> tuple[TokenBatches, HeldOut]:
         """Return the batches to train on and the held-out windows of the data.
+
+        model: Checkpoint whose tokenizer, chat template and stop tokens make the text: the target, if the run has one.
+        readers: Other checkpoints that read the tokens.
 
         Raises:
             UserError: The data cannot be read, or has too little text. Or it has conversations, but `shares` asks for
@@ -69,7 +71,9 @@ class TrainingText:
                 f"--text {','.join(self.shares)}: neither target nor draft can continue the conversations in --data; "
                 "use --text data, or --text target with --data FILE.jsonl (or .json, .parquet)"
             )
+        tokenizer = checkpoint.load_tokenizer(model, *readers)
         rows, seq_len, loss_on = loop.batch_size, self.seq_len, self.loss_on
+        ends = checkpoint.eos_token_ids(model)
         heldout = open_heldout(
             self.data,
             tokenizer,
@@ -77,6 +81,7 @@ class TrainingText:
             seq_len=seq_len,
             most_rows=HELDOUT_ROWS,
             loss_on=loss_on,
+            stop_token_ids=ends,
         )
         batches = open_batches(
             self.data,
@@ -86,6 +91,7 @@ class TrainingText:
             steps=loop.steps,
             seed=loop.seed,
             loss_on=loss_on,
+            stop_token_ids=ends,
         )
         return batches, heldout
 

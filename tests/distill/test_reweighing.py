@@ -64,7 +64,7 @@ def test_a_model_expects_its_own_held_out_losses(space, mixture, family_dirs):  
     tokenizer = load_tokenizer(place)
     batches = open_batches(mixture, tokenizer, rows=4, seq_len=16, steps=4, seed=0)
     chosen = Reweighing(every=2, reference=parse_reference(str(place), True))
-    found = chosen.start(batches, tokenizer, torch.float32, Hardware(device="cpu")).reference
+    found = chosen.start(batches, place, torch.float32, Hardware(device="cpu")).reference
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     for name in ("a.txt", "b.txt"):
         windows = open_heldout(name, tokenizer, rows=4, seq_len=16, most_rows=16).batches
@@ -80,12 +80,12 @@ def test_a_single_source_has_nothing_to_reweigh(mixture, family_dirs):
     batches = open_batches("a.txt", tokenizer, rows=4, seq_len=16, steps=4, seed=0)
     with raises_option("--reweigh-steps"):
         Reweighing(every=2, reference={"a.txt": 1.0}).start(
-            batches, tokenizer, torch.float32, Hardware()
+            batches, family_dirs["llama"], torch.float32, Hardware()
         )
     with raises_option("--reference-losses"):
         Reweighing(every=2, reference={"a.txt": 1.0}).start(
             open_batches(mixture, tokenizer, rows=4, seq_len=16, steps=4, seed=0),
-            tokenizer, torch.float32, Hardware(),
+            family_dirs["llama"], torch.float32, Hardware(),
         )  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def _setup(source: Source, text: Text, training: MaskTraining) -> TrainingSetup:
     batches = open_batches(text.data, tokenizer, steps=training.steps, seed=text.seed, **sizes)
     heldout = open_heldout(text.data, tokenizer, most_rows=HELDOUT_ROWS, **sizes)
     if training.reweighing is not None:
-        batches = training.reweighing.start(batches, tokenizer, dtype, Hardware())
+        batches = training.reweighing.start(batches, source.directory, dtype, Hardware())
     teacher = checkpoint.load_model(source.directory, dtype)
     return TrainingSetup(teacher=teacher, batches=batches, heldout=heldout, loss=parse_loss("fkl"))
 

@@ -45,7 +45,7 @@ def open_heads(count: int, job: Distillation) -> OpenStudent:
     assert target is not None  # a head reads the target's states
     dtype, device = training_dtype(job.loop.dtype), select_device(job.hardware.device)
     student = Heads(FrozenTarget(checkpoint.load_model(target, dtype, device)), count).to(device)
-    batches, heldout = job.text.open(checkpoint.load_tokenizer(target), job.loop)
+    batches, heldout = job.text.open(target, job.loop)
     setup = heads_setup(student, batches, heldout)
 
     def write_best(work: Path, state: Path) -> dict[str, object]:

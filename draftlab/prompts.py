@@ -219,7 +219,7 @@ def prompt_rows(
             written += len(prompts)
         if count is not None and written >= count:
             break
-    if len(bad):
+    if bad.count:
         deque(rows, maxlen=0)  # the share of bad rows is that of the whole file
     bad.settle()
 

@@ -30,13 +30,15 @@ class BadRows:
         self._by_reason: dict[str, dict[str, str]] = {}
         self._settled = 0
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """Return the number of bad rows."""
         return sum(map(len, self._by_reason.values()))
 
     @property
     def hopeless(self) -> bool:
         """Return whether so many rows were read, all of them bad, that no good row can be expected."""
-        return len(self) == self.total >= HOPELESS
+        return self.count == self.total >= HOPELESS
 
     @contextlib.contextmanager
     def leaving_out(self, row: str) -> Iterator[None]:
@@ -59,7 +61,7 @@ class BadRows:
         Raises:
             UserError: Too many rows are bad, or all of them.
         """
-        count = len(self)
+        count = self.count
         if count >= max(1, self.total) or count > max(1, MOST_BAD * self.total):
             self.refuse()
         if count > self._settled:
@@ -81,7 +83,7 @@ class BadRows:
     @property
     def _share(self) -> str:
         """Return the number of bad rows as the start of a sentence."""
-        count = len(self)
+        count = self.count
         return f"{self.source}: {count:,} of {self.total:,} rows {'is' if count == 1 else 'are'}"
 
     def _reasons(self) -> str:
@@ -90,6 +92,6 @@ class BadRows:
         for rows in sorted(self._by_reason.values(), key=len, reverse=True):
             names = [row.rpartition("/")[2] for row in list(rows)[:NAMED]]
             more = ", ..." if len(rows) > NAMED else ""
-            times = f"{len(rows):,} x " if len(self) > 1 else ""
+            times = f"{len(rows):,} x " if self.count > 1 else ""
             parts.append(f"{times}{next(iter(rows.values()))} ({', '.join(names)}{more})")
         return "; ".join(parts)

@@ -166,8 +166,7 @@ def checked_rows(
         bad.total += 1
         row: TextRow | None = None
         with bad.leaving_out(where := f"{bad.source}:{number}"):
-            row = parse(value, where)
-            _check_characters(row, where)
+            row = _checked_characters(parse(value, where), where)
         if bad.hopeless:
             break
         if row is None:
@@ -187,8 +186,8 @@ def checked_rows(
         )
 
 
-def _check_characters(row: TextRow, where: str) -> None:
-    """Raise UserError if the text of a row has half of a character, which no tokenizer can encode."""
+def _checked_characters(row: TextRow, where: str) -> TextRow:
+    """Return the row. Raises UserError: its text has half of a character, which no tokenizer can encode."""
     texts = json.dumps([row.text, row.later, row.messages], ensure_ascii=False, default=str)
     try:
         texts.encode()
@@ -197,6 +196,7 @@ def _check_characters(row: TextRow, where: str) -> None:
         raise UserError(
             f"{where}: the text has a lone surrogate, {half}, which is one half of a character; remove this row"
         ) from None
+    return row
 
 
 def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> TextRow:

@@ -1,6 +1,7 @@
 """Print progress and notes on stderr. cli.py prints results on stdout."""
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -41,6 +42,12 @@ def note(text: str) -> None:
     """Print a line on stderr, from the main process only."""
     if is_main_process():
         print_words(Console(stderr=True), text, "dim")
+
+
+@functools.cache
+def note_once(text: str) -> None:
+    """Print a note that several readings of the same source would repeat. Each text is printed once per process."""
+    note(text)
 
 
 def print_words(console: Console, text: str, style: str | None = None) -> None:

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from draftlab import data, provenance
 from draftlab.config.shared import ChatMode
 from draftlab.console import note
+from draftlab.data.bad_rows import BadRows
 from draftlab.data.text import (
     Message,
     TextRow,
@@ -46,6 +48,11 @@ class Prompt:
     messages: tuple[Message, ...] = ()
     later: tuple[str, ...] = ()
     tools: tuple[Tool, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Return the content of the prompt that decides whether two prompts are the same (see data.split_key)."""
+        return data.split_key(str(self.ids), self.messages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,38 +156,86 @@ def file_prompts(
     A conversation that ends with an answer of the assistant gives several prompts: the messages before each answer.
 
     Args:
-        count: Largest number of rows to read, and of prompts to return. None: no limit.
+        count: Largest number of prompts to return. None: no limit.
         tokens: Number of tokens to which every prompt is cut. None: prompts are not cut.
         chat: Whether to apply the chat template. Without it, only the first turn of a row with several turns is used.
         split: Split of the rows to use, train or heldout. None: all rows are used.
 
     Raises:
-        UserError: The file is missing, or no row is in the split. Or a prompt is empty, too short, or refused by the
-            chat template. Or `chat` is "on", but the tokenizer has no chat template.
+        UserError: The file is missing, no row is in the split, or too many rows are bad: empty, too short, or refused
+            by the chat template. Or `chat` is "on", but the tokenizer has no chat template.
     """
     on = _has_chat(chat, tokenizer, system_prompt, tokens)
-    chosen = list(islice(rows_of(file, prompt_of), count))  # each row has at least one prompt
-    if split is not None:
-        chosen = [row for row in chosen if data.in_split(data.line_name(file, row[0]), split)]
-    if not chosen:
+    rows: list[Prompt] = []
+    unread: list[tuple[str, frozenset[str]]] = []
+    several = 0
+    read = prompt_rows(
+        file,
+        tokenizer,
+        count=count,
+        tokens=tokens,
+        chat=chat,
+        system_prompt=system_prompt,
+        split=split,
+    )
+    for row, prompts in read:
+        rows += prompts
+        unread.append((f"{file}:{len(unread) + 1}", _unread(row, tokenizer, on)))
+        several += bool(row.later)
+    if not rows:
         where = "" if split is None else f" in its {split} split"
         raise UserError(f"{file} has no prompts{where}; add rows")
-    note_unread((f"{file}:{number}", _unread(row, tokenizer, on)) for number, row in chosen)
-    rows: list[Prompt] = []
-    for conversation, (number, row) in enumerate(chosen):
-        where = f"{file}:{number}"
-        if on:
-            rows += _chat_prompts(row, where, conversation, tokenizer, system_prompt)
-        else:
-            rows.append(Prompt(_ids(row, where, tokenizer, tokens), row.category, conversation))
-    if not on and (several := sum(bool(row.later) for _, row in chosen)):
+    note_unread(unread)
+    if several and not on:
         note(
-            f"{file.name}: {several} of {len(chosen)} prompts have several turns; without a chat template, only "
+            f"{file.name}: {several} of {len(unread)} prompts have several turns; without a chat template, only "
             "their first turn is used"
         )
     rows = rows[:count]
     sha256 = digest(rows) if on else provenance.file_sha256(file)
     return Prompts(rows=rows, source=file.name, sha256=sha256, tokens=tokens, chat=on)
+
+
+def prompt_rows(
+    file: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    count: int | None = None,
+    tokens: int | None = None,
+    chat: ChatMode = "off",
+    system_prompt: str | None = None,
+    split: data.Split | None = None,
+) -> Iterator[tuple[TextRow, list[Prompt]]]:
+    """Yield each row of a file that has prompts for this tokenizer, with the prompts. Bad rows are left out.
+
+    The arguments are those of file_prompts. `count` is the number of prompts after which no more rows are yielded.
+
+    Raises:
+        UserError: See file_prompts.
+    """
+    on = _has_chat(chat, tokenizer, system_prompt, tokens)
+    bad = BadRows(str(file))
+    rows = rows_of(file, prompt_of, bad)
+    conversation = written = 0
+    for number, row in rows:
+        if split is not None and not data.in_split(data.split_key(row.text, row.messages), split):
+            continue
+        where = f"{file}:{number}"
+        prompts: list[Prompt] = []
+        with bad.leaving_out(where):
+            if on:
+                prompts = _chat_prompts(row, where, conversation, tokenizer, system_prompt)
+            else:
+                prompts = [Prompt(_ids(row, where, tokenizer, tokens), row.category, conversation)]
+        if prompts:
+            yield row, prompts
+            conversation += 1
+            written += len(prompts)
+        if count is not None and written >= count:
+            break
+    if bad.count:
+        deque(rows, maxlen=0)  # the share of bad rows is that of the whole file
+    bad.settle()
 
 
 def data_prompts(

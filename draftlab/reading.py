@@ -1,11 +1,12 @@
 """Read files from outside draftlab. The error of any parser becomes one line that names the file. No torch."""
 
 import contextlib
+import gzip
 import json
 import reprlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -72,14 +73,19 @@ def read_object(file: Path) -> dict[str, Any]:
     return content
 
 
+def open_bytes(file: Path) -> BinaryIO:
+    """Open a file to read its bytes. A file whose name ends in .gz is decompressed."""
+    return cast("BinaryIO", gzip.open(file)) if file.suffix == ".gz" else file.open("rb")
+
+
 def read_lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the number (from 1), byte offset and content of every line that is not blank.
+    """Yield the number (from 1), byte offset and content of every line that is not blank. See open_bytes.
 
     Raises:
         UserError: The file cannot be read.
     """
     start = 0
-    with reading(file), file.open("rb") as stream:
+    with reading(file), open_bytes(file) as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 yield number, start, line

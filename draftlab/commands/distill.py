@@ -31,7 +31,7 @@ from draftlab.config.shared import (
 from draftlab.console import note, note_if_slow
 from draftlab.errors import UserError, about, did_you_mean
 from draftlab.model import hub
-from draftlab.model.hub import ROW_FILES
+from draftlab.model.hub import ROW_FILES, has_suffix
 from draftlab.output import Output
 from draftlab.registry import CROSS_ENTROPY, LOSSES
 from draftlab.trust import check_address
@@ -301,7 +301,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
     @property
     def may_answer_data(self) -> bool:
         """Return whether the target answers the conversations in --data, if --data has conversations."""
-        return self.text == "target" and self.outputs is None and self.data.endswith(ROW_FILES)
+        return self.text == "target" and self.outputs is None and has_suffix(self.data, ROW_FILES)
 
     @property
     def generates(self) -> bool:

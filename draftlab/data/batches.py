@@ -25,6 +25,7 @@ from draftlab.data.sources import (
     has_conversations,
     is_heldout,
     parse_mixture,
+    settle,
     split_domains,
     unit_hash,
     without_heldout_lines,
@@ -205,17 +206,21 @@ def tokenize(
     bos is present only if the tokenizer adds it, and eos only if the tokenizer has this token, once. If the tokenizer
     has a chat template, the template renders conversations, and no eos is added to them.
 
+    Texts that the tokenizer cannot encode and conversations that the chat template refuses are left out as bad rows.
+
     Raises:
-        UserError: The tokenizer cannot encode a text, or the chat template refuses a conversation.
+        UserError: Too many rows are bad.
     """
     parts: list[np.ndarray] = []
     count = 0
     for start in range(0, len(docs), 64):
-        batch = [_ids(doc, tokenizer) for doc in docs[start : start + 64]]
-        parts += [np.asarray(ids, dtype=np.uint32) for ids in batch]
-        count += sum(len(ids) + 1 for ids in batch)
+        for doc in docs[start : start + 64]:
+            with doc.rows.leaving_out(doc.name):
+                parts.append(np.asarray(_ids(doc, tokenizer), dtype=np.uint32))
+                count += len(parts[-1]) + 1
         if limit is not None and count >= limit:
             break
+    settle(docs, parts)
     return np.concatenate(parts)[:limit]
 
 
@@ -394,7 +399,9 @@ def open_batches(
     loss_on: LossOn | None = None,
     stop_token_ids: Collection[int] = (),
 ) -> TokenBatches:
-    """Return batches of the training text of a mixture, without copies of held-out standard-library files.
+    """Return batches of the training text of a mixture.
+
+    Python modules are left out if they copy held-out modules of the standard library, or of the first source.
 
     Args:
         spec: The mixture, as in "a=0.7,b=0.3".
@@ -408,7 +415,14 @@ def open_batches(
         UserError: A source cannot be read, has no training text, or does not suit the tokenizer or chat template.
     """
     weights = split_domains(parse_mixture(spec))
-    heldout = documents("stdlib", "heldout") if PYTHON_SOURCES.keys() & weights else []
+    # prompts come from the standard library, and held-out windows from the first source
+    sources = dict.fromkeys(("stdlib", next(iter(weights))))
+    heldout = [
+        document
+        for source in sources
+        if PYTHON_SOURCES.keys() & weights and source in PYTHON_SOURCES
+        for document in documents(source, "heldout")
+    ]
     streams, talks = {}, {}
     for name, weight in weights.items():
         needed = int(weight * rows * (seq_len + 1) * steps * 1.1) + 2 * seq_len
@@ -451,30 +465,25 @@ def _conversations(
 ) -> Batch:
     """Return conversations as rows, cut or padded to seq_len + 1 tokens.
 
-    A conversation is left out if none of its tokens counts. Some templates make several rows of a conversation (see
-    render).
+    A conversation is left out if none of its tokens counts, or if it is a bad row. Some templates make several rows of
+    a conversation (see render).
 
     Raises:
-        UserError: A document is not a conversation, or no conversation has a token that counts in its first seq_len + 1
-            tokens.
+        UserError: Too many rows are bad, or no conversation has a token that counts in its first seq_len + 1 tokens.
     """
-    if other := next((doc.name for doc in docs if not doc.messages), None):
-        raise UserError(
-            f"data {source!r}: {other} has no messages, but other rows have messages; put conversations and "
-            "other text into separate files"
-        )
-    rows = [
-        talk.row(seq_len)
-        for doc in docs
-        for talk in render(
-            doc.messages,
-            tokenizer,
-            doc.name,
-            loss_on,
-            tools=doc.tools,
-            stop_token_ids=stop_token_ids,
-        )
-    ]
+    rows: list[tuple[np.ndarray, np.ndarray]] = []
+    for doc in docs:
+        with doc.rows.leaving_out(doc.name):
+            talks = render(
+                doc.messages,
+                tokenizer,
+                doc.name,
+                loss_on,
+                tools=doc.tools,
+                stop_token_ids=stop_token_ids,
+            )
+            rows += [talk.row(seq_len) for talk in talks]
+    settle(docs, rows)
     counting = [row for row in rows if row[1].any()]
     if len(counting) < len(rows):
         without = f"{len(rows) - len(counting)} of {len(rows)} conversations"
@@ -609,10 +618,17 @@ def heldout_prompts(
     """
     source = first_source(spec)
     docs = documents(source, "heldout")
-    ids = functools.cache(lambda i: text_ids(docs[i].text, tokenizer, docs[i].name))
+
+    @functools.cache
+    def ids(i: int) -> list[int]:
+        with docs[i].rows.leaving_out(docs[i].name):
+            return text_ids(docs[i].text, tokenizer, docs[i].name)
+        return []
+
     places = itertools.product(range(0, 16 * length, 2 * length), range(len(docs)))
     starts = (ids(i)[at : at + length] for at, i in places if len(ids(i)) >= at + 2 * length)
     prompts = list(itertools.islice(starts, count))
+    settle(docs, prompts)
     if len(prompts) < count:
         raise UserError(
             f"data {source!r}: its held-out text gives only {len(prompts)} prompts of {length} tokens, not "
@@ -661,15 +677,16 @@ def measure_source(source: str, tokenizer: PreTrainedTokenizerBase) -> SourceSiz
     """Return the size of a source. Tokens of conversations are counted as the chat template renders them.
 
     Raises:
-        UserError: The source cannot be read, the tokenizer cannot encode a text, or the chat template refuses a
-            conversation.
+        UserError: The source cannot be read, or too many of its rows are bad.
     """
     sizes = {True: SplitSize(), False: SplitSize()}
     docs = documents(source)
     with heartbeat(f"counting tokens of {source}") as beat:
         for number, document in enumerate(docs):
             beat(f"{number:,} of {len(docs):,} rows")
-            sizes[is_heldout(document.name)] += _size(document, tokenizer)
+            with document.rows.leaving_out(document.name):
+                sizes[is_heldout(document.key)] += _size(document, tokenizer)
+    settle(docs, docs)
     return SourceSize(train=sizes[False], heldout=sizes[True])
 
 
@@ -680,5 +697,5 @@ def _size(document: Document, tokenizer: PreTrainedTokenizerBase) -> SplitSize:
         conversations=bool(roles),
         answers=roles.count("assistant"),
         questions=len(prompts_of(document.messages)),
-        tokens=len(tokenize([document], tokenizer)),
+        tokens=len(_ids(document, tokenizer)),
     )

@@ -1,33 +1,36 @@
-"""Documents of text sources, split by hash into training and held-out text.
+"""Documents of text sources, split by a hash of their content into training and held-out text.
 
 A source is ``stdlib`` (the Python standard library on this disk, without its tests), ``stdlib-tests``, ``packages``
-(all Python packages in draftlab's environment), ``hf:NAME`` (a data set of the Hugging Face hub), or the path of a
-``.txt``, ``.md``, ``.py``, ``.jsonl``, ``.json`` or ``.parquet`` file. The path of a folder is also a source: all such
-files in it except ``.json`` files. data/text.py describes the formats of rows. A mixture is written
-``stdlib=0.5,packages=0.5``. In ``SET#COLUMN``, SET is a data set or a file of rows, and the values of COLUMN are its
-domains. ``SET#COLUMN`` is the mixture of all domains, weighted by their shares of the text, and
-``SET#COLUMN:DOMAIN`` is a single domain.
+(all Python packages in draftlab's environment), ``hf:NAME`` (a data set of the Hugging Face hub), or the path of a file
+of text or rows (hub.TEXT_SUFFIXES). The path of a folder is also a source (see data_files). data/text.py describes the
+formats of rows. A mixture is written ``stdlib=0.5,packages=0.5``. In ``SET#COLUMN``, SET is a data set or a file of
+rows, and the values of COLUMN are its domains. ``SET#COLUMN`` is the mixture of all domains, weighted by their shares
+of the text, and ``SET#COLUMN:DOMAIN`` is a single domain.
 """
 
+import contextlib
 import functools
 import hashlib
 import math
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
+from draftlab.console import note_once
+from draftlab.data.bad_rows import BadRows
 from draftlab.data.text import (
     Message,
     Parse,
     TextRow,
     Tool,
     checked_rows,
+    json_rows,
     row_of,
     rows_of,
     without_padding,
@@ -38,7 +41,9 @@ from draftlab.model.hub import ROW_FILES
 from draftlab.reading import reading
 
 Split = Literal["train", "heldout"]
-HELDOUT_SHARE = 0.08  # expected share of held-out documents, which a hash of their names selects
+HELDOUT_SHARE = 0.08  # expected share of held-out documents, which a hash of their keys selects
+MANY_REPEATED = 0.01  # share of rows that repeat another row's key, from which on a note says so
+FORM_ROWS = 100  # number of rows at the start of a source that decide whether it has conversations
 # largest number of rows streamed from a hub data set, enough to calibrate or distil
 HUB_ROWS = 50_000
 TEST_FOLDERS = {"test", "tests", "idle_test"}
@@ -52,11 +57,16 @@ NOT_STDLIB = {
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text with a name that is the same on all machines.
+    """A text of a source.
 
-    text: For a conversation, the joined contents of its messages. domain: Value of COLUMN, if the source is
-    SET#COLUMN, and otherwise the category of the row. tools: Tools that the assistant may call. unread: Names of the
-    fields of the row that are not read.
+    Attributes:
+        name: FILE:NUMBER for a row or a part of a file. The path of a Python module is the same on all machines.
+        text: For a conversation, the joined contents of its messages.
+        domain: Value of COLUMN, if the source is SET#COLUMN, and otherwise the category of the row.
+        tools: Tools that the assistant may call.
+        unread: Names of the fields of the row that are not read.
+        key: What decides in which split the document is (see split_key).
+        rows: Account of the bad rows of the document's file or source.
     """
 
     name: str
@@ -65,16 +75,40 @@ class Document:
     domain: str = ""
     tools: tuple[Tool, ...] = ()
     unread: frozenset[str] = frozenset()
+    key: str = ""
+    rows: BadRows = field(default_factory=lambda: BadRows("text"), compare=False, repr=False)
 
 
-def is_heldout(name: str) -> bool:
-    """Return whether a document with this name is in the held-out split, which training never sees."""
-    return unit_hash(name) < HELDOUT_SHARE
+def split_key(text: str, messages: Sequence[Message] = ()) -> str:
+    """Return the content that decides in which split a row is: the first message of the user, or else the text.
+
+    Copies of a row and several answers to a prompt have the same key, in every file, format and order.
+    """
+    return next((str(said["content"]) for said in messages if said["role"] == "user"), text)
 
 
-def line_name(path: Path, number: int) -> str:
-    """Return the name of the document in a row of a file. number: Number of the row, from 1 on."""
-    return f"{path.name}:{number}"
+def is_heldout(key: str) -> bool:
+    """Return whether a document with this key is in the held-out split, which training never sees."""
+    return unit_hash(key) < HELDOUT_SHARE
+
+
+def grouped_holdout(keys: Sequence[str], order: Sequence[int], count: int) -> list[int]:
+    """Return about `count` indices to hold out. Rows with the same key stay together.
+
+    A group of more than half of the rows is not held out. If no other group exists, the result is empty.
+
+    Args:
+        keys: Key of each row (see split_key).
+        order: All indices, in the order in which they are considered.
+    """
+    groups: dict[str, list[int]] = {}
+    for index in order:
+        groups.setdefault(keys[index], []).append(index)
+    chosen: list[int] = []
+    for group in groups.values():
+        if len(chosen) < count and 2 * len(group) <= len(keys):
+            chosen += group
+    return chosen
 
 
 def parse_mixture(spec: str) -> dict[str, float]:
@@ -126,21 +160,48 @@ def domain_of(source: str) -> str:
 
 
 def documents(source: str, split: Split | None = None) -> list[Document]:
-    """Return the documents of a source, ordered by a hash of their names. split: None returns both splits.
+    """Return the documents of a source, in an order that depends only on their content (see _order).
+
+    split: None returns both splits.
 
     Raises:
-        UserError: The source is unknown or unreadable, or the split is empty.
+        UserError: The source is unknown or unreadable, too many of its rows are bad, or the split is empty.
     """
-    found = list(_read(source))
-    selected = [d for d in found if split is None or in_split(d.name, split)]
-    if not found:
+    every = _of_one_form(list(_read(source)))
+    selected = [d for d in every if split is None or in_split(d.key, split)]
+    if not every:
         raise UserError(f"data {source!r} is empty; use --data with a source that has text")
+    if source not in PYTHON_SOURCES:
+        note_repeated(f"data {source!r}", [document.key for document in every])
     if not selected:
         raise UserError(
-            f"data {source!r}: the {split} split has none of its {len(found)} documents, because a hash of each name "
-            f"decides, and about {HELDOUT_SHARE:.0%} are held out; add documents"
+            f"data {source!r}: the {split} split has none of its {len(every)} documents, because a hash of each text, "
+            f"or of the first message of its user, decides, and about {HELDOUT_SHARE:.0%} are held out; add documents"
         )
-    return sorted(selected, key=lambda d: unit_hash("order:" + d.name))
+    return sorted(selected, key=partial(_order, named=source in PYTHON_SOURCES))
+
+
+def note_repeated(label: str, keys: Sequence[str]) -> None:
+    """Print a note if many rows repeat the prompt or the text of another row. keys: Key of each row."""
+    repeated = len(keys) - len(set(keys))
+    if repeated >= MANY_REPEATED * len(keys) > 0:
+        note_once(
+            f"{label}: {repeated:,} of {len(keys):,} rows ({repeated / len(keys):.0%}) repeat the first message or the "
+            "text of another row; such rows are in the same split"
+        )
+
+
+def settle(docs: Sequence[Document], used: Sized) -> None:
+    """Name the documents that were left out because they are bad. used: What could be used of the documents.
+
+    Raises:
+        UserError: Too many rows of a file are bad, or nothing can be used.
+    """
+    accounts = dict.fromkeys(document.rows for document in docs)
+    for account in accounts:
+        if not used:
+            account.refuse()
+        account.settle()
 
 
 def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -> list[Document]:
@@ -158,13 +219,14 @@ def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -
     return kept
 
 
-def in_split(name: str, split: Split) -> bool:
-    return is_heldout(name) == (split == "heldout")
+def in_split(key: str, split: Split) -> bool:
+    return is_heldout(key) == (split == "heldout")
 
 
 def is_chat_file(source: str) -> bool:
     """Return whether a source is a single file of conversations."""
-    return Path(source).suffix in ROW_FILES and Path(source).is_file() and has_conversations(source)
+    is_rows = hub.has_suffix(source, ROW_FILES) and Path(source).is_file()
+    return is_rows and has_conversations(source)
 
 
 def first_source(spec: str) -> str:
@@ -172,9 +234,40 @@ def first_source(spec: str) -> str:
 
 
 def has_conversations(source: str) -> bool:
-    """Return whether the first row of a source is a conversation."""
-    first = None if source in PYTHON_SOURCES else next(iter(_read(source)), None)
-    return first is not None and bool(first.messages)
+    """Return whether a source has conversations: most of its first FORM_ROWS rows are conversations."""
+    return source not in PYTHON_SOURCES and _are_conversations(_read(source))
+
+
+def _are_conversations(docs: Iterable[Document]) -> bool:
+    are = [bool(document.messages) for document in islice(docs, FORM_ROWS)]
+    return 2 * sum(are) > len(are)
+
+
+def _of_one_form(docs: list[Document]) -> list[Document]:
+    """Return the documents that are conversations if most of the first documents are, or else the other documents.
+
+    Raises:
+        UserError: Too many documents of a file have the other form.
+    """
+    conversations = _are_conversations(docs)
+    other = "a plain text" if conversations else "a conversation"
+    kept: list[Document] = []
+    for document in docs:
+        if bool(document.messages) == conversations:
+            kept.append(document)
+            continue
+        document.rows.leave_out(
+            document.name,
+            f"the row is {other}, but the first rows of the source are not; put conversations and plain text into "
+            "separate sources",
+        )
+    settle(docs, kept)
+    return kept
+
+
+def _order(document: Document, named: bool) -> float:
+    """Return the place of a document among others. named: Whether its name decides, as for Python modules."""
+    return unit_hash("order:" + (document.name if named else document.text))
 
 
 def _read(source: str) -> Iterator[Document]:
@@ -191,11 +284,82 @@ def _read(source: str) -> Iterator[Document]:
         return _hub_dataset(source)
     hub.check_local_text(source)
     path = Path(source)
-    if not path.is_dir():
-        return _file(path)
-    suffixes = set(hub.TEXT_SUFFIXES) - {".json"}  # .json files in folders are rarely text
-    files = (file for file in sorted(path.rglob("*")) if file.suffix in suffixes)
-    return chain.from_iterable(map(_file, files))
+    return _folder(path) if path.is_dir() else _file(path)
+
+
+# a word in the path of a file that names its split, as the hub and the package datasets name splits
+TRAIN_SPLIT = re.compile(r"(?<![a-z])train(ing)?(?![a-z])")
+OTHER_SPLIT = re.compile(r"(?<![a-z])(test(ing)?|val(id|idation)?|dev|eval(uation)?)(?![a-z])")
+SPLIT_SUFFIXES = (*ROW_FILES, ".txt")  # a Python module called test_x.py is no split of a data set
+CARDS = {"readme", "license", "licence", "dataset_card", "dataset-card"}  # they describe a data set
+
+
+@dataclass(frozen=True, slots=True)
+class DataFiles:
+    """The files of a folder that can be text: those to read, and those that are left out.
+
+    other_splits: Files of the test and validation splits. no_text: Cards, and JSON files without rows.
+    """
+
+    read: list[Path]
+    other_splits: list[Path]
+    no_text: list[Path]
+
+
+def data_files(folder: Path) -> DataFiles:
+    """Return the files of a data set folder, as people clone it from the hub or make it.
+
+    Hidden files are not looked at. If the name of any file has the word train, files of test and validation splits are
+    left out. Otherwise the folder has a single split, and all files are read.
+    """
+    found = DataFiles([], [], [])
+    names = {
+        file: file.relative_to(folder).as_posix()
+        for file in sorted(folder.rglob("*"))
+        if hub.has_suffix(file, hub.TEXT_SUFFIXES) and file.is_file()
+    }
+    names = {file: name.lower() for file, name in names.items() if not re.search(r"(^|/)\.", name)}
+    may_be_split = {file for file in names if hub.has_suffix(file, SPLIT_SUFFIXES)}
+    has_train = any(TRAIN_SPLIT.search(names[file]) for file in may_be_split)
+    for file, name in names.items():
+        is_other = OTHER_SPLIT.search(name) and not TRAIN_SPLIT.search(name)
+        if file.name.lower().partition(".")[0] in CARDS or not _may_have_rows(file):
+            found.no_text.append(file)
+        elif has_train and file in may_be_split and is_other:
+            found.other_splits.append(file)
+        else:
+            found.read.append(file)
+    return found
+
+
+def _may_have_rows(file: Path) -> bool:
+    """Return False for a JSON file that has no rows, such as the configuration of a data set or of a program."""
+    if not hub.has_suffix(file, hub.JSON_FILES) or (rows := json_rows(file)) is None:
+        return True
+    for row in rows[:FORM_ROWS]:
+        with contextlib.suppress(UserError):
+            row_of(row, str(file))
+            return True
+    return False
+
+
+def _folder(folder: Path) -> Iterator[Document]:
+    """Yield the documents of a folder's files, and say afterwards what was read."""
+    files, count = data_files(folder), 0
+    for document in chain.from_iterable(map(_file, files.read)):
+        yield document
+        count += 1
+
+    def listed(paths: list[Path]) -> str:
+        names = [path.relative_to(folder).as_posix() for path in paths[:3]]
+        return ", ".join([*names, f"{len(paths) - 3} more"] if len(paths) > 3 else names)
+
+    parts = [f"data {str(folder)!r}: {count:,} rows or texts of {listed(files.read) or 'no file'}"]
+    if files.other_splits:
+        parts.append(f"left out as test or validation split: {listed(files.other_splits)}")
+    if files.no_text:
+        parts.append(f"left out, because they are no text: {listed(files.no_text)}")
+    note_once("; ".join(parts))
 
 
 def _stdlib(*, tests: bool) -> Iterator[Document]:
@@ -212,6 +376,11 @@ def _is_test(name: str) -> bool:
 
 
 def _python_files(root: Path, label: str) -> Iterator[Document]:
+    """Yield Python modules. Their names decide the split, because the embedded models learnt from a split by names.
+
+    Copies of a module have the key of the first copy.
+    """
+    rows, keys = BadRows(label), dict[str, str]()
     for file in sorted(root.rglob("*.py")):
         relative = file.relative_to(root)
         if label == "stdlib" and NOT_STDLIB & set(relative.parts):
@@ -219,11 +388,13 @@ def _python_files(root: Path, label: str) -> Iterator[Document]:
         # shorter files are empty modules, longer files are generated tables
         if 200 <= file.stat().st_size <= 400_000:
             text = file.read_text("utf-8", errors="replace")
-            yield Document(f"{label}/{relative.as_posix()}", text)
+            name = f"{label}/{relative.as_posix()}"
+            rows.total += 1
+            yield Document(name, text, key=keys.setdefault(text, name), rows=rows)
 
 
 def _file(path: Path) -> Iterator[Document]:
-    return _row_file(path) if path.suffix in ROW_FILES else _text_file(path)
+    return _row_file(path) if hub.has_suffix(path, ROW_FILES) else _text_file(path)
 
 
 def _text_file(path: Path) -> Iterator[Document]:
@@ -236,14 +407,20 @@ def _text_file(path: Path) -> Iterator[Document]:
     if len(paragraphs) == 1:
         paragraphs, separator = text.split("\n"), "\n"
     part: list[str] = []
-    index = 0
+    rows = BadRows(str(path))
+
+    def document() -> Document:
+        rows.total += 1
+        joined = separator.join(part)
+        return Document(f"{path.name}:{rows.total - 1}", joined, key=split_key(joined), rows=rows)
+
     for paragraph in paragraphs:
         part.append(paragraph)
         if sum(map(len, part)) > 4000:
-            yield Document(f"{path.name}:{index}", separator.join(part))
-            part, index = [], index + 1
+            yield document()
+            part = []
     if "".join(part).strip():
-        yield Document(f"{path.name}:{index}", separator.join(part))
+        yield document()
 
 
 @functools.lru_cache(maxsize=1)
@@ -268,7 +445,10 @@ def _row_with_domain(column: str, value: Any, where: str) -> TextRow:
 
 
 def _row_file(path: Path, parse: Parse = row_of) -> Iterator[Document]:
-    return (_document(line_name(path, number), row) for number, row in rows_of(path, parse))
+    bad = BadRows(str(path))
+    return (
+        _document(f"{path.name}:{number}", row, bad) for number, row in rows_of(path, parse, bad)
+    )
 
 
 def _hub_dataset(source: str, parse: Parse = row_of) -> Iterator[Document]:
@@ -278,13 +458,16 @@ def _hub_dataset(source: str, parse: Parse = row_of) -> Iterator[Document]:
     name = source.removeprefix("hf:")
     with reading(f"data set {name!r} could not be loaded"):
         values = load_dataset(name, split="train", streaming=True)
-    taken = map(without_padding, values.take(HUB_ROWS))
-    rows = checked_rows(name, enumerate(taken), parse)
-    return (_document(f"{name}:{number}", row) for number, row in rows)
+    bad = BadRows(name)
+    rows = checked_rows(enumerate(map(without_padding, values.take(HUB_ROWS))), parse, bad)
+    return (_document(f"{name}:{number}", row, bad) for number, row in rows)
 
 
-def _document(name: str, row: TextRow) -> Document:
-    return Document(name, row.text, row.messages, row.category, row.tools, row.unread)
+def _document(name: str, row: TextRow, rows: BadRows) -> Document:
+    key = split_key(row.text, row.messages)
+    return Document(
+        name, row.text, row.messages, row.category, row.tools, row.unread, key=key, rows=rows
+    )
 
 
 def unit_hash(text: str) -> float:

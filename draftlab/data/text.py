@@ -1,4 +1,4 @@
-"""Read rows of text, for training and as prompts, from JSON lines, JSON arrays, Parquet files and the hub.
+"""Read rows of text, for training and as prompts, from JSON lines, JSON, Parquet files and the hub.
 
 A row is a conversation (`messages`, ShareGPT's `conversations`, or TRL's `prompt` with `completion`), a question with
 its answer (Alpaca, Orca), the turns of a user (`turns`), or a plain text. The content of a message is a text or a list
@@ -6,6 +6,7 @@ of parts, whose texts are joined. All other fields of a message go to the chat t
 text and without tool calls are left out. data/rendering.py renders conversations to train on.
 """
 
+import json
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,11 +17,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftlab.console import note
+from draftlab.console import note_once
+from draftlab.data.bad_rows import BadRows
 from draftlab.dates import with_date
 from draftlab.errors import UserError
+from draftlab.model import hub
 from draftlab.model.tokenizer import check_embedded
-from draftlab.reading import parse_json, read_json, read_lines, reading
+from draftlab.reading import open_bytes, parse_json, read_lines, reading
 
 Message = dict[str, Any]  # role, content and further fields, as chat templates take them
 Tool = dict[str, Any]  # JSON schema of a function, as chat templates take it
@@ -43,7 +46,11 @@ ROLES = {
 RESULTS = ("tool", "function", "observation", "ipython", "function_response", "tool_response")
 # names of reasoning; transformers gives it to a template under the name that the template reads
 REASONING = ("reasoning_content", "reasoning", "thinking")
-MOST_BAD = 0.01  # largest share of a file's rows that may be left out because they are bad
+# the fields that hold the rows of a file whose JSON value is an object
+ROW_KEYS = ("train", "data", "rows", "examples", "instances")
+# an object with one of these columns is a row
+ROW_COLUMNS = {*CONVERSATIONS, *QUESTIONS, *TEXT_COLUMNS, "turns"}
+BOM = b"\xef\xbb\xbf"  # some editors begin a file with it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,28 +99,57 @@ def prompts_of(messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
     ]
 
 
-def rows_of(file: Path, parse: Parse) -> Iterator[tuple[int, TextRow]]:
-    """Yield the number and the parsed content of every row of a file. Blank lines are skipped.
+def rows_of(file: Path, parse: Parse, bad: BadRows | None = None) -> Iterator[tuple[int, TextRow]]:
+    """Yield the number and the parsed content of every row of a file. Blank lines and rows without text are skipped.
 
     Rows are numbered from 1; a row of JSON lines has the number of its line. Bad rows are left out, as in checked_rows.
 
     Raises:
-        UserError: The file cannot be read, or too many rows are bad (see checked_rows).
+        UserError: The file cannot be read, or too many rows are bad (see BadRows).
     """
+    bad = bad or BadRows(str(file))
+    if file.suffix == ".parquet":
+        return checked_rows(enumerate(_parquet_rows(file), 1), parse, bad)
+    if hub.has_suffix(file, hub.JSON_FILES) and (rows := json_rows(file)) is not None:
+        return checked_rows(enumerate(rows, 1), parse, bad)
 
     def parse_line(line: bytes, where: str) -> TextRow:
         with reading(f"{where}: not JSON"):
             value = parse_json(line)
         return parse(value, where)
 
-    if file.suffix == ".parquet":
-        return checked_rows(str(file), enumerate(_parquet_rows(file), 1), parse)
-    if file.suffix == ".json":
-        content = read_json(file)
-        rows = content if isinstance(content, list) else [content]
-        return checked_rows(str(file), enumerate(rows, 1), parse)
     lines = ((number, line) for number, _, line in read_lines(file))
-    return checked_rows(str(file), lines, parse_line)
+    return checked_rows(lines, parse_line, bad)
+
+
+def json_rows(file: Path) -> list[Any] | None:
+    """Return the rows of a .json file, or None if it has JSON lines.
+
+    Rows are the entries of an array, or of the first of ROW_KEYS in an object. Any other value is a single row.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    with reading(f"{file} cannot be read"), open_bytes(file) as stream:
+        data = stream.read()
+        try:
+            content = parse_json(data)
+        except ValueError:
+            if data.removeprefix(BOM).lstrip().startswith(b"{"):
+                return None
+            raise
+    if isinstance(content, list):
+        return content
+    if not isinstance(content, dict) or content.keys() & ROW_COLUMNS:
+        return [content]
+    for key in ROW_KEYS:
+        rows = content.get(key)
+        if isinstance(rows, list) and rows and isinstance(rows[0], dict):
+            others = [other for other in content if other != key]
+            left_out = f"; left out: {', '.join(others)}" if others else ""
+            note_once(f"{file}: its rows are the {len(rows):,} entries of {key}{left_out}")
+            return rows
+    return [content]
 
 
 def _parquet_rows(file: Path) -> Iterator[Any]:
@@ -148,40 +184,53 @@ def check_prompts(file: Path) -> None:
 
 
 def checked_rows(
-    name: str, values: Iterable[tuple[int, Any]], parse: Parse
+    values: Iterable[tuple[int, Any]], parse: Parse, bad: BadRows
 ) -> Iterator[tuple[int, TextRow]]:
-    """Yield the number and the parsed content of each row of a source. Bad rows are left out.
+    """Yield the number and the parsed content of each row of a source. Bad rows and rows without text are left out.
 
-    values: Number and raw content of each row. parse: Function that parses a row's content. Its second argument is the
-    row's name for errors.
+    Args:
+        values: Number and raw content of each row.
+        parse: Function that parses a row's content. Its second argument is the row's name for errors.
+        bad: Account of the source's bad rows. The reader of the rows may add rows that it cannot use.
 
     Raises:
-        UserError: The first row is bad. Or the share of bad rows exceeds MOST_BAD, which is known after the last row.
+        UserError: Too many rows are bad, which is known after the last row.
     """
-    bad: list[str] = []
-    total = left_out = 0
+    left_out = empty = 0
     for number, value in values:
-        total += 1
-        try:
-            row = parse(value, f"{name}:{number}")
-        except UserError as error:
-            if total == 1:
-                raise
-            bad.append(str(error))
+        bad.total += 1
+        row: TextRow | None = None
+        with bad.leaving_out(where := f"{bad.source}:{number}"):
+            row = _checked_characters(parse(value, where), where)
+        if bad.hopeless:
+            break
+        if row is None:
             continue
         left_out += row.left_out
-        yield number, row
-    if len(bad) > MOST_BAD * total:
-        more = "" if len(bad) == 1 else f" ({len(bad)} of {total:,} rows are bad)"
-        raise UserError(bad[0] + more)
-    if bad:
-        note(
-            f"{name}: {len(bad)} of {total:,} rows are bad and are left out; the first bad row is {bad[0]}"
-        )
+        if row.messages or row.text.strip():
+            yield number, row
+        else:
+            empty += 1
+    bad.settle()
+    if empty:
+        note_once(f"{bad.source}: {empty:,} of {bad.total:,} rows have no text and are skipped")
     if left_out:
-        note(
-            f"{name}: {left_out:,} messages are left out, because they come from tools or have no text (images, null)"
+        note_once(
+            f"{bad.source}: {left_out:,} messages are left out, because they have no text (images, null)"
         )
+
+
+def _checked_characters(row: TextRow, where: str) -> TextRow:
+    """Return the row. Raises UserError: its text has half of a character, which no tokenizer can encode."""
+    texts = json.dumps([row.text, row.later, row.messages], ensure_ascii=False, default=str)
+    try:
+        texts.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(texts[error.start]):04x}"
+        raise UserError(
+            f"{where}: the text has a lone surrogate, {half}, which is one half of a character; remove this row"
+        ) from None
+    return row
 
 
 def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> TextRow:
@@ -455,7 +504,7 @@ def note_unread(rows: Iterable[tuple[str, Iterable[str]]]) -> None:
     for file, counts in files.items():
         if counts:
             listed = ", ".join(f"{field} ({count:,})" for field, count in counts.most_common())
-            note(f"{file}: of {total[file]:,} rows, these fields are not read: {listed}")
+            note_once(f"{file}: of {total[file]:,} rows, these fields are not read: {listed}")
 
 
 def text_ids(

@@ -48,7 +48,8 @@ IMPORTED = (
     "draftlab import FILE"
 )
 BUILT_IN_TEXT = ("stdlib", "stdlib-tests", "packages")
-ROW_FILES = (".json", ".jsonl", ".parquet")
+JSON_FILES = (".json", ".json.gz")  # an array or an object; many hold JSON lines
+ROW_FILES = (*JSON_FILES, ".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".parquet")
 TEXT_SUFFIXES = (*ROW_FILES, ".md", ".py", ".txt")
 ROUNDED = (
     "f32",
@@ -233,10 +234,15 @@ def split_column(source: str) -> tuple[str, str | None, str]:
     (ROW_FILES) have columns; in any other source, # is part of the name.
     """
     name, _, rest = source.partition("#")
-    if not rest or not (name.startswith("hf:") or Path(name).suffix in ROW_FILES):
+    if not rest or not (name.startswith("hf:") or has_suffix(name, ROW_FILES)):
         return source, None, ""
     column, _, domain = rest.partition(":")
     return name, column, domain
+
+
+def has_suffix(name: str | Path, suffixes: tuple[str, ...]) -> bool:
+    """Return whether a name ends in one of the suffixes, in capitals or not."""
+    return str(name).lower().endswith(suffixes)
 
 
 def is_on_disk(source: str) -> bool:
@@ -252,7 +258,7 @@ def check_local_text(source: str) -> None:
         raise UserError(
             f"data {source!r}: there is no built-in source, file or folder with this name{hint}"
         )
-    if path.is_file() and path.suffix not in TEXT_SUFFIXES:
+    if path.is_file() and not has_suffix(path, TEXT_SUFFIXES):
         suffix = path.suffix or "'' (no suffix)"
         raise UserError(
             f"data {source!r}: files of type {suffix} cannot be read; use one of {', '.join(TEXT_SUFFIXES)}"

@@ -27,12 +27,15 @@ from draftlab.pruning.importance import CONTENT, Importance, calibrate, load_sco
 from draftlab.pruning.refit import Agreement, Lockstep, Refit
 from draftlab.pruning.source import Source
 from draftlab.pruning.walk import Walk
-from draftlab.target_outputs.store import HELDOUT, read_texts
+from draftlab.target_outputs.outputs import heldout_numbers
+from draftlab.target_outputs.store import heldout_part, read_texts
 from draftlab.training.vocabulary import special_ids
 
 HELDOUT_TOKENS = 4096  # most held-out tokens on which draft and source are compared
 LEAST_TOKENS = 32  # fewest held-out tokens on which draft and source are compared
-HELDOUT_SHARE = 16  # every 16th stored text is held out if the store has no held-out texts
+HELDOUT_SHARE = (
+    1 / 16
+)  # share of the stored texts that is held out if the store has no held-out texts
 COUNTED_TOKENS = (
     2_000_000  # most tokens that are counted to find the frequent ids of a trimmed head
 )
@@ -119,13 +122,14 @@ def _stored_texts(directory: Path, *, heldout: bool) -> list[np.ndarray]:
 
     heldout: Whether to return the held-out texts, or all texts except these.
     """
-    own = directory / HELDOUT
-    part = own if heldout and own.exists() else directory
+    own = heldout_part(directory)
+    part = own if heldout and own is not None else directory
     ordered = sorted(read_texts(part), key=lambda output: output.number)
     texts = [np.concatenate([output.prompt, output.ids]).astype(np.int64) for output in ordered]
-    if own.exists():
+    if own is not None:
         return texts
-    return [text for i, text in enumerate(texts) if (i % HELDOUT_SHARE == 0) == heldout]
+    apart = set(heldout_numbers(ordered, HELDOUT_SHARE))
+    return [text for i, text in enumerate(texts) if (i in apart) == heldout]
 
 
 KEEP_FILE = "keep.json"

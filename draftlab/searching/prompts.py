@@ -2,19 +2,20 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from draftlab import data
 from draftlab.atomic import write_atomic
 from draftlab.data.instructions import mixed
-from draftlab.data.sources import unit_hash
-from draftlab.data.text import TextRow, prompt_of, rows_of
+from draftlab.data.sources import split_key, unit_hash
+from draftlab.data.text import TextRow
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.prompts import FROM_DATA_TOKENS, file_prompts
+from draftlab.prompts import FROM_DATA_TOKENS, prompt_rows
 
 # numbers of prompts for the choice, for the measurement and, at least, for training; search replays at most 48
 CHOOSE, MEASURE, LEAST_TRAINED = 48, 24, 24
@@ -125,6 +126,8 @@ def _of_file(
 ) -> list[dict[str, Any]]:
     """Return the distinct prompts of a file, in an order that depends only on their text.
 
+    Prompts with the same first message, such as the turns of a conversation, serve only one use (see _apart).
+
     Args:
         least: Number of prompts that each use needs. The keys name the uses in the error message.
         batched: Whether prompts are decoded in batches. Later turns are then left out.
@@ -132,11 +135,11 @@ def _of_file(
     Raises:
         UserError: The file cannot be used, or has too few prompts.
     """
-    file_prompts(file, checkpoint.load_tokenizer(target), chat="auto")  # only to check every line
-    lines: set[str] = set()
-    for _, row in rows_of(file, prompt_of):
+    groups: dict[str, set[str]] = {}
+    for row, _ in prompt_rows(file, checkpoint.load_tokenizer(target), chat="auto"):
+        lines = groups.setdefault(split_key(row.text, row.messages), set())
         lines.update(json.dumps(prompt, sort_keys=True) for prompt in _prompts(row, batched))
-    rows = [json.loads(line) for line in sorted(lines, key=lambda line: unit_hash(f"0:{line}"))]
+    rows = [json.loads(line) for line in _apart(groups.values(), list(least.values())[:2])]
     needed = sum(least.values())
     if len(rows) < needed:
         uses = ", ".join(f"{count} {use}" for use, count in least.items())
@@ -145,6 +148,22 @@ def _of_file(
             f"{needed - len(rows)} prompts"
         )
     return rows
+
+
+def _apart(groups: Iterable[set[str]], sizes: list[int]) -> list[str]:
+    """Return the lines of groups in an order in which no group lies on both sides of a boundary.
+
+    The boundaries are after the first sizes[0] lines, after the next sizes[1] lines, and so on. The rest of a group
+    that is cut by a boundary is left out. A hash of the lines decides on the order.
+    """
+    ordered = [sorted(group, key=lambda line: unit_hash(f"0:{line}")) for group in groups]
+    ordered.sort(key=lambda group: unit_hash(f"0:{group[0]}"))
+    ends = list(accumulate(sizes))
+    lines: list[str] = []
+    for group in ordered:
+        end = next((end for end in ends if end > len(lines)), math.inf)
+        lines += group if len(lines) + len(group) <= end else group[: int(end) - len(lines)]
+    return lines
 
 
 def _prompts(row: TextRow, batched: bool) -> list[dict[str, Any]]:

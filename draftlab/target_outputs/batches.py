@@ -11,10 +11,9 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput, padded
 from draftlab.target_outputs.store import (
-    HELDOUT,
-    MANIFEST,
     check_tokenizer,
     finished_manifest,
+    heldout_part,
     read_shard,
 )
 
@@ -36,12 +35,13 @@ def open_stored(
     """
     batches = StoredBatches(directory, batch_size, temperature, seed)
     check_tokenizer(directory, draft)
-    if not (directory / HELDOUT / MANIFEST).exists():
+    part = heldout_part(directory)
+    if part is None:
         raise UserError(
             f"{directory} has no held-out text; build a new store with draftlab outputs build --use distill"
         )
-    heldout_size = finished_manifest(directory / HELDOUT).sequences
-    heldout = StoredBatches(directory / HELDOUT, heldout_size, temperature).batch(0)
+    heldout_size = finished_manifest(part).sequences
+    heldout = StoredBatches(part, heldout_size, temperature).batch(0)
     return batches, HeldOut.of_counted(heldout, checkpoint.load_tokenizer(draft), batch_size)
 
 

@@ -16,20 +16,29 @@ from pydantic import ConfigDict, Field, model_validator
 
 from draftlab import provenance, turns
 from draftlab.console import note
-from draftlab.data import Batch, loss_on_of, open_batches, open_heldout
+from draftlab.data import (
+    Batch,
+    grouped_holdout,
+    loss_on_of,
+    note_repeated,
+    open_batches,
+    open_heldout,
+)
+from draftlab.data.bad_rows import BadRows
+from draftlab.data.sources import unit_hash
 from draftlab.dates import asks_for_date, run_date
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
 from draftlab.prompts import Prompt, Prompts
-from draftlab.reading import parse_json, read_lines, reading
+from draftlab.reading import open_bytes, parse_json, read_lines, reading
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import ServedCompletion, TokenId, completion, top_k
 from draftlab.target_outputs.outputs import TEMPERATURES, TargetOutput, split
 from draftlab.target_outputs.store import Manifest, vocabulary_sha256, write_store
 from draftlab.target_outputs.targets import SEEDS, ServedTarget, Target, outputs_of
 
-HELD_OUT = 12  # every 12th line of a log is held out
+HELDOUT_SHARE = 1 / 12  # share of a log's lines that is held out
 
 
 class _Line(ServedCompletion):
@@ -69,6 +78,7 @@ class ServerLog:
     seq_len: int
     top_logprobs: int
     starts: list[int]  # first byte of each line
+    keys: list[str]  # prompt of each line
 
     @classmethod
     def open(cls, path: Path, *, vocab: int, seq_len: int, top_logprobs: int) -> "ServerLog":
@@ -78,17 +88,25 @@ class ServerLog:
             top_logprobs: Largest number of tokens to use from each list. All lists are cut to the shortest list.
 
         Raises:
-            UserError: There is no such file, a line is invalid, or fewer than two lines are usable.
+            UserError: There is no such file, too many lines are bad, or fewer than two lines are usable.
         """
-        starts: list[int] = []
+        starts, keys = list[int](), list[str]()
         shortest, left_out = top_logprobs, 0
+        bad = BadRows(str(path))
         for number, start, text in read_lines(path):
-            line = _checked(text, f"{path}:{number}", vocab)
+            bad.total += 1
+            line: _Line | None = None
+            with bad.leaving_out(where := f"{path}:{number}"):
+                line = _checked(text, where, vocab)
+            if line is None:
+                continue
             if line.ids and len(line.prompt_ids) <= seq_len:
                 starts.append(start)
+                keys.append(str(line.prompt_ids))
                 shortest = min(shortest, *map(len, line.top_ids))
             else:
                 left_out += 1
+        bad.settle()
         if left_out:
             note(
                 f"{path}: {left_out} lines are left out, because they have no generated tokens, or a prompt of more "
@@ -103,12 +121,27 @@ class ServerLog:
                 f"{path}: only {shortest} tokens per list are stored, not {top_logprobs}, because the shortest list "
                 "has no more"
             )
-        return cls(path=path, vocab=vocab, seq_len=seq_len, top_logprobs=shortest, starts=starts)
+        return cls(
+            path=path, vocab=vocab, seq_len=seq_len, top_logprobs=shortest, starts=starts, keys=keys
+        )
 
     def split(self) -> tuple[list[int], list[int]]:
-        """Return the indices of the lines to train on, and of up to HELDOUT_SEQUENCES lines to hold out."""
+        """Return the indices of the lines to train on, and of about HELDOUT_SEQUENCES or fewer lines to hold out.
+
+        A hash of the prompts decides. Lines with the same prompt stay together.
+
+        Raises:
+            UserError: All lines have the same prompt.
+        """
         every = range(len(self.starts))
-        heldout = list(every[HELD_OUT - 1 :: HELD_OUT][:HELDOUT_SEQUENCES]) or [every[-1]]
+        order = sorted(every, key=lambda i: unit_hash(self.keys[i]))
+        count = min(HELDOUT_SEQUENCES, max(1, round(HELDOUT_SHARE * len(every))))
+        heldout = sorted(grouped_holdout(self.keys, order, count))
+        if not heldout:
+            raise UserError(
+                f"{self.path}: all {len(every)} usable lines have the same prompt, so none can be held out; add lines "
+                "with other prompts"
+            )
         return sorted(set(every) - set(heldout)), heldout
 
     def outputs(self, which: Sequence[int]) -> list[TargetOutput]:
@@ -117,7 +150,7 @@ class ServerLog:
         The prompt and the answer of a line are cut to seq_len + 1 tokens together.
         """
         written = []
-        with self.path.open("rb") as stream:
+        with open_bytes(self.path) as stream:
             for i in which:
                 stream.seek(self.starts[i])
                 line = _Line.model_validate_json(stream.readline())
@@ -242,7 +275,7 @@ class TargetAnswers:
     """Prompts for the target to answer. An answer ends when the target stops, or after sampling.max_tokens tokens.
 
     In a store to replay, the longest prompts come first, so that a lack of memory shows at once. In a store to distil
-    from, the order of the prompts is random, and some conversations are held out with all their turns.
+    from, the order of the prompts is random, and some prompts are held out, with all their copies and later turns.
     """
 
     prompts: Prompts
@@ -284,6 +317,9 @@ class TargetAnswers:
             UserError: A prompt and its answer do not fit the context, or self.check raises it.
         """
         self.check(k)
+        if self.use == "distill":
+            first = {prompt.conversation: prompt.key for prompt in self.prompts.rows}
+            note_repeated(self.prompts.source, list(first.values()))
         prompts = self._with_all_turns(target)
         target.check_length(prompts.longest, self.sampling.max_tokens)
         written = sorted(range(len(prompts.rows)), key=lambda i: -len(prompts.rows[i].ids))
@@ -291,8 +327,14 @@ class TargetAnswers:
         if self.use == "distill":
             size, apart = DISTILL_SHARD, min(HELDOUT_SEQUENCES, len(written) // LEAST_PROMPTS)
             random.Random(self.seed).shuffle(written)
-            heldout = _whole_conversations(prompts, written[:apart])
-            written = [number for number in written if number not in heldout]
+            heldout = grouped_holdout([prompt.key for prompt in prompts.rows], written, apart)
+            if not heldout:
+                raise UserError(
+                    f"{prompts.source}: all prompts begin with the same message of the user, so none can be held out; "
+                    "add other prompts"
+                )
+            chosen = set(heldout)
+            written = [number for number in written if number not in chosen]
 
         def answers(numbers: Sequence[int]) -> Sequence[TargetOutput | None]:
             return target.generate([prompts.rows[i] for i in numbers], numbers, self.sampling, k)
@@ -395,6 +437,7 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
         temperatures=(1.0,),
         seq_len=log.seq_len,
         seed=0,
+        split="content",
         planned=len(trained),
         inputs=output.inputs(),
         versions=provenance.versions(),
@@ -410,13 +453,6 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
     return manifest
 
 
-def _whole_conversations(prompts: Prompts, numbers: list[int]) -> list[int]:
-    """Return the prompt numbers `numbers`, followed by the numbers of all other turns in the same conversations."""
-    chosen = {prompts.rows[number].conversation for number in numbers}
-    talks = [i for i, prompt in enumerate(prompts.rows) if prompt.conversation in chosen]
-    return numbers + [i for i in talks if i not in numbers]
-
-
 def _manifest(target: Target, *, sampling: SamplingParams | None, **facts: Any) -> Manifest:
     info = target.info().model_dump() | facts
     if sampling is None:
@@ -425,6 +461,7 @@ def _manifest(target: Target, *, sampling: SamplingParams | None, **facts: Any) 
     return Manifest(
         **info,
         sampling=sampling,
+        split="content",
         tokenizer_sha256=vocabulary_sha256(target.directory),
         date=run_date() if asks_for_date(template) else "",
         versions=provenance.versions(),

@@ -10,7 +10,9 @@ from operator import attrgetter
 
 import numpy as np
 
-from draftlab.data import Batch
+from draftlab.data import Batch, grouped_holdout
+from draftlab.data.sources import unit_hash
+from draftlab.errors import UserError
 from draftlab.sampling import FinishReason
 
 # distillation temperatures; their log-normalisers are stored
@@ -110,6 +112,29 @@ class TargetOutput:
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.ids)
+
+    @property
+    def key(self) -> str:
+        """Return the prompt, or the whole text if the prompt is a single token, as in data (see data.split_key)."""
+        alone = len(self.prompt) == 1
+        return str((np.concatenate([self.prompt, self.ids]) if alone else self.prompt).tolist())
+
+
+def heldout_numbers(outputs: "Sequence[TargetOutput]", share: float) -> list[int]:
+    """Return the indices of the outputs to hold out from a store without held-out texts. A hash of the prompts decides.
+
+    Raises:
+        UserError: All outputs have the same prompt.
+    """
+    keys = [output.key for output in outputs]
+    order = sorted(range(len(keys)), key=lambda i: unit_hash(keys[i]))
+    chosen = grouped_holdout(keys, order, max(1, round(share * len(keys))))
+    if not chosen:
+        raise UserError(
+            f"the {len(keys)} stored texts have the same prompt, so none can be held out; store answers to other "
+            "prompts, too"
+        )
+    return chosen
 
 
 def log_rest(logprobs: np.ndarray) -> np.ndarray:

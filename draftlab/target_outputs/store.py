@@ -23,7 +23,7 @@ from draftlab import provenance
 from draftlab.atomic import check_free, differing, replacing, write_atomic
 from draftlab.config.outputs import MANIFEST, check_store
 from draftlab.config.shared import LossOn
-from draftlab.console import note
+from draftlab.console import note, note_once
 from draftlab.dates import resume_date
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, saving
@@ -98,6 +98,8 @@ class Manifest(TargetInfo):
     data_sha256: str | None = None
     # which tokens of conversations to train on; only these have lists of most probable tokens
     loss_on: LossOn | None = None
+    # whether the held-out texts share no prompt with the other texts, or were chosen by their numbers, as in 0.1
+    split: Literal["content", "number"] = "number"
     prompt_tokens: int | None = None  # number of tokens to which prompts were cut
     categories: tuple[str, ...] = ("",)
     # None if the target did not write the text, or if its sampling is unknown
@@ -221,6 +223,22 @@ def finished_manifest(directory: Path) -> Manifest:
     return manifest
 
 
+def heldout_part(directory: Path) -> Path | None:
+    """Return the directory of a store's held-out texts, or None if the store has no held-out texts.
+
+    Print a note if the texts were chosen by their numbers, so that the same prompts may be in the training text.
+    """
+    part = directory / HELDOUT
+    if not (part / MANIFEST).exists():
+        return None
+    if read_manifest(part).split == "number":
+        note_once(
+            f"{directory}: an earlier version chose its held-out texts by their numbers, so their prompts may be in "
+            "its training text, too; build the store again to hold out unseen prompts"
+        )
+    return part
+
+
 def read_store(directory: Path) -> StoredOutputs:
     """Read all sequences of a store.
 
@@ -325,6 +343,8 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
         check_free(out, force=False, remedy=", or remove it")
         return manifest
     existing = read_manifest(out)
+    if existing.finished:  # it keeps its split, whatever that is
+        manifest = manifest.model_copy(update={"split": existing.split})
     new, old = (
         m.model_dump(mode="json", exclude={"shards", "versions", "inputs", "date"})
         for m in (manifest, existing)

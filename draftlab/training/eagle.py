@@ -21,8 +21,8 @@ from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.shape import format_count
 from draftlab.model.size import read_size
 from draftlab.model.trimmed_head import frequent_ids
-from draftlab.target_outputs.outputs import TargetOutput, padded
-from draftlab.target_outputs.store import HELDOUT, MANIFEST, check_tokenizer, read_texts
+from draftlab.target_outputs.outputs import TargetOutput, heldout_numbers, padded
+from draftlab.target_outputs.store import check_tokenizer, heldout_part, read_texts
 from draftlab.training.checkpointer import load_or_make, select_device
 from draftlab.training.eagle_head import EagleHead, EagleObjective, EagleTeacher
 from draftlab.training.eagle_start import sample, start_again, start_linear
@@ -91,12 +91,14 @@ def open_texts(
     """
     check_tokenizer(directory, target)
     outputs = _sequences(directory, seq_len)
-    if (directory / HELDOUT / MANIFEST).exists():
-        heldout = _sequences(directory / HELDOUT, seq_len)
+    if (part := heldout_part(directory)) is not None:
+        heldout = _sequences(part, seq_len)
+    elif len(outputs) < 2:
+        heldout = []
     else:
-        order = np.random.default_rng(0).permutation(len(outputs))
-        count = max(1, round(HELDOUT_SHARE * len(outputs)))
-        heldout, outputs = [outputs[i] for i in order[:count]], [outputs[i] for i in order[count:]]
+        apart = set(heldout_numbers(outputs, HELDOUT_SHARE))
+        heldout = [outputs[i] for i in apart]
+        outputs = [output for i, output in enumerate(outputs) if i not in apart]
     if not outputs or not heldout:
         raise UserError(
             f"--seq-len {seq_len}: fewer than two answers in {directory} follow prompts shorter than {seq_len} tokens; "

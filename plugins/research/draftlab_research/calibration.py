@@ -11,7 +11,7 @@ from draftlab.engine.drafters.context import DrafterContext
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.latency.profiler import measure_latency
 from draftlab.model.llama import Llama
-from draftlab.target_outputs.store import HELDOUT, read_store
+from draftlab.target_outputs.store import heldout_part, read_store
 
 STORED_TEXTS = 32  # largest number of texts that are read from a store of target outputs
 CALIBRATION = (
@@ -30,8 +30,7 @@ def calibration_texts(context: DrafterContext, outputs: str) -> list[Text]:
     it. If empty, the target completes prompts from the run's data with the run's sampling parameters.
     """
     if outputs:
-        heldout = Path(outputs) / HELDOUT
-        store = read_store(heldout if heldout.exists() else Path(outputs))
+        store = read_store(heldout_part(Path(outputs)) or Path(outputs))
         texts = [(o.prompt.astype(np.int64), o.ids) for o in store.outputs if len(o.ids) > 1]
         return texts[:: max(1, len(texts) // STORED_TEXTS)][:STORED_TEXTS]
     count, length, max_tokens = CALIBRATION

@@ -39,7 +39,7 @@ TRAINING = {"steps": 4, "batch_size": 2, "seq_len": 32, "eval_steps": 2, "save_s
 @pytest.fixture
 def space(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    write_functions(Path("text.txt"), 60, 8)
+    write_functions(Path("text.txt"), 600, 8)
     return tmp_path
 
 

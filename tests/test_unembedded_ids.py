@@ -82,7 +82,7 @@ def test_an_end_of_text_without_a_row_is_refused(model, tmp_path):
 
 def test_commands_refuse_before_a_pass(model, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "def f(x):"}\n{"prompt": "def <far>"}\n')
+    prompts.write_text('{"prompt": "def f(x):"}\n{"prompt": "def <far>"}\n' * 2)
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": f"def f{i}(x): <far>"}) + "\n" for i in range(99)))
 
@@ -94,9 +94,9 @@ def test_commands_refuse_before_a_pass(model, tmp_path, monkeypatch):
     target: dict[str, Any] = {"target": str(model), "device": "cpu"}
     for chat in ("off", "on"):
         for mode in ("native", "eager"):
-            with raises_option("--prompt-file", f"{prompts}:2", "<far>"):
+            with raises_option("--prompt-file", "prompts.jsonl:2", "<far>"):
                 score(**target, draft=[str(model)], prompt_file=prompts, chat=chat, mode=mode)
-        with raises_option(f"{prompts}:2", "<far>"):
+        with raises_option("prompts.jsonl:2", "<far>"):
             outputs.build(
                 **target, prompt_file=prompts, chat=chat, use="replay", out=tmp_path / "a"
             )

@@ -327,10 +327,10 @@ def test_traffic_is_kept_as_the_target_would_score_it(log, family_dirs, tokenize
     batches, held = open_stored(tmp_path / "c", target, batch_size=24, temperature=1.0)
     batch = batches.batch(0)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    held_out = [lines.pop(23), lines.pop(11)][::-1]
-    assert [b.ids[:, 1].tolist() for b in held.batches] == [
-        [line["prompt_ids"][1] for line in held_out]
-    ]
+    # a prompt is that of a single line here, and a hash of it decides which lines are held out
+    apart = [first for held_out in held.batches for first in held_out.ids[:, 1].tolist()]
+    assert len(apart) == 2
+    lines = [line for line in lines if line["prompt_ids"][1] not in apart]
     for row, mask, line in zip(batch.ids, batch.mask, lines, strict=True):
         text, prompt = (line["prompt_ids"] + line["ids"])[:17], len(line["prompt_ids"])
         assert row.tolist() == text + [0] * (17 - len(text))
@@ -363,11 +363,15 @@ LINE = {
         LINE | {"ids": [6, 8]},  # less probable than a token outside of the list can be
     ],
 )
-def test_a_bad_line_of_traffic_is_named(line, tmp_path):
+def test_a_bad_line_of_traffic_is_left_out_and_named(line, tmp_path, capsys):
     file, good = tmp_path / "log.jsonl", json.dumps(LINE)
     bad = line if isinstance(line, str) else json.dumps(line)
     file.write_text("\n".join([good, "", good, bad, good, ""]))
-    with raises_option("log.jsonl:4"):
+    log = ServerLog.open(file, vocab=307, seq_len=16, top_logprobs=8)
+    assert len(log.starts) == 3
+    assert "log.jsonl:4" in capsys.readouterr().err
+    file.write_text("\n".join([good, bad, good, bad, ""]))
+    with raises_option("2 of 4", "log.jsonl:2", "log.jsonl:4"):
         ServerLog.open(file, vocab=307, seq_len=16, top_logprobs=8)
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -177,7 +177,13 @@ def state_directory(out: Path) -> Path:
     return _beside(out, "state")
 
 
-def claim_state(state: Path, identity: Mapping[str, object], *, force: bool = False) -> None:
+def claim_state(
+    state: Path,
+    identity: Mapping[str, object],
+    *,
+    force: bool = False,
+    may_fall: Sequence[str] = (),
+) -> None:
     """Make the state directory of a run, or check that an existing state directory belongs to this run.
 
     A state directory without work is accepted from any run.
@@ -185,6 +191,7 @@ def claim_state(state: Path, identity: Mapping[str, object], *, force: bool = Fa
     Args:
         identity: All values that decide the result of the run. Runs with equal values are the same run.
         force: Whether to remove the work of another run.
+        may_fall: Names of the values that may be smaller than those of an existing run. The run keeps its identity.
 
     Raises:
         UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
@@ -195,8 +202,12 @@ def claim_state(state: Path, identity: Mapping[str, object], *, force: bool = Fa
     before = None
     with contextlib.suppress(UserError):
         before = read_object(record)
-    if before is not None and not _differing(before, this_run):
-        return
+    if before is not None:
+        fallen = _fallen(before, this_run, may_fall)
+        if not _differing(before, this_run | {name: before[name] for name in fallen}):
+            for name in fallen:
+                note(f"{state} continues with {name} = {this_run[name]} in place of {before[name]}")
+            return
     with writing(state):
         if any(file.name != STATE_RECORD for file in state.glob("[!.]*")):
             if not force:
@@ -265,6 +276,18 @@ def _difference(state: Path, before: dict[str, object] | None, this_run: dict[st
 def _differing(before: Mapping[str, object], this_run: Mapping[str, object]) -> list[str]:
     """Return the names of the settings whose values differ. A missing setting equals null."""
     return [key for key in sorted({*before, *this_run}) if before.get(key) != this_run.get(key)]
+
+
+def _fallen(
+    before: Mapping[str, object], this_run: Mapping[str, object], names: Sequence[str]
+) -> list[str]:
+    """Return the names whose values are numbers in both runs, and smaller in this run."""
+    fallen = []
+    for name in names:
+        was, now = before.get(name), this_run.get(name)
+        if isinstance(was, int | float) and isinstance(now, int | float) and now < was:
+            fallen.append(name)
+    return fallen
 
 
 def _beside(path: Path, suffix: str) -> Path:

@@ -90,10 +90,12 @@ class Output:
         """Return the path of the state directory, in which an unfinished run keeps its work."""
         return state_directory(self.out)
 
-    def claim_state(self, inputs: Sequence[Path]) -> None:
+    def claim_state(self, inputs: Sequence[Path], *, may_fall: Sequence[str] = ()) -> None:
         """Make the state directory, or check that it belongs to a run with the same settings and inputs.
 
-        inputs: Files and directories that the command reads.
+        Args:
+            inputs: Files and directories that the command reads.
+            may_fall: Names of the settings that may be smaller than in the unfinished run.
 
         Raises:
             UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
@@ -102,7 +104,7 @@ class Output:
             "command": self.command,
             "inputs": [provenance.fingerprint(path) for path in inputs],
         }
-        claim_state(self.state, settings, force=self.force)
+        claim_state(self.state, settings, force=self.force, may_fall=may_fall)
 
     @contextlib.contextmanager
     def directory(self) -> Iterator[Path]:

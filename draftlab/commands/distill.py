@@ -234,6 +234,11 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
             lambda c: c.compares_with_target,
             "leave it out, because --loss ce does not use a target",
         ),
+        Only(
+            ("temperature",),
+            lambda c: c.server is None,
+            "leave it out, because a server lists the target's probabilities at temperature 1",
+        ),
         Only(("api_key_file", "top_logprobs"), lambda c: c.server, "needs --server URL"),
         Only(
             ("target",),
@@ -431,7 +436,15 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
     slack, offsets, lengths = result.after.slack, result.after.offsets, result.lengths
     if before is not None and after is not None:
         more = f" (up to {slack:.3f} higher in truth, because only the most probable tokens were stored)"
-        gain = f"held-out acceptance {before:.3f} -> {after:.3f}"
+        served = result.after.temperature
+        at = (
+            ""
+            if served == 1
+            else f" at temperature {served:g}"
+            if served
+            else " at temperature 0 (greedy)"
+        )
+        gain = f"held-out acceptance{at} {before:.3f} -> {after:.3f}"
         lines.append(gain + (more if slack > 0.001 else ""))
     if offsets:
         lines.append(
@@ -451,6 +464,11 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
             )
     config = output.config
     assert isinstance(config, DistillConfig)
+    if result.skipped_steps:
+        lines.append(
+            f"{result.skipped_steps:,} of {config.steps:,} steps were skipped, because their loss or gradient norm was "
+            "not finite"
+        )
     drafter = f"--drafter {config.student.kind}:heads={output.out}"
     if config.student.starts_from_draft:
         drafter = f"--draft {output.out}"

@@ -191,7 +191,8 @@ def claim_state(
     Args:
         identity: All values that decide the result of the run. Runs with equal values are the same run.
         force: Whether to remove the work of another run.
-        may_fall: Names of the values that may be smaller than those of an existing run. The run keeps its identity.
+        may_fall: Names of the values that may be smaller than those of an existing run, which then keeps its identity.
+            With force, they must be equal, too.
 
     Raises:
         UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
@@ -203,7 +204,7 @@ def claim_state(
     with contextlib.suppress(UserError):
         before = read_object(record)
     if before is not None:
-        fallen = _fallen(before, this_run, may_fall)
+        fallen = [] if force else _fallen(before, this_run, may_fall)
         if not _differing(before, this_run | {name: before[name] for name in fallen}):
             for name in fallen:
                 note(f"{state} continues with {name} = {this_run[name]} in place of {before[name]}")

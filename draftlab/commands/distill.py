@@ -119,7 +119,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
     )
     steps: int = option(500, "Number of optimizer steps.", ge=1, panel=TRAINING)
     batch_size: int = option(
-        16, "Number of sequences per step, over all processes.", ge=1, panel=TRAINING
+        16, "Number of sequences per step, over all processes.", ge=1, le=1 << 16, panel=TRAINING
     )
     seq_len: int = option(256, "Length of each sequence in tokens.", ge=8, panel=TRAINING)
     optimizer: Optimizer = advanced_option(

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -178,7 +178,12 @@ def state_directory(out: Path) -> Path:
 
 
 def claim_state(
-    state: Path, identity: Mapping[str, object], *, date: str = "", force: bool = False
+    state: Path,
+    identity: Mapping[str, object],
+    *,
+    date: str = "",
+    force: bool = False,
+    may_fall: Sequence[str] = (),
 ) -> str:
     """Make the state directory of a run, or check that an existing state directory belongs to this run.
 
@@ -189,6 +194,8 @@ def claim_state(
             fingerprints by name.
         date: Date of this start, in ISO format. It is stored, and does not decide whether a run is the same.
         force: Whether to remove the work of another run.
+        may_fall: Names of the values that may be smaller than those of an existing run, which then keeps its identity.
+            With force, they must be equal, too.
 
     Raises:
         UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
@@ -200,8 +207,12 @@ def claim_state(
     with contextlib.suppress(UserError):
         before = read_object(record)
     started = str(before.pop("date", date)) if before is not None else date
-    if before is not None and not differing(before, this_run):
-        return started
+    if before is not None:
+        fallen = [] if force else _fallen(before, this_run, may_fall)
+        if not differing(before, this_run | {name: before[name] for name in fallen}):
+            for name in fallen:
+                note(f"{state} continues with {name} = {this_run[name]} in place of {before[name]}")
+            return started
     with writing(state):
         if any(file.name != STATE_RECORD for file in state.glob("[!.]*")):
             if not force:
@@ -279,6 +290,18 @@ def _difference(state: Path, before: dict[str, object] | None, this_run: dict[st
 def differing(before: Mapping[str, object], this_run: Mapping[str, object]) -> list[str]:
     """Return the names of the settings or inputs whose values differ. A missing value equals null."""
     return [key for key in sorted({*before, *this_run}) if before.get(key) != this_run.get(key)]
+
+
+def _fallen(
+    before: Mapping[str, object], this_run: Mapping[str, object], names: Sequence[str]
+) -> list[str]:
+    """Return the names whose values are numbers in both runs, and smaller in this run."""
+    fallen = []
+    for name in names:
+        was, now = before.get(name), this_run.get(name)
+        if isinstance(was, int | float) and isinstance(now, int | float) and now < was:
+            fallen.append(name)
+    return fallen
 
 
 def _beside(path: Path, suffix: str) -> Path:

@@ -104,16 +104,22 @@ class Output:
                 self._inputs[str(path)] = provenance.fingerprint(path)
         return dict(self._inputs)
 
-    def claim_state(self, paths: Sequence[Path]) -> None:
+    def claim_state(self, paths: Sequence[Path], *, may_fall: Sequence[str] = ()) -> None:
         """Make the state directory, or check that it belongs to a run with the same settings and inputs.
 
-        A resumed run uses the date of its start. paths: Checkpoints and stored outputs that the command reads.
+        A resumed run uses the date of its start.
+
+        Args:
+            paths: Checkpoints and stored outputs that the command reads.
+            may_fall: Names of the settings that may be smaller than in the unfinished run.
 
         Raises:
             UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
         """
         settings = self.config.settings() | {"command": self.command, "inputs": self.inputs(paths)}
-        date = claim_state(self.state, settings, date=dates.run_date(), force=self.force)
+        date = claim_state(
+            self.state, settings, date=dates.run_date(), force=self.force, may_fall=may_fall
+        )
         dates.resume_date(date)
 
     @contextlib.contextmanager

@@ -167,16 +167,18 @@ def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before
 def _curve(log: Path) -> list[CurvePoint]:
     """Return the points of a training log: all evaluations, and at most CURVE_POINTS means over training steps.
 
-    The result is [] if the log is missing or damaged.
+    Steps whose loss is not finite are left out. The result is [] if the log is missing or damaged.
     """
     if not log.exists():
         return []
     try:
         lines = [line for _, line in read_json_lines(log)]
         points = [
-            CurvePoint.model_validate(line | {"heldout": "grad_norm" not in line}) for line in lines
+            CurvePoint.model_validate(line | {"heldout": "grad_norm" not in line})
+            for line in lines
+            if line["loss"] is not None
         ]
-    except (TypeError, ValueError, UserError):
+    except (KeyError, TypeError, ValueError, UserError):
         note(f"{log} is damaged, so reports will not show the training curve of this run")
         return []
     steps = [point for point in points if not point.heldout]

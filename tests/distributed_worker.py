@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import gather_object
 from builders import build, setup
 from safetensors.torch import save_file
+from test_bad_steps import go, student
 from test_masks import SETTINGS, smaller
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,7 +29,7 @@ from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import DistillStep
 from draftlab.training.on_policy import StudentBatches
 from draftlab.training.teachers import LocalTeacher, shard_by_layer
-from draftlab.training.trainer import EvalRecord, train
+from draftlab.training.trainer import EvalRecord, StepRecord, train
 from draftlab.trust import remote_code
 
 HAVE = Shape(layers=5, hidden=64, heads=8, kv_heads=4, head_dim=12, ffn=88, vocab=307)
@@ -86,6 +87,14 @@ def distilled(out: Path) -> dict[str, Tensor]:
     assert metrics.index(max(metrics)) == len(metrics) - 1
     process_state().wait_for_everyone()
     return best_weights(state, "student")
+
+
+def skipping(out: Path) -> dict[str, Tensor]:
+    """Weights after a run in which one row of two steps has an infinite gradient, and which steps were skipped."""
+    seen = go(student(), out.with_suffix(".skipping"), 2, 5)
+    skipped = [record.skipped for record, _ in seen if isinstance(record, StepRecord)]
+    named = {str(number): weight for number, weight in enumerate(seen[-1][1])}
+    return named | {"skipped": torch.tensor(skipped).int()}
 
 
 def gradients(sharded: bool) -> dict[str, Tensor]:
@@ -168,6 +177,7 @@ def whole(tensor: Tensor) -> Tensor:
 def main(out: Path, *chosen: str) -> None:
     sharded = "RANK" in os.environ
     kinds = {"train": trained, "distil": distilled, "step": lambda _: gradients(sharded)}
+    kinds["skip"] = skipping
     kinds |= {
         "write": lambda _: written(sharded=False),
         "write-sharded": lambda _: written(sharded),

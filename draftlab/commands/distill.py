@@ -119,7 +119,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
     )
     steps: int = option(500, "Number of optimizer steps.", ge=1, panel=TRAINING)
     batch_size: int = option(
-        16, "Number of sequences per step, over all processes.", ge=1, panel=TRAINING
+        16, "Number of sequences per step, over all processes.", ge=1, le=1 << 16, panel=TRAINING
     )
     seq_len: int = option(256, "Length of each sequence in tokens.", ge=8, panel=TRAINING)
     optimizer: Optimizer = advanced_option(
@@ -235,6 +235,11 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
             "leave it out, because --loss ce does not use a target",
         ),
         shared.KEY_RULE,
+        Only(
+            ("temperature",),
+            lambda c: c.server is None,
+            "leave it out, because a server lists the target's probabilities at temperature 1",
+        ),
         Only(("top_logprobs",), lambda c: c.server, "needs --server URL"),
         Only(
             ("target",),
@@ -435,7 +440,15 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
     slack, offsets, lengths = result.after.slack, result.after.offsets, result.lengths
     if before is not None and after is not None:
         more = f" (up to {slack:.3f} higher in truth, because only the most probable tokens were stored)"
-        gain = f"held-out acceptance {before:.3f} -> {after:.3f}"
+        served = result.after.temperature
+        at = (
+            ""
+            if served == 1
+            else f" at temperature {served:g}"
+            if served
+            else " at temperature 0 (greedy)"
+        )
+        gain = f"held-out acceptance{at} {before:.3f} -> {after:.3f}"
         lines.append(gain + (more if slack > 0.001 else ""))
     if offsets:
         lines.append(
@@ -455,6 +468,11 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
             )
     config = output.config
     assert isinstance(config, DistillConfig)
+    if result.skipped_steps:
+        lines.append(
+            f"{result.skipped_steps:,} of {config.steps:,} steps were skipped, because their loss or gradient norm was "
+            "not finite"
+        )
     drafter = f"--drafter {config.student.kind}:heads={output.out}"
     if config.student.starts_from_draft:
         drafter = f"--draft {output.out}"

@@ -106,7 +106,7 @@ class PruneConfig(OutputConfig, CheckpointSettings):
         300, "Number of optimizer steps that train the masks.", ge=1, panel=TRAINING
     )
     batch_size: int = advanced_option(
-        16, "Number of sequences per step, over all processes.", ge=1, panel=TRAINING
+        16, "Number of sequences per step, over all processes.", ge=1, le=1 << 16, panel=TRAINING
     )
     lr: float | None = advanced_option(
         None,

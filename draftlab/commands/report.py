@@ -36,9 +36,12 @@ class ReportConfig(Config):
     min_speedup: float | None = option(
         None,
         "Exit with code 3 if the fastest draft has a lower speed-up over plain decoding than this, prefill included.",
+        ge=0,
     )
     min_acceptance_length: float | None = option(
-        None, "Exit with code 3 if the fastest draft has fewer tokens per target pass than this."
+        None,
+        "Exit with code 3 if the fastest draft has fewer tokens per target pass than this.",
+        ge=0,
     )
 
     def resolved(self) -> Self:

@@ -155,6 +155,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         None,
         "Exit with code 3 if any draft, at any batch size, has a lower speed-up over plain decoding than this, prefill "
         "included.",
+        ge=0,
     )
 
     only = (

@@ -40,6 +40,7 @@ Reads = Literal["text", "tasks", "path", "nothing"]
 TRUST = "trust_remote_code"
 # largest K (drafted tokens per step) that options accept; the cost of tables and loops grows with K
 MAX_K = 1_000
+LARGEST = 10**9  # largest absolute value of a number whose option has no bound of its own
 
 
 def option(
@@ -156,6 +157,23 @@ class Only:
     reason: str
 
 
+def check_numbers(options: BaseModel) -> None:
+    """Check that no number is above LARGEST, unless its field has a bound of its own.
+
+    Raises:
+        ValueError: A number is larger. pydantic reports it.
+    """
+    for name, field in type(options).model_fields.items():
+        value = options.__dict__[name]
+        numbers = value if isinstance(value, list) else [value]
+        for number in numbers:
+            if not isinstance(number, int | float) or bound(field, "le") is not None:
+                continue
+            if abs(number) > LARGEST:
+                flag = type(options).flag(name) if isinstance(options, Config) else name
+                raise ValueError(f"{flag} {one_line(number, 80)}: must be at most {LARGEST:,}")
+
+
 class Config(BaseModel):
     """Settings of one command."""
 
@@ -226,6 +244,11 @@ class Config(BaseModel):
                 f"--config {path}: the file must hold settings of draftlab {command}, one NAME: VALUE per line"
             )
         return settings
+
+    @model_validator(mode="after")
+    def _numbers_in_range(self) -> Self:
+        check_numbers(self)
+        return self
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:

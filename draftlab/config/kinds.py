@@ -10,10 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    ValidationError,
+    model_validator,
+)
 from typing_extensions import Self
 
-from draftlab.config.base import parsed
+from draftlab.config.base import check_numbers, parsed
 from draftlab.errors import UserError, about, did_you_mean
 from draftlab.model import Mode, hub
 from draftlab.reading import validation_text
@@ -28,6 +35,11 @@ class KindSpec(BaseModel):
     kind: ClassVar[str]
 
     text: str
+
+    @model_validator(mode="after")
+    def _numbers_in_range(self) -> Self:
+        check_numbers(self)
+        return self
 
     @classmethod
     def of(cls, **options: Any) -> Self:

@@ -105,7 +105,7 @@ def dtype(**others: Any) -> Any:
 
 
 def seed() -> Any:
-    return advanced_option(0, "Seed of all random choices.")
+    return advanced_option(0, "Seed of all random choices.", ge=0, le=2**32 - 1)
 
 
 def threads() -> Any:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, PositiveInt
 
+from draftlab.config.base import MAX_K
 from draftlab.drafters import DrafterSpec, drafter, split_at
 from draftlab.drafters.model import DraftModelSpec
 
@@ -27,7 +28,7 @@ class GateSpec(DrafterSpec):
     min_match: Annotated[list[PositiveInt], split_at("x")] = Field(
         [2, 1, 3], min_length=3, max_length=3
     )
-    draft_tokens: int | None = Field(None, ge=1)
+    draft_tokens: int | None = Field(None, ge=1, le=MAX_K)
 
     def after_lookup(self, longest: int, drafter: "Drafter", vocab: int) -> "Drafter":
         """Return a drafter that tries prompt lookup, and then `drafter`.

@@ -53,7 +53,7 @@ class NgramSpec(OutputsSpec):
     data: Source of the corpus. Default: the stored target outputs. Without them, the corpus comes from --data.
     """
 
-    order: int = Field(4, ge=2)
+    order: int = Field(4, ge=2, le=64)
     tokens: int = Field(2_000_000, ge=1)
     data: str = ""
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import Field
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -41,6 +40,7 @@ from draftlab.model.eagle import (
     sizes_of,
 )
 from draftlab.model.llama import Cache, rms_norm, rotary, rotary_tables, spread
+from draftlab.model.saving import save_finite
 from draftlab.model.size import ApproximateSize
 from draftlab.reading import reading
 
@@ -398,8 +398,8 @@ def write(folder: Path, content: Mapping[str, object], weights: Mapping[str, Ten
     dtype = checkpoint.dtype_name(weights["fc.weight"].dtype)
     whole = dict(content) | {"dtype": dtype, "torch_dtype": dtype}
     (folder / "config.json").write_text(json.dumps(whole, indent=2))
-    save_file(
-        {name: weight.cpu().contiguous() for name, weight in weights.items()}, folder / WEIGHTS
+    save_finite(
+        folder / WEIGHTS, {name: weight.cpu().contiguous() for name, weight in weights.items()}
     )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import torch
 from pydantic import Field, model_validator
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import Self
 
@@ -26,6 +26,7 @@ from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, hub
 from draftlab.model.checkpoint import check_finite, check_weight
 from draftlab.model.llama import ROPE_KINDS
+from draftlab.model.saving import save_finite
 from draftlab.model.shape import Shape
 from draftlab.reading import FileModel, reading
 
@@ -524,10 +525,8 @@ def write(
     ):  # speculators computes with zeros if the file has no embedding
         embedding = _target_embedding(target, config).to(head.weights["fc.weight"].dtype)
     tensors |= {} if embedding is None else {"embed_tokens.weight": embedding}
-    save_file(
-        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-        folder / WEIGHTS,
-    )
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_finite(folder / WEIGHTS, whole)
     dtype = checkpoint.dtype_name(head.weights["fc.weight"].dtype)
     content = {
         "draft_vocab_size": config.draft_vocab,

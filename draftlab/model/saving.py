@@ -28,6 +28,28 @@ TOKENIZER_FILES = (
 SHARD_BYTES = 1_000_000_000  # largest size of a shard; only one shard is in memory at a time
 
 
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise UserError if a tensor that is about to be written has NaN or infinite values."""
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        raise UserError(
+            f"nothing is written, because {name} has NaN or infinite values in {dtype_name(tensor.dtype)}; train with "
+            "a smaller --lr, or start from a checkpoint that is stored as bfloat16 or float32"
+        )
+
+
+def save_finite(
+    file: Path, tensors: dict[str, Tensor], facts: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file. facts: Its metadata.
+
+    Raises:
+        UserError: A tensor has NaN or infinite values.
+    """
+    for name, tensor in tensors.items():
+        check_finite(name, tensor)
+    save_file(tensors, file, metadata=facts)
+
+
 def write_tensors(file: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> None:
     """Write a safetensors file with the metadata `facts` atomically. Raises UserError: the file cannot be written."""
     try:
@@ -53,7 +75,7 @@ def write_checkpoint(
 
     Raises:
         OSError: the disk is full or cannot be written.
-        UserError: the errors of copy_tokenizer.
+        UserError: a weight has NaN or infinite values, or the errors of copy_tokenizer.
     """
     try:
         dtypes, size = _save_sharded(directory, weights)
@@ -114,7 +136,7 @@ def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tup
     dtypes, total, number = set(), 0, 1
 
     def write() -> None:
-        save_file(shard, directory / f"shard-{number}.safetensors", metadata={"format": "pt"})
+        save_finite(directory / f"shard-{number}.safetensors", shard, {"format": "pt"})
         shard.clear()
 
     for name, tensor in weights:

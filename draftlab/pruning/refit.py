@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from draftlab.errors import UserError
 from draftlab.model.devices import exact, exact_products
 from draftlab.model.trimmed_head import only
 from draftlab.pruning.walk import Run, Walk
@@ -135,6 +136,7 @@ class Lockstep:
                         module, run, ["self_attn.o_proj", MLP_NORM], draft_streams, middle
                     )
                     self._refit_layer(module, run, ["mlp.down_proj"], draft_streams, streams)
+                self.draft.round_weights(module)
                 draft_streams = [run(stream) for stream in draft_streams]
                 advance(after)
                 yield from self.draft.tensors(f"model.layers.{j}")
@@ -161,6 +163,10 @@ class Lockstep:
         ratios = torch.cat(
             [_rms(self._project(s)) / _rms(s.float()) for s in streams[: self.fitted]], 1
         )
+        if not ratios.mean().isfinite():
+            raise UserError(
+                "--refit: the residual stream of the source is not finite on this text; use another --source or --data"
+            )
         norm.get_parameter("weight").data.mul_(ratios.mean())
 
     def _refit_layer(
@@ -207,6 +213,7 @@ class Lockstep:
                         yield features[0].float(), error
 
                 _fit_matrix(model.get_submodule("lm_head"), pairs(), self.fitted, self.refit.ridge)
+            self.draft.round_weights(model)
             rows = zip(streams[self.fitted :], draft_streams[self.fitted :], heldout, strict=True)
             self.agreement = _agreement(
                 ((source_logits(s), draft_logits(d), ids) for s, d, ids in rows), self.head_ids
@@ -291,11 +298,14 @@ def _rms(x: Tensor) -> Tensor:
 def _agreement(
     rows: Iterator[tuple[Tensor, Tensor, Tensor]], head_ids: list[int] | None
 ) -> Agreement:
-    """Compare the draft with the source by their logits.
+    """Compare the draft, as it is written, with the source by their logits.
 
     Args:
         rows: For each chunk, the logits of source and draft, [1, T, V] each, and the token ids, [1, T + 1].
         head_ids: Token ids of the draft's trimmed head. None for a complete head.
+
+    Raises:
+        UserError: Logits are not finite.
     """
     sums, tokens, predictable = torch.zeros(4, dtype=torch.float64), 0, 0
     for source, draft, ids in rows:
@@ -314,6 +324,10 @@ def _agreement(
         sums += torch.stack(terms).cpu()
         tokens += len(targets)
         predictable += int(inside.sum())
+    if not sums.isfinite().all():
+        raise UserError(
+            "the logits of source or draft are not finite on held-out text; use another --source, or --refit none"
+        )
     source_ce, draft_ce = (sums[:2] / max(1, predictable)).tolist()
     acceptance, top1 = (sums[2:] / tokens).tolist()
     return Agreement(

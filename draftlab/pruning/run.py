@@ -246,17 +246,26 @@ class Prune:
             )
             return self._record(work, keep, size, None)
 
-    def write(self, keep: Keep, basis: Tensor, weights: Mapping[str, Tensor]) -> PrunedDraft:
+    def write(
+        self, keep: Keep, basis: Tensor, weights: Mapping[str, Tensor], **facts: object
+    ) -> PrunedDraft:
         """Cut the selected parts from the source, refit the draft, and write it.
 
         Args:
             keep: Indices of the source to keep.
             basis: Map from the source's residual stream to the draft's, [source's hidden size, draft's hidden size].
             weights: The source's weights before the cut. They may be rotated or multiplied by masks.
+            facts: Further notes for draftlab.json.
         """
         source, head = self.source, self._head
         draft_config = source.config_for(self.shape, keep.layers)
-        draft = Walk(Cut(weights, self.shape, keep), draft_config, source.dtype, source.device)
+        draft = Walk(
+            Cut(weights, self.shape, keep),
+            draft_config,
+            source.dtype,
+            source.device,
+            stored=source.stored_dtype,
+        )
         lockstep = Lockstep(
             source.walk(),
             draft,
@@ -270,7 +279,7 @@ class Prune:
             tensors = lockstep.tensors(chunks, self._heldout, lambda done: advance(done, "layers"))
             stored = ((name, tensor.to("cpu", source.stored_dtype)) for name, tensor in tensors)
             size = saving.write_checkpoint(work, draft_config, stored, source.directory)
-            return self._record(work, keep, size, lockstep.agreement)
+            return self._record(work, keep, size, lockstep.agreement, **facts)
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
@@ -310,11 +319,11 @@ class Prune:
         return HeadIds(ids=ids, coverage=coverage)
 
     def _record(
-        self, work: Path, keep: Keep, size: int, agreement: Agreement | None
+        self, work: Path, keep: Keep, size: int, agreement: Agreement | None, **facts: object
     ) -> PrunedDraft:
         """Write draftlab.json, the kept indices and the ids of a trimmed head. Return the result of pruning."""
         (work / KEEP_FILE).write_text(keep.model_dump_json())
-        notes: dict[str, object] = {"params": self.shape.params()}
+        notes: dict[str, object] = {"params": self.shape.params(), **facts}
         if agreement is not None:
             notes["agreement"] = asdict(agreement)
         if self._head is not None:

@@ -20,6 +20,8 @@ class Walk:
     """A model that is run in steps: the embedding, each layer, then the head.
 
     The weights of a step are in memory only inside its `with` block. T is the same for all residual streams, [1, T, D].
+
+    stored: Dtype to which weights are rounded before the model runs, because they are written in it.
     """
 
     def __init__(
@@ -28,8 +30,10 @@ class Walk:
         config: dict[str, object],
         dtype: torch.dtype,
         device: torch.device,
+        stored: torch.dtype | None = None,
     ) -> None:
         self.weights, self.dtype, self.device = weights, dtype, device
+        self.stored = stored or dtype
         self.model = checkpoint.meta_model(config, dtype)
         self.decoder = self.model.get_submodule("model")
         self.layers = cast(nn.ModuleList, self.model.get_submodule("model.layers"))
@@ -94,13 +98,19 @@ class Walk:
         for key, tensor in self.model.get_submodule(name).state_dict().items():
             yield f"{name}.{key}", tensor
 
+    def round_weights(self, module: nn.Module) -> None:
+        """Round the weights of a loaded module, which may have changed, to the dtype in which they are written."""
+        for parameter in module.parameters():
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(self.stored).to(self.dtype)
+
     @contextlib.contextmanager
     def _loaded(self, name: str) -> Iterator[None]:
         module = self.model.get_submodule(name)
         tied = name == "lm_head" and "lm_head.weight" not in self.weights
         prefix = "model.embed_tokens" if tied else name
         tensors = {
-            key: self.weights[f"{prefix}.{key}"].to(self.device, self.dtype)
+            key: self.weights[f"{prefix}.{key}"].to(self.stored).to(self.device, self.dtype)
             for key in module.state_dict()
         }
         module.load_state_dict(tensors, assign=True)

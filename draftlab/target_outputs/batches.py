@@ -22,11 +22,19 @@ SHARDS_IN_MEMORY = 2
 
 
 def open_stored(
-    directory: Path, draft: Path, *, batch_size: int, temperature: float, seed: int | None = None
+    directory: Path,
+    draft: Path,
+    *,
+    batch_size: int,
+    temperature: float,
+    served: float = 1.0,
+    seed: int | None = None,
 ) -> "tuple[StoredBatches, HeldOut]":
     """Open a store of target outputs to train the model `draft`. Return the training batches and the held-out text.
 
     Args:
+        temperature: Temperature of the target's probabilities in the training batches.
+        served: Temperature of the target's probabilities in the held-out text.
         seed: Same as in StoredBatches.
 
     Raises:
@@ -41,8 +49,19 @@ def open_stored(
             f"{directory} has no held-out text; build a new store with draftlab outputs build --use distill"
         )
     heldout_size = finished_manifest(part).sequences
-    heldout = StoredBatches(part, heldout_size, temperature).batch(0)
+    heldout = StoredBatches(part, heldout_size, served).batch(0)
     return batches, HeldOut.of_counted(heldout, checkpoint.load_tokenizer(draft), batch_size)
+
+
+def stored_temperature(outputs: Path) -> float:
+    """Return the temperature at which evaluations on a store compare the distributions; 0 is greedy.
+
+    It is the temperature at which the target wrote the text, if the store has probabilities at this temperature.
+    Otherwise it is 1.
+    """
+    manifest = finished_manifest(outputs)
+    written = 1.0 if manifest.sampling is None else manifest.sampling.temperature
+    return written if written in (0.0, *manifest.temperatures) else 1.0
 
 
 class StoredBatches:

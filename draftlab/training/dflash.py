@@ -33,7 +33,7 @@ from draftlab.model.eagle import TargetSizes, read_tensors
 from draftlab.model.trimmed_head import output_head
 from draftlab.reading import reading
 from draftlab.training.checkpointer import load_or_make
-from draftlab.training.eagle import costs, open_teacher, texts_of
+from draftlab.training.eagle import costs, open_teacher, served_temperature, texts_of
 from draftlab.training.eagle_head import StatesStudent, TargetPass
 from draftlab.training.eagle_start import sample
 from draftlab.training.fused_loss import chosen
@@ -339,6 +339,8 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenStuden
         batches=batches,
         heldout=heldout,
         loss=loss,
+        served=served_temperature(job),
+        rounded=student.rounded(target),
         objective=BlockObjective(student, loss, job.temperature, gamma, anchors),
     )
 

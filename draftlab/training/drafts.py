@@ -18,7 +18,7 @@ from draftlab.model.size import read_size, training_cost
 from draftlab.model.tokenizer import check_embeds, known_ids
 from draftlab.model.trimmed_head import trimmed_head_of
 from draftlab.servers.client import Server
-from draftlab.target_outputs.batches import open_stored
+from draftlab.target_outputs.batches import open_stored, stored_temperature
 from draftlab.target_outputs.store import logits_of, read_texts
 from draftlab.target_outputs.targets import check_server_tokenizer
 from draftlab.training import checkpointer, vocabulary
@@ -31,7 +31,7 @@ from draftlab.training.optimizers import training_dtype
 from draftlab.training.run import Distillation, OpenStudent
 from draftlab.training.teachers import ServedTeacher, StoredTeacher
 from draftlab.training.texts import HELDOUT_ROWS, Author, in_turns, target_text
-from draftlab.training.trainer import TrainingSetup
+from draftlab.training.trainer import TrainingSetup, rounded_to
 
 
 def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
@@ -81,7 +81,8 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenS
         )
     else:
         setup = _text_setup(job, student, draft, state, offsets)
-    setup = replace(setup, offsets=offsets)
+    dtype = checkpoint.stored_dtype(draft)
+    setup = replace(setup, offsets=offsets, rounded=rounded_to(dtype))
     if job.vocab is not None:
         if job.outputs is not None:
             texts = [output.ids for output in read_texts(job.outputs)]
@@ -92,7 +93,7 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenS
 
     def write(work: Path, state: Path) -> dict[str, object]:
         """Write the draft of the best evaluation, in the dtype in which --draft is stored."""
-        dtype, config = checkpoint.stored_dtype(draft), checkpoint.read_config(draft)
+        config = checkpoint.read_config(draft)
         if offsets is not None:
             config |= offsets.config
         trained = checkpointer.best_weights(state, "student")
@@ -139,8 +140,9 @@ def stored_setup(
         UserError: The vocabularies differ, or the outputs are unfinished, corrupt, or unusable at this temperature.
     """
     check_embeds(draft)
+    served = stored_temperature(outputs)
     batches, heldout = open_stored(
-        outputs, draft, batch_size=rows, temperature=temperature, seed=seed
+        outputs, draft, batch_size=rows, temperature=temperature, served=served or 1.0, seed=seed
     )
     return TrainingSetup(
         teacher=StoredTeacher(batches.manifest.vocab),
@@ -148,6 +150,7 @@ def stored_setup(
         heldout=heldout,
         loss=parse_loss(loss),
         temperature=temperature,
+        served=served,
     )
 
 
@@ -189,6 +192,7 @@ def _text_setup(
         heldout=heldout,
         loss=loss,
         temperature=job.temperature,
+        served=job.text.served,
     )
     if author is None or not loss.needs_teacher:
         return setup

@@ -21,6 +21,7 @@ from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.shape import format_count
 from draftlab.model.size import read_size
 from draftlab.model.trimmed_head import frequent_ids
+from draftlab.target_outputs.batches import stored_temperature
 from draftlab.target_outputs.outputs import TargetOutput, heldout_numbers, padded
 from draftlab.target_outputs.store import check_tokenizer, heldout_part, read_texts
 from draftlab.training.checkpointer import load_or_make, select_device
@@ -180,12 +181,16 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenStudent
     teacher = open_teacher(job, head.layer_ids, ids)
     student = start_head(head, begun, teacher, batches, job.loop, job.text.seq_len, state)
     loss, chain = parse_loss(job.loss), spec.ttt_steps
+    served = served_temperature(job)
     judged = [within_chains(batch, chain) for batch in heldout.batches]
     setup = TrainingSetup(
         teacher=teacher,
         batches=ChainBatches(batches, chain),
         heldout=replace(heldout, batches=judged),
         loss=loss,
+        served=served,
+        judge=teacher.at(served or 1.0),
+        rounded=student.rounded(target),
         objective=EagleObjective(student, teacher.ids, loss, job.temperature, chain),
     )
 
@@ -207,6 +212,11 @@ def open_teacher(job: Distillation, layer_ids: tuple[int, ...], ids: Tensor | No
     dtype = training_dtype(job.loop.dtype)
     model = checkpoint.load_model(job.target, dtype, device, job.hardware.device_map)
     return EagleTeacher(model, layer_ids, ids, job.temperature, device)
+
+
+def served_temperature(job: Distillation) -> float:
+    """Return the temperature at which the head will run: that of the target's text, and otherwise 1."""
+    return job.text.served if job.outputs is None else stored_temperature(job.outputs)
 
 
 def texts_of(job: Distillation, target: Path, state: Path) -> tuple[Batches, HeldOut]:

@@ -10,7 +10,8 @@ Shapes: B rows, T positions, N tokens that count in the loss, L steps, D hidden,
 target that the head reads, H query heads, C head_dim, V vocab, W draft vocab.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +38,7 @@ from draftlab.training.fused_loss import Dense
 from draftlab.training.losses import Loss, wide
 from draftlab.training.objectives import Objective
 from draftlab.training.teachers import LocalTeacher, logits_of
+from draftlab.training.trainer import rounded_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,19 @@ class StatesStudent(nn.Module):
         """Return the weights to store. fc.weight is divided by `scale`, so the stored head reads undivided states."""
         tensors = self.state_dict()
         return tensors | {"fc.weight": tensors["fc.weight"] / self.scale}
+
+    def rounded(self, target: Path) -> Callable[[str, Tensor], Tensor] | None:
+        """Return TrainingSetup.rounded for weights that are stored in the dtype of the target (see `weights`)."""
+        rounded = rounded_to(checkpoint.stored_dtype(target))
+        if rounded is None:
+            return None
+
+        def value(name: str, weight: Tensor) -> Tensor:
+            if name == "fc.weight":
+                return rounded(name, weight / self.scale) * self.scale
+            return rounded(name, weight)
+
+        return value
 
     def best_weights(self, state: Path, target: Path) -> dict[str, Tensor]:
         """Load the weights of the best evaluation, and return the weights to store, in the dtype of the target.
@@ -377,6 +392,12 @@ class EagleTeacher:
         """Return the rows of the target's lm_head that belong to the W draft ids, [W, E]."""
         weight = output_head(self.model).get_parameter("weight").detach()
         return weight[self.ids.to(weight.device)].to(self.device)
+
+    def at(self, temperature: float) -> "EagleTeacher":
+        """Return this teacher for measurements at another temperature. Both share the model."""
+        other = copy.copy(self)
+        other.temperature = temperature
+        return other
 
     @torch.no_grad()
     def distributions(self, batch: Batch) -> TargetPass:

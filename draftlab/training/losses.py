@@ -25,6 +25,7 @@ from draftlab.registry import CROSS_ENTROPY, LOSSES
 
 # below this alpha, -log alpha is continued as a constant, because its gradient has no bound
 LOWEST_ALPHA = 1e-5
+LARGEST_WEIGHT = 1e6  # a larger weight overflows gradients in float32
 SWITCH = 0.2  # share of a run after which ``a -> b`` switches from a to b
 
 
@@ -235,7 +236,8 @@ def _phase(text: str, until: float = 1.0, then: Loss | None = None) -> Loss:
     terms, ce = [], 0.0
     for part in text.split("+"):
         factor, star, name = part.rpartition("*")
-        weight = _number(factor, f"weight of the loss {name.strip()!r}: ") if star else 1.0
+        where = f"weight of the loss {name.strip()!r}: "
+        weight = _number(factor, where, LARGEST_WEIGHT) if star else 1.0
         name = name.strip().lower()
         if name == CROSS_ENTROPY:
             ce += weight

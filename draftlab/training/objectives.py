@@ -148,9 +148,11 @@ class Objective(nn.Module):
         progress: Share of the training steps that are done. Schedules depend on it.
         depths: Rule for how many tokens are predicted from each position. None predicts the next token.
         temperature: Temperature of both distributions in the divergence.
+        served: Temperature of both distributions without gradients, as in evaluation. It is above 0.
     """
 
     takes_packed = False
+    served = 1.0
     rates: Mapping[str, float] = MappingProxyType({})
     progress = 0.0
     depths: Depths | None = None
@@ -181,8 +183,9 @@ class Objective(nn.Module):
         Only the sixth sum has a gradient. For the other arguments, see fused_loss.
         """
         loss = self.loss.at(self.progress)
+        temperature = self.temperature if torch.is_grad_enabled() else self.served
         sums = fused_loss(
-            hidden, head, labels, weights, teacher, loss, self.temperature, trimmed=trimmed
+            hidden, head, labels, weights, teacher, loss, temperature, trimmed=trimmed
         )
         return torch.stack([*(value.detach() for value in sums), sums.objective + penalty])
 

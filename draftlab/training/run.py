@@ -90,6 +90,9 @@ class TrainingResult:
         tokens: Number of predictions in all steps.
         seconds: Time of all steps. Steps before a resume count, too.
         bits_per_byte: Cross-entropy of `after` in bits per byte of held-out text.
+        skipped_steps: Number of steps that were skipped, because their loss or gradient norm was not finite.
+        lr_from_step: First step with the learning rate of the settings. It is above 1 if the run was resumed with a
+            smaller rate.
         lengths: Tokens per target pass for every K. Empty if they were not measured.
         notes: Facts that the student adds to draftlab.json.
     """
@@ -99,6 +102,8 @@ class TrainingResult:
     tokens: int
     seconds: float
     bits_per_byte: float
+    skipped_steps: int = 0
+    lr_from_step: int = 1
     lengths: "list[LengthComparison]" = field(default_factory=list)
     notes: dict[str, object] = field(default_factory=dict)
 
@@ -111,11 +116,13 @@ class TrainingResult:
 def claimed_state(output: Output, paths: Sequence[Path]) -> Path:
     """Make the state directory, where checkpoints are written, or check that it belongs to this run. Return its path.
 
+    A run may be resumed with a smaller learning rate.
+
     Raises:
         UserError: The directory belongs to another run and --force is not set, or it cannot be written.
     """
     with process_state().main_process_first():
-        output.claim_state(paths)
+        output.claim_state(paths, may_fall=("lr",))
     return output.state
 
 
@@ -151,7 +158,8 @@ def fit(
             if log is not None:
                 log(record)
             if isinstance(record, StepRecord):
-                text = f"{record.tokens / record.seconds:,.0f} tokens/s, loss {record.loss:.3f}"
+                loss = "not finite" if record.loss is None else f"{record.loss:.3f}"
+                text = f"{record.tokens / record.seconds:,.0f} tokens/s, loss {loss}"
             else:
                 text = f"held out: {setup.heldout.bits_per_byte(record.cross_entropy):.3f} bits per byte"
             alpha = "" if record.acceptance is None else f", acceptance {record.acceptance:.3f}"
@@ -166,12 +174,20 @@ def fit(
     # max returns the first of equal evaluations, as Best does
     best = max(evals, key=lambda r: r.selection_metric)
     after = best if constraint is None else evals[-1]
+    skipped = sum(r.skipped for r in steps)
+    if skipped:
+        note(
+            f"{skipped} of {loop.steps} steps were skipped, because their loss or gradient norm was not finite"
+        )
+    earlier = [r.step for r in steps if r.lr != loop.rate(r.step - 1) * loop.lr]
     return TrainingResult(
         before=evals[0],
         after=after,
         tokens=sum(r.tokens for r in steps),
         seconds=sum(r.seconds for r in steps),
         bits_per_byte=setup.heldout.bits_per_byte(after.cross_entropy),
+        skipped_steps=skipped,
+        lr_from_step=max(earlier, default=0) + 1,
         lengths=[] if setup.length is None else setup.length.compare(evals[0].step, after.step),
     )
 

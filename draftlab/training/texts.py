@@ -56,6 +56,11 @@ class TrainingText:
     def generated(self) -> bool:
         return bool(self.shares.keys() & {"target", "draft"})
 
+    @property
+    def served(self) -> float:
+        """Return the temperature at which the draft will run: that of generated text, and otherwise 1."""
+        return self.temperature if self.generated else 1.0
+
     def open(self, model: Path, loop: Loop, *readers: Path) -> tuple[TokenBatches, HeldOut]:
         """Return the batches to train on and the held-out windows of the data.
 

@@ -7,7 +7,7 @@ for bit.
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from torch import Tensor
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from draftlab.console import note
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 TeacherModel = PreTrainedModel | Distributions | None
 MAX_GRAD_NORM = 1.0
+MOST_SKIPPED = 3  # number of skipped steps in a row that ends a run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,11 @@ class TrainingSetup:
     Attributes:
         teacher: The target's model, or a source of its distributions. None trains on the text alone.
         temperature: Temperature of both distributions in the divergence.
+        served: Temperature at which the draft will run. Evaluations compare the distributions at this temperature. With
+            0 (greedy), a token is accepted if it has the highest probability in both.
+        judge: Teacher of evaluations, if its distributions depend on the temperature. None takes `teacher`.
+        rounded: Function that returns the value with which a parameter is written, for its name and value. Evaluations
+            run with these values. None evaluates the weights as they are.
         length: Function that measures acceptance length in evaluations. None does not measure it.
         offsets: Offsets that a parallel draft learns. None for other students.
         objective: Module with the student and its loss. None makes a DistillStep, for students that are language
@@ -62,6 +70,9 @@ class TrainingSetup:
     heldout: HeldOut
     loss: Loss
     temperature: float = 1.0
+    served: float = 1.0
+    judge: Distributions | None = None
+    rounded: Callable[[str, Tensor], Tensor] | None = None
     length: "TargetTextEvaluator | None" = None
     offsets: Offsets | None = None
     objective: Objective | None = None
@@ -72,30 +83,36 @@ class StepRecord:
     """The record of one optimizer step.
 
     Attributes:
-        loss: Loss in nats per token.
+        loss: Loss in nats per token. None if it is not finite.
         acceptance: Mean acceptance probability, sum min(p, q), over tokens. None without a teacher.
         grad_norm: Norm of all gradients before clipping. None if it is not finite, or if DeepSpeed does not report it.
         lr: Learning rate.
         tokens: Number of predictions, over all processes.
+        skipped: Whether the weights did not change, because the loss or the gradient norm was not finite.
     """
 
     step: int
-    loss: float
+    loss: float | None
     acceptance: float | None
     grad_norm: float | None
     lr: float
     tokens: int
     seconds: float
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
     """The record of an evaluation on held-out text, with means over tokens. The student reads only tokens of the text.
 
+    The weights are those that would be written, rounded to the dtype of the written draft.
+
     For a parallel draft, `loss` is the mean over all offsets. Its cross-entropy, acceptance, agreement and slack are
     those of offset 1.
 
     Attributes:
+        temperature: Temperature of both distributions in the loss and the acceptance. With 0, the acceptance is the
+            agreement, and the loss is at temperature 1.
         acceptance: Mean acceptance probability. None without a teacher.
         agreement: Share of tokens at which student and teacher have the same argmax. None without a teacher.
         slack: If the teacher lists only its most probable tokens, the true acceptance is at most acceptance + slack.
@@ -107,6 +124,7 @@ class EvalRecord:
     tokens: int
     loss: float
     cross_entropy: float
+    temperature: float = 1.0
     acceptance: float | None = None
     agreement: float | None = None
     slack: float = 0.0
@@ -144,7 +162,8 @@ def train(
             the best.
 
     Raises:
-        UserError: The loss needs a teacher and there is none, the loss is not finite, or `state` cannot be written.
+        UserError: The loss needs a teacher and there is none, an evaluation or MOST_SKIPPED steps in a row are not
+            finite, or `state` cannot be written.
         Interrupted: SIGTERM or Ctrl-C, after a checkpoint was saved.
     """
     if setup.loss.needs_teacher and setup.teacher is None:
@@ -153,6 +172,7 @@ def train(
         )
     trainer = Trainer(student, setup, loop, state, constraint)
     start = trainer.training.restore(state)
+    trainer.started, trainer.saved = start is not None, start or 0
     if start is None:
         yield trainer.evaluate(0)
     elif start == loop.steps:
@@ -168,14 +188,28 @@ def train(
                 yield trainer.evaluate(done)
             if not ended:
                 trainer.reweigh(done)
-            stopping = trainer.in_any_process(received)
-            if done % loop.save_steps == 0 or stopping or ended:
-                trainer.training.save(state, done, ended=ended)
+            stopping = trainer.in_any_process(len(received))
+            due = done % loop.save_steps == 0 and not trainer.skipped.in_a_row
+            if due or stopping or ended:
+                trainer.save(done, ended=ended)
             if stopping:
                 raise Interrupted(
                     f"interrupted after step {done} of {loop.steps}; repeat the command to resume"
                 )
     trainer.accelerator.free_memory()
+
+
+class Skipped:
+    """The number of steps in a row, up to now, that were skipped. Checkpoints store it."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        vars(self).update(state_dict)
 
 
 class Trainer:
@@ -201,6 +235,7 @@ class Trainer:
         )
         self.accelerator = checkpointer.new_accelerator(training_dtype(loop.dtype), MAX_GRAD_NORM)
         student.train()
+        disable_dropout(student)
         vocab = _shared_vocab(student, setup.teacher)
         module = setup.objective or DistillStep(
             student, setup.loss, setup.temperature, vocab, constraint, setup.offsets
@@ -208,65 +243,143 @@ class Trainer:
         optimizers = optimizers_for(
             student, loop, constraint.groups() if constraint else [], module.rates
         )
-        for group in _groups(optimizers):
-            group["peak_lr"] = group["lr"]
+        # not in the groups, because a resumed run may have another rate than its checkpoint
+        self.peaks = [group["lr"] for group in _groups(optimizers)]
+        module.served = setup.served or 1.0
         self.module, *self.optimizers = self.accelerator.prepare(module, *optimizers)
         self.objective = self.accelerator.unwrap_model(self.module)
         register_fsdp_forward_method(self.module, "around")  # this has no effect without FSDP2
         if loop.torch_compile:
             student.get_decoder().compile()
         self.teacher = _prepare_teacher(setup.teacher, vocab, self.accelerator, loop.torch_compile)
+        self.judge = setup.judge or self.teacher
         self.packs = module.takes_packed and (self.teacher is None or self.teacher.takes_packed)
-        self.best = checkpointer.Best()
+        self.best, self.skipped = checkpointer.Best(), Skipped()
+        self.started, self.saved = (
+            False,
+            0,
+        )  # whether a step was taken, and the step of the newest checkpoint
         self.training = checkpointer.Training(
             accelerator=self.accelerator,
             module=self.module,
             optimizers=self.optimizers,
             counters=[
                 self.best,
+                self.skipped,
                 *([setup.batches] if isinstance(setup.batches, DynamicBatches) else []),
             ],
         )
 
     def evaluate(self, done: int) -> EvalRecord:
-        """Evaluate on held-out text. Save the weights if they are the best so far, or if there is a constraint."""
-        record = self._heldout(self.setup.heldout.batches, self.teacher, done)
-        if (length := self.setup.length) is not None:
-            accepted = self.objective.around(lambda: length(self.student, done))
-            record = replace(record, mean_acceptance_length=accepted)
+        """Evaluate on held-out text. Save the weights if they are the best so far, or if there is a constraint.
+
+        Raises:
+            UserError: The weights or the measurements are not finite.
+        """
+        self._check_weights(done)
+        with self._as_written():
+            record = self._heldout(self.setup.heldout.batches, self.judge, done)
+            if not math.isfinite(record.loss + record.cross_entropy):
+                raise self._diverged(f"the held-out loss after step {done}")
+            if (length := self.setup.length) is not None:
+                accepted = self.objective.around(lambda: length(self.student, done))
+                record = replace(record, mean_acceptance_length=accepted)
         metric = record.selection_metric if self.constraint is None else done
         self.best.offer(metric, done, self.accelerator, self.module, self.state)
         return record
 
     def step(self, index: int) -> StepRecord:
-        """Take one optimizer step."""
+        """Take one optimizer step. Skip it if the loss or the gradient norm is not finite.
+
+        Raises:
+            UserError: MOST_SKIPPED steps in a row are not finite. With DeepSpeed: this step is not finite, because
+                DeepSpeed changes the weights before the norm is known.
+        """
         started_at = time.perf_counter()
-        self.objective.progress = index / self.loop.steps
+        self.started, self.objective.progress = True, index / self.loop.steps
         parts = self._micro_batches(index)
         tokens = int(self._total(torch.tensor(sum(part.predictions for part in parts))))
         rate = self.loop.rate(index)
-        for group in _groups(self.optimizers):
-            group["lr"] = rate * group["peak_lr"]
+        for group, peak in zip(_groups(self.optimizers), self.peaks, strict=True):
+            group["lr"] = rate * peak
         sums = self._accumulate_gradients(parts, tokens)
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), MAX_GRAD_NORM)
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
         objective, _, alpha, *_ = (self._total(sums) / max(1, tokens)).tolist()
-        if not math.isfinite(objective):
-            raise UserError(
-                f"the loss is {objective} at step {index}; use a smaller --lr than {self.loop.lr:g}, or in distill "
-                "--training-dtype float32"
+        grad_norm = None if norm is None else float(norm)
+        finite = math.isfinite(objective) and math.isfinite(grad_norm or 0.0)
+        skipped = self.in_any_process(not finite)
+        for optimizer in self.optimizers:
+            if not skipped:
+                optimizer.step()
+            optimizer.zero_grad()
+        self.skipped.in_a_row = self.skipped.in_a_row + 1 if skipped else 0
+        if skipped:
+            quantity = "gradient norm" if math.isfinite(objective) else "loss"
+            most = (
+                1
+                if self.accelerator.distributed_type == DistributedType.DEEPSPEED
+                else MOST_SKIPPED
             )
+            if self.skipped.in_a_row == most:
+                raise self._diverged(f"the {quantity} at step {index + 1}")
+            note(f"step {index + 1} is skipped, because its {quantity} is not finite")
         return StepRecord(
             step=index + 1,
-            loss=objective,
-            acceptance=None if self.teacher is None else alpha,
+            loss=_finite(objective),
+            acceptance=None if self.teacher is None else _finite(alpha),
             tokens=tokens,
-            grad_norm=None if norm is None or not math.isfinite(norm) else float(norm),
+            grad_norm=None if grad_norm is None else _finite(grad_norm),
             lr=rate * self.loop.lr,
             seconds=time.perf_counter() - started_at,
+            skipped=skipped,
         )
+
+    def save(self, done: int, *, ended: bool) -> None:
+        """Write a checkpoint (see checkpointer.Training.save). Raises UserError: the weights are not finite."""
+        self._check_weights(done)
+        self.training.save(self.state, done, ended=ended)
+        self.saved = done
+
+    def _check_weights(self, done: int) -> None:
+        trained = [_local(p) for p in self.module.parameters() if p.requires_grad]
+        finite = torch.stack([torch.isfinite(weight).all() for weight in trained]).all()
+        if self.in_any_process(not finite):
+            raise self._diverged(f"a weight after step {done}")
+
+    def _diverged(self, quantity: str) -> UserError:
+        """Return the error of a run that cannot go on. quantity: The number that is not finite."""
+        if not self.started:
+            return UserError(
+                f"{quantity} is not finite before training; use another draft, target or text, or in distill "
+                "--training-dtype float32"
+            )
+        if not any(p.requires_grad for p in self.student.parameters()):
+            return UserError(f"{quantity} is not finite; use another --source or --data")
+        resumes = f", which resumes from step {self.saved}" if self.saved else ""
+        return UserError(
+            f"{quantity} is not finite; repeat the command with a smaller --lr than {self.loop.lr:g}{resumes}, or add "
+            "--force to start again"
+        )
+
+    @contextlib.contextmanager
+    def _as_written(self) -> Iterator[None]:
+        """Give the trained weights the values with which they are written, inside the `with` block.
+
+        The copies of the weights need as much memory as the gradients, which do not exist during an evaluation.
+        """
+        kept: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad():
+            for name, parameter in self.objective.student.named_parameters():
+                if self.setup.rounded is not None and parameter.requires_grad:
+                    weight = _local(parameter)
+                    kept.append((weight, weight.clone()))
+                    weight.copy_(self.setup.rounded(name, weight))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for weight, before in kept:
+                    weight.copy_(before)
 
     def reweigh(self, done: int) -> None:
         """Update the weights of the data mixture from held-out losses, if an update is due after `done` steps."""
@@ -278,9 +391,9 @@ class Trainer:
             }
             batches.reweigh(done, losses)
 
-    def in_any_process(self, received: list[int]) -> bool:
-        """Return whether any process received a signal, so that all processes save and stop at the same step."""
-        return bool(self._total(torch.tensor(len(received))))
+    def in_any_process(self, count: int) -> bool:
+        """Return whether `count` is above 0 in any process, so that all processes decide alike."""
+        return bool(self._total(torch.tensor(int(count))))
 
     def _micro_batches(self, index: int) -> list[Batch]:
         """Return the micro-batches of this process for a step.
@@ -342,18 +455,24 @@ class Trainer:
         self.module.train()
         totals, tokens = self._total(totals), self._total(tokens)
         means = totals / tokens.unsqueeze(1).clamp_min(1)
-        _, cross_entropy, alpha, slack, agreement, _ = means[0].tolist()
+        _, cross_entropy, _, slack, agreement, _ = means[0].tolist()
         record = EvalRecord(
             step=step,
             tokens=int(tokens.sum()),
             loss=float(totals[:, 0].sum() / tokens.sum()),
             cross_entropy=cross_entropy,
-            slack=slack,
+            temperature=self.setup.served,
         )
         if teacher is None:
             return record
-        offsets = tuple(means[:, 2].tolist()) if len(means) > 1 else ()
-        return replace(record, acceptance=alpha, agreement=agreement, offsets=offsets)
+        accepted = means[:, 2 if self.setup.served else 4].tolist()
+        return replace(
+            record,
+            acceptance=accepted[0],
+            slack=slack if self.setup.served else 0.0,
+            agreement=agreement,
+            offsets=tuple(accepted) if len(means) > 1 else (),
+        )
 
     def _sums(self, teacher: Distributions | None, batch: Batch) -> Tensor:
         device = self.accelerator.device
@@ -374,6 +493,36 @@ class Trainer:
         if self.accelerator.num_processes == 1:
             return values
         return cast(Tensor, self.accelerator.reduce(values.to(self.accelerator.device)))
+
+
+def rounded_to(dtype: torch.dtype) -> Callable[[str, Tensor], Tensor] | None:
+    """Return TrainingSetup.rounded for weights that are written in `dtype`. None if the dtype has all bits of fp32."""
+    return None if dtype.itemsize >= 4 else lambda _, weight: weight.to(dtype)
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set all dropout rates of a model to 0, and the noise of routers. config.json on disk is not changed.
+
+    Transformers reads the rates from modules, from attributes of modules and from the config.
+    """
+    owners: list[Any] = list(model.modules())
+    if isinstance(model, PreTrainedModel):
+        owners += [model.config, model.config.get_text_config()]
+    for owner in owners:
+        if isinstance(owner, nn.Dropout):
+            owner.p = 0.0
+        for name, value in list(vars(owner).items()):
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(owner, name, 0.0)
+
+
+def _local(weight: Tensor) -> Tensor:
+    """Return the part of a weight that this process has. FSDP2 shards the rows of weights."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _groups(optimizers: Iterable[torch.optim.Optimizer]) -> list[dict[str, Any]]:

@@ -19,8 +19,8 @@ A file holds one `NAME: VALUE` per line. Every output directory holds its settin
 of commands with the same names (`draftlab run recipes/quickstart.yaml`). Unknown names, values out of range and
 settings that do not go together are errors, reported before anything is loaded.
 
-`--help` shows the settings of the first table of each command; those under "Advanced" work in the same way. This page
-is generated (`make docs`).
+`--help` shows the settings of the first table of each command; those under "Advanced" work in the same way. A
+number without an upper bound here is at most 1,000,000,000. This page is generated (`make docs`).
 """
 
 
@@ -66,7 +66,7 @@ def values(field: Any) -> str:
         "float": "number",
     }.get(getattr(inner, "__name__", str(inner)), "text")
     limits = [(">=", bound(field, "ge")), (">", bound(field, "gt")), ("<=", bound(field, "le"))]
-    bounds = [f"{sign} {limit:g}" for sign, limit in limits if limit is not None]
+    bounds = [f"{sign} {limit:.12g}" for sign, limit in limits if limit is not None]
     return (
         name
         + (" " + ", ".join(bounds) if bounds else "")

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from draftlab.cli import app
 
 HERE = Path(__file__).parents[1]
-PATHS = os.pathsep.join(map(str, (HERE.parent, HERE, HERE / "prune")))
+PATHS = os.pathsep.join(map(str, (HERE.parent, HERE, HERE / "prune", HERE / "distill")))
 
 
 def launch(words: list[str], processes: int, where: Path, **environment: str) -> str:
@@ -66,10 +66,12 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 def test_two_processes_compute_what_one_does(tmp_path):
     alone, together = (
-        run(tmp_path / str(processes), processes, "train", "step") for processes in (1, 2)
+        run(tmp_path / str(processes), processes, "train", "step", "skip") for processes in (1, 2)
     )
-    for one, two in zip(alone, together, strict=True):
+    assert together[-1]["skipped"].tolist() == [n in (2, 5) for n in range(1, 10)]
+    for one in alone[:2]:
         assert any("log_odds" in name or "ffn" in name for name in one)
+    for one, two in zip(alone, together, strict=True):
         assert_close(two, one)
 
 

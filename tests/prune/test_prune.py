@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from builders import FAMILIES, PASS_ROUNDING, assert_rounds, build, logits_by_transformers
+from builders import FAMILIES, PASS_ROUNDING, assert_rounds, build, logits_by_transformers, rounding
 from errors import raises_option
 from safetensors.torch import load_file
 from small_files import copy_tokenizer, write_functions, write_prompts
@@ -253,7 +253,10 @@ def test_a_float16_source_is_cut_as_the_same_numbers_in_float32(halves, text, tm
     exact, rounded = (checkpoint.Weights(outs[name]) for name in ("float32", "float16"))
     assert (exact.dtype, rounded.dtype) == (torch.float32, torch.float16)
     if not checkpoint.is_fast(torch.bfloat16, CPU):
-        assert all(torch.equal(exact[name].half(), rounded[name]) for name in exact)
+        # later fits make up for the rounding of earlier weights
+        for name, wanted in exact.items():
+            allowed = rounding(torch.float16, wanted.shape[-1], float(wanted.abs().max()))
+            assert float((rounded[name].float() - wanted).abs().max()) <= allowed, name
         return
     # the source's passes round to 8 bits, which may decide between parts that matter alike: the draft agrees as well
     records = [provenance.read_record(place) for place in outs.values()]

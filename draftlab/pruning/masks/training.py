@@ -25,7 +25,7 @@ from draftlab.training.loop import Hardware, Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.optimizers import training_dtype
 from draftlab.training.reweighing import Reweighing
-from draftlab.training.run import claimed_state, fit
+from draftlab.training.run import TrainingResult, claimed_state, fit
 from draftlab.training.trainer import TrainingSetup
 
 LR = 1.0e-4  # learning rate of the trainer if the weights are frozen; masks have a separate rate
@@ -72,20 +72,22 @@ def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
     reference = training.reweighing.reference if training.reweighing is not None else None
     read = [source.directory, *([reference] if isinstance(reference, Path) else [])]
     state = claimed_state(cut.output, read)
-    keep, basis, weights = _select(source, cut.shape, cut.text, training, state)
+    keep, basis, weights, trained = _select(source, cut.shape, cut.text, training, state)
     if not is_main_process():
         return PrunedDraft(
             source=source.shape, shape=cut.shape, keep=keep, agreement=None, disk_bytes=0
         )
-    pruned = cut.write(keep, basis, weights)
+    pruned = cut.write(
+        keep, basis, weights, skipped_steps=trained.skipped_steps, lr_from_step=trained.lr_from_step
+    )
     remove_state(state)
     return pruned
 
 
 def _select(
     source: Source, shape: Shape, text: Text, training: MaskTraining, state: Path
-) -> tuple[Keep, Tensor, Mapping[str, Tensor]]:
-    """Train masks that cut the source to a shape. Return keep, basis and weights for Prune.write.
+) -> tuple[Keep, Tensor, Mapping[str, Tensor], TrainingResult]:
+    """Train masks that cut the source to a shape. Return keep, basis and weights for Prune.write, and measurements.
 
     state: Directory of checkpoints.
     """
@@ -93,7 +95,8 @@ def _select(
     student = _student(source, training)
     setup = _setup(source, text, training)
     with masked(student, masks, float(str(source.config["rms_norm_eps"]))):
-        fit(student, setup, training.loop(text.seed), state=state, what="masks", constraint=masks)
+        loop = training.loop(text.seed)
+        result = fit(student, setup, loop, state=state, what="masks", constraint=masks)
     with torch.no_grad():  # under FSDP the module has only a part of its parameters
         for name, trained in best_weights(state, "constraint").items():
             masks.get_parameter(name).copy_(trained)
@@ -102,7 +105,7 @@ def _select(
     weights = Folded(_trained_weights(source, training, state), source.shape, masks.deterministic())
     keep, hidden = masks.keep(), masks.deterministic().hidden.detach().cpu()
     # the basis maps the source's residual stream to the draft's, so it includes masks between 0 and 1
-    return keep, torch.diag(hidden)[:, keep.hidden], weights
+    return keep, torch.diag(hidden)[:, keep.hidden], weights, result
 
 
 def _setup(source: Source, text: Text, training: MaskTraining) -> TrainingSetup:

@@ -29,7 +29,7 @@ class DFlashStudent(HeadStudent):
     unused = HeadStudent.unused | {"vocab"}
     lr_share = 1.0  # gives 0.004; on the embedded target tiny, 0.008 was even better after 60 steps
     block_size: int = Field(8, ge=2, le=32)
-    num_layers: int | None = Field(None, ge=1)
+    num_layers: int | None = Field(None, ge=1, le=100)
     layer_ids: Layers = None
     mask_token_id: int | None = Field(None, ge=0)
     anchors: float = Field(0.125, gt=0, le=1)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from draftlab.config.kinds import StudentSpec, split_at, student
 from draftlab.errors import UserError
@@ -16,7 +16,7 @@ LARGEST_DEFAULT = (
     32_000  # largest default number of draft ids, as in heads of SafeAILab and speculators
 )
 
-Layers = Annotated[list[int] | None, split_at("+")]
+Layers = Annotated[list[NonNegativeInt] | None, split_at("+")]
 
 
 class HeadStudent(StudentSpec):

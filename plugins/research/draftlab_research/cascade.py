@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
+from draftlab.config.base import MAX_K
 from draftlab.drafters import drafter
 from draftlab.drafters.model import DraftModelSpec
 from draftlab.drafters.ngram import NgramSpec
@@ -22,7 +23,7 @@ class CascadeSpec(DraftModelSpec, NgramSpec):
     """
 
     inner: Literal["ngram", "prompt-lookup"] = "ngram"
-    inner_tokens: int = Field(2, ge=1)
+    inner_tokens: int = Field(2, ge=1, le=MAX_K)
 
     @model_validator(mode="after")
     def _corpus_is_used(self) -> Self:

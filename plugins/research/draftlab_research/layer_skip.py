@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 from typing_extensions import Self
 
 from draftlab.console import note
@@ -27,7 +27,7 @@ class LayerSkipSpec(OutputsSpec):
     """
 
     own_engine = True
-    layers: Annotated[list[int], split_at("+")] = Field([])
+    layers: Annotated[list[NonNegativeInt], split_at("+")] = Field([])
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:

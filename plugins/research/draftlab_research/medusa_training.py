@@ -28,7 +28,7 @@ from draftlab.training.objectives import DistillStep
 from draftlab.training.optimizers import training_dtype
 from draftlab.training.run import Distillation, OpenStudent
 from draftlab.training.teachers import logits_of
-from draftlab.training.trainer import TrainingSetup
+from draftlab.training.trainer import TrainingSetup, rounded_to
 from draftlab_research.drafting.medusa import apply_heads, write
 
 # forward KL divergence from the target's to the head's distribution of the same token
@@ -46,13 +46,15 @@ def open_heads(count: int, job: Distillation) -> OpenStudent:
     dtype, device = training_dtype(job.loop.dtype), select_device(job.hardware.device)
     student = Heads(FrozenTarget(checkpoint.load_model(target, dtype, device)), count).to(device)
     batches, heldout = job.text.open(target, job.loop)
-    setup = heads_setup(student, batches, heldout)
+    stored = checkpoint.stored_dtype(target)
+    setup = replace(heads_setup(student, batches, heldout), rounded=rounded_to(stored))
 
     def write_best(work: Path, state: Path) -> dict[str, object]:
         """Write the heads with the best evaluation. Return the held-out acceptance and agreement of each head."""
-        best, stored = best_weights(state, "student"), checkpoint.stored_dtype(target)
-        write(work, {name: weight.to(stored) for name, weight in best.items()}, target)
-        return {"heads": evaluate_heads(student, best, setup)}
+        best = best_weights(state, "student")
+        written = {name: weight.to(stored) for name, weight in best.items()}
+        write(work, written, target)
+        return {"heads": evaluate_heads(student, written, setup)}
 
     return OpenStudent(module=student, setup=setup, write=write_best)
 

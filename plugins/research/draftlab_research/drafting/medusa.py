@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from pydantic import Field
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -19,6 +19,7 @@ from draftlab.engine.generate import Draft, Drafter, TokenIds, draw_each
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import check_weight
 from draftlab.model.llama import Cache, Llama, rms_norm
+from draftlab.model.saving import save_finite
 from draftlab.reading import FileModel, read_model, reading
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.tree import Siblings, draft_levels, node_depths
@@ -94,10 +95,8 @@ def apply_heads(hidden: Tensor, heads: Tensor) -> Tensor:
 
 def write(folder: Path, heads: Mapping[str, Tensor], target: Path) -> None:
     """Write the weights of heads, and their manifest, to a folder. heads: Weights in the order of k, [D, D] each."""
-    save_file(
-        {f"{number:02d}": w.contiguous() for number, w in enumerate(heads.values(), 1)},
-        folder / WEIGHTS,
-    )
+    numbered = {f"{number:02d}": w.contiguous() for number, w in enumerate(heads.values(), 1)}
+    save_finite(folder / WEIGHTS, numbered)
     hidden = next(iter(heads.values())).shape[0]
     manifest = Manifest(heads=len(heads), hidden=hidden, target=provenance.fingerprint(target))
     (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2))

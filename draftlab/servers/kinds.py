@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from typing_extensions import Self
 
-from draftlab.config.server_rules import Acceptance
+from draftlab.config.server_rules import DecodingRule
 from draftlab.registry import SERVERS
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
@@ -291,9 +291,8 @@ class ServerKind:
     # kinds of drafts for which the server can change K with the number of requests
     changes_k: ClassVar[frozenset[DraftKind]] = frozenset()
 
-    # acceptance rules by variant, as in --server-rule NAME-VARIANT; "" is the default variant
-    rules: ClassVar[Mapping[str, Acceptance]] = {}
-    script_rule = ""  # variant in `rules` that the script starts
+    # decoding rules by variant, as in --server-rule NAME-VARIANT; script() starts the variant ""
+    rules: ClassVar[Mapping[str, DecodingRule]] = {}
 
     program = ""  # program that export --verify-with starts; empty: none
     # True: the server never drafts beyond max_tokens; False: it may, and then counts all tokens of the last step

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from draftlab.config.server_rules import Acceptance
+from draftlab.config.server_rules import DecodingRule
 from draftlab.errors import UserError
-from draftlab.sampling import SamplingParams
+from draftlab.sampling import Filter, SamplingParams
 from draftlab.servers import kinds
 from draftlab.servers.kinds import (
     ABOVE_ZERO,
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 BLOCK, K_BLOCK = (32, 256)  # number of weights in a block that shares a scale: plain types, K types
 LEAST_CONTEXT = 256  # smallest context of llama-server
+# order of llama.cpp's sampler chain
+SAMPLERS: tuple[Filter, ...] = ("top_k", "top_p", "min_p", "temperature")
 
 
 @server("llama.cpp")
@@ -41,7 +43,9 @@ class LlamaCpp(ServerKind):
     loads_gguf = True
     vocab_slack = 128
     heads = "loads it as GGUF (draftlab export --to llama.cpp), with --spec-type draft-eagle3"
-    rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}
+    rules: ClassVar[Mapping[str, DecodingRule]] = {
+        "": DecodingRule("match", draft=(), target=SAMPLERS)
+    }
     head_parts = frozenset({"norm_before_residual", "norm_before_fc"})
     program = "llama-server"
     cuts_last_step = True
@@ -167,7 +171,7 @@ class LlamaCpp(ServerKind):
             "min_p": sampling.min_p,
             "seed": sampling.seed,
             "ignore_eos": sampling.ignore_eos,
-            "samplers": ["top_k", "top_p", "min_p", "temperature"],
+            "samplers": list(SAMPLERS),
             "cache_prompt": False,
             "n_probs": 0 if k is None else max(1, k),
             "return_tokens": True,

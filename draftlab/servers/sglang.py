@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from draftlab.config.server_rules import Acceptance
+from draftlab.config.server_rules import DecodingRule
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
 from draftlab.servers import kinds
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from draftlab.model.eagle import HeadShape
 
 FLASHINFER_HEADS = (64, 128, 256)
+COLDEST = 1e-6  # SGLang decodes greedily at lower temperatures
 
 
 @server("sglang")
@@ -42,7 +43,15 @@ class SGLang(ServerKind):
     heads = "loads the directory as it is, with --speculative-algorithm EAGLE3"
     head_parts = frozenset({"norm_before_fc", "fc_norm", "norm_output", "sliding_window"})
     # SGLang samples from the target and accepts drafted tokens that match, because both of its thresholds are 1
-    rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}
+    rules: ClassVar[Mapping[str, DecodingRule]] = {
+        "": DecodingRule(
+            "match",
+            draft=(),
+            target=("temperature", "top_k", "top_p"),
+            refused={"min_p": "SGLang ignores it where it verifies drafted tokens"},
+            temperature=lambda sent: sent if sent >= COLDEST else 0.0,
+        )
+    }
     changes_k = frozenset({"EAGLE-3 head"})
     owned_by = "sglang"
     path = "/generate"

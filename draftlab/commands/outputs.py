@@ -359,13 +359,7 @@ def prepare_replay(
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     ks = config.k
     drafting = fill(
-        Drafting,
-        config,
-        k=max(ks),
-        rule=config.decoding,
-        dtype=dtype,
-        device=device,
-        target=target,
+        Drafting, config, k=max(ks), rule=config.decoding, dtype=dtype, device=device, target=target
     )
     for spec in drafters:
         check(store, spec, drafting)

@@ -229,7 +229,9 @@ class Rounding(FileModel):
 
 
 DRAFTERS = {
-    "prompt-lookup": "prompt lookup",
+    "latest-lookup": "prompt lookup",
+    "prompt-lookup": "prompt lookup of vLLM and transformers",
+    "ngram-simple": "prompt lookup of llama.cpp",
     "fallback": "prompt lookup followed by the draft",
     "ngram": "n-gram model",
     "suffix": "suffix decoding",

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from draftlab.config.kinds import DRAFTERS
+from draftlab.config.kinds import DRAFTERS, DrafterSpec
 from draftlab.console import note_if_slow
 from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
 from draftlab.errors import UserError
@@ -212,13 +212,14 @@ LABELS = {  # kind of candidate -> label; {} stands for the shape that the searc
     "fallback": "prompt lookup followed by draft model {}",
     "fallback-eagle": "prompt lookup followed by the EAGLE-3 head",
 }
-# kind of candidate -> name of its drafter, for kinds that servers run
+# kind of candidate -> names of its drafters, for kinds that servers run
 SERVED = {
-    "draft": "model",
-    "parallel": "parallel",
-    "eagle": "eagle",
-    "prompt-lookup": "prompt-lookup",
+    "draft": ("model",),
+    "parallel": ("parallel",),
+    "eagle": ("eagle",),
+    "prompt-lookup": ("prompt-lookup", "ngram-simple"),
 }
+OWN_LOOKUP = "latest-lookup"  # drafts more than the lookups of servers do
 # kinds of candidates that are cut from the target
 CUT = ("draft", "parallel", "trimmed", "fallback")
 HEADS = ("eagle", "fallback-eagle")
@@ -367,9 +368,18 @@ def served_by(server: str | None) -> list[str]:
     """Return the kinds of candidates that a server can run. None stands for draftlab's engine, which runs all kinds."""
     if server is None:
         return list(LABELS)
-    return [
-        kind for kind, name in SERVED.items() if server in DRAFTERS.get(name, "--for").served_by
-    ]
+    return [kind for kind in SERVED if _drafters(kind, server)]
+
+
+def lookup_of(server: str | None) -> DrafterSpec:
+    """Return the drafter of the candidate prompt-lookup: the server's own lookup, or the one of draftlab's engine."""
+    name = OWN_LOOKUP if server is None else _drafters("prompt-lookup", server)[0]
+    return DRAFTERS.get(name, "--for").of()
+
+
+def _drafters(kind: str, server: str) -> list[str]:
+    """Return the names of the drafters of a kind of candidate that a server has."""
+    return [name for name in SERVED[kind] if server in DRAFTERS.get(name, "--for").served_by]
 
 
 def not_tried(left_out: Mapping[str, str]) -> list[str]:

@@ -392,7 +392,9 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
     layers = None
     with contextlib.suppress(OtherArchitecture, Quantised):  # transformers runs the model
         layers = llama.check_supported(target).layers
-    spec.check(RunFacts(target=target, layers=layers, vocab=vocab, rule=drafting.rule.verify, draft=None))
+    spec.check(
+        RunFacts(target=target, layers=layers, vocab=vocab, rule=drafting.rule.verify, draft=None)
+    )
     written_by = store.manifest.target_sha256
     if written_by is not None and written_by != provenance.fingerprint(target):
         raise UserError(

@@ -59,9 +59,9 @@ def _is_array(tensor: Tensor) -> bool:
 def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     """Return the probabilities of the next token, fp32 [..., V], from logits [..., V].
 
-    The filters of `params` apply in their order. top_k keeps the k most probable tokens, and all that are as probable as
-    the last of these. top_p keeps the fewest tokens whose probabilities sum to top_p or more. min_p is relative to the
-    most probable token. At temperature 0, the id with the largest logit has probability 1. If several ids have the
+    The filters of `params` apply in their order. top_k keeps the k most probable tokens, and all that tie with the last
+    of these. top_p keeps the fewest tokens whose probabilities sum to top_p or more. min_p is relative to the most
+    probable token. At temperature 0, the id with the largest logit has probability 1. If several ids have the
     largest logit, the lowest of these ids has probability 1.
     """
     if params.temperature == 0:

@@ -74,7 +74,6 @@ class ReplayContext:
 
 
 FILE = "replay.json"
-Rule = Literal["rejection", "match"]
 Chance = Annotated[float, Field(ge=0, le=1.001)]  # a probability, which rounding may lift above 1
 
 
@@ -119,7 +118,7 @@ class Replay(FileModel):
     outputs_sha256: str
     tokenizer_sha256: str
     sampling: SamplingParams
-    rule: Rule
+    rule: str
     draft_sampling: SamplingParams
     kind: str = "model"
     offsets: int | None = None

@@ -21,7 +21,13 @@ from drafter_laws import (
 from torch import Tensor
 
 from draftlab.engine.drafters.fallback import FallbackDrafter
-from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, LatestLookupDrafter
+from draftlab.engine.drafters.ngram import (
+    LatestLookupDrafter,
+    NgramDrafter,
+    NgramModel,
+    NgramSimpleDrafter,
+    PromptLookupDrafter,
+)
 from draftlab.engine.drafters.parallel import ParallelDrafter
 from draftlab.engine.generate import Draft, Drafter, ModelDrafter, speculative_decode
 from draftlab.model import llama
@@ -60,6 +66,8 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "model": lambda: ModelDrafter(noisy, VOCAB),
         "ngram": lambda: NgramDrafter(ngrams),
         "lookup": lambda: LatestLookupDrafter(3),
+        "prompt-lookup": lambda: PromptLookupDrafter(3),
+        "ngram-simple": lambda: NgramSimpleDrafter(2),
         "fallback": lambda: FallbackDrafter(
             LatestLookupDrafter(3), ModelDrafter(noisy, VOCAB), VOCAB
         ),

@@ -95,7 +95,7 @@ def test_the_draft_is_filtered_as_in_transformers_assisted_generation(seed, monk
         num_assistant_tokens_schedule="constant",
         assistant_confidence_threshold=0.0,
     )
-    seen: list[tuple[Tensor, Tensor]] = []
+    seen: list[Any] = []
     whole = candidate_generator.AssistedCandidateGenerator._generate_candidates
 
     def recorded(self: Any, arguments: dict[str, Any]) -> Any:
@@ -107,7 +107,7 @@ def test_the_draft_is_filtered_as_in_transformers_assisted_generation(seed, monk
         candidate_generator.AssistedCandidateGenerator, "_generate_candidates", recorded
     )
     sampling = SamplingParams(temperature=0.6, top_k=20, top_p=0.8, min_p=0.02)
-    target.generate(
+    target.generate(  # pyright: ignore[reportAttributeAccessIssue]
         torch.tensor([[1, 2, 3, 4]]), assistant_model=draft, max_new_tokens=4, do_sample=True, pad_token_id=0,
         eos_token_id=None, temperature=0.6, top_k=20, top_p=0.8, min_p=0.02,
     )  # fmt: skip
@@ -188,7 +188,7 @@ def test_prompt_lookup_is_transformers():
         generator = candidate_generator.PromptLookupCandidateGenerator(
             num_output_tokens=k, max_matching_ngram_size=longest, max_length=10_000
         )
-        ids, _ = generator.get_candidates(torch.tensor([text]))
+        ids, _ = generator.get_candidates(torch.tensor([text]))  # type: ignore[arg-type]
         return ids[0, len(text) :].tolist()
 
     assert looked_up(of_transformers, range(2000)) == []

@@ -22,7 +22,7 @@ from draftlab import provenance
 from draftlab.commands import outputs
 from draftlab.config.kinds import parse_drafter
 from draftlab.config.server_rules import DecodingRule
-from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, LatestLookupDrafter
+from draftlab.engine.drafters.ngram import LatestLookupDrafter, NgramDrafter, NgramModel
 from draftlab.engine.generate import Drafter, ModelDrafter, decode, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint

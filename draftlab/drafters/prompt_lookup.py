@@ -33,14 +33,18 @@ class LookupSpec(DrafterSpec):
         return score_copies(self.lookup(), replay.texts, replay.vocab, replay.most, replay.advance)
 
 
-@drafter("prompt-lookup", served_by=("vllm", "transformers"))
-class PromptLookupSpec(LookupSpec):
+class VLLMLookupSpec(LookupSpec):
+    """Base class of the lookups that vLLM starts with method ngram."""
+
     def speculative_config(self, k: int) -> dict[str, object]:
         from draftlab.servers.vllm import speculative_config
 
         config = speculative_config("", k, "prompt lookup")
         return config | {"prompt_lookup_max": self.prompt_lookup_max}
 
+
+@drafter("prompt-lookup", served_by=("vllm", "transformers"))
+class PromptLookupSpec(VLLMLookupSpec):
     def lookup(self) -> "TextDrafter":
         from draftlab.engine.drafters.ngram import PromptLookupDrafter
 

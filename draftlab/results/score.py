@@ -231,6 +231,7 @@ class Rounding(FileModel):
 DRAFTERS = {
     "latest-lookup": "prompt lookup",
     "prompt-lookup": "prompt lookup of vLLM and transformers",
+    "ngram-gpu": "prompt lookup of vLLM on GPUs",
     "ngram-simple": "prompt lookup of llama.cpp",
     "fallback": "prompt lookup followed by the draft",
     "ngram": "n-gram model",

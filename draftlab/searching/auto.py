@@ -173,7 +173,8 @@ class AutoRun:
                 arm = Arm(kind=ready.kind, draft=ready.path, drafter=drafter, shape=ready.name)
                 candidates.append(arm)
         if "prompt-lookup" in kinds:
-            drafter = lookup_of(self.request.server)
+            device = checkpoint.resolve_device(self.plan.machine.device).type
+            drafter = lookup_of(self.request.server, device)
             candidates.append(Arm(kind="prompt-lookup", drafter=drafter))
         if "ready" in (step.name for step in self.plan.steps):
             kinds = self._worth_training(kinds, candidates)

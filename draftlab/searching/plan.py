@@ -212,14 +212,12 @@ LABELS = {  # kind of candidate -> label; {} stands for the shape that the searc
     "fallback": "prompt lookup followed by draft model {}",
     "fallback-eagle": "prompt lookup followed by the EAGLE-3 head",
 }
-# kind of candidate -> names of its drafters, for kinds that servers run
-SERVED = {
-    "draft": ("model",),
-    "parallel": ("parallel",),
-    "eagle": ("eagle",),
-    "prompt-lookup": ("prompt-lookup", "ngram-simple"),
-}
-OWN_LOOKUP = "latest-lookup"  # drafts more than the lookups of servers do
+# kind of candidate -> name of its drafter, for kinds that servers run; for prompt-lookup, see ServerKind.lookup
+SERVED = {"draft": "model", "parallel": "parallel", "eagle": "eagle"}
+LOOKUP = "prompt-lookup"
+OWN_LOOKUP = (
+    "latest-lookup"  # more of its tokens are accepted than of those that servers' lookups draft
+)
 # kinds of candidates that are cut from the target
 CUT = ("draft", "parallel", "trimmed", "fallback")
 HEADS = ("eagle", "fallback-eagle")
@@ -368,18 +366,19 @@ def served_by(server: str | None) -> list[str]:
     """Return the kinds of candidates that a server can run. None stands for draftlab's engine, which runs all kinds."""
     if server is None:
         return list(LABELS)
-    return [kind for kind in SERVED if _drafters(kind, server)]
+    kinds = [
+        kind for kind, name in SERVED.items() if server in DRAFTERS.get(name, "--for").served_by
+    ]
+    return [*kinds, LOOKUP] if lookup_of(server, "cpu") else kinds
 
 
-def lookup_of(server: str | None) -> DrafterSpec:
-    """Return the drafter of the candidate prompt-lookup: the server's own lookup, or the one of draftlab's engine."""
-    name = OWN_LOOKUP if server is None else _drafters("prompt-lookup", server)[0]
-    return DRAFTERS.get(name, "--for").of()
+def lookup_of(server: str | None, device: str) -> DrafterSpec | None:
+    """Return the lookup of a server on a device, or None if it has none. A server None stands for draftlab's engine.
 
-
-def _drafters(kind: str, server: str) -> list[str]:
-    """Return the names of the drafters of a kind of candidate that a server has."""
-    return [name for name in SERVED[kind] if server in DRAFTERS.get(name, "--for").served_by]
+    device: Type of the device, such as "cuda".
+    """
+    name = OWN_LOOKUP if server is None else SERVERS.get(server, "--for").lookup(device)
+    return DRAFTERS.get(name, "--for").of() if name else None
 
 
 def not_tried(left_out: Mapping[str, str]) -> list[str]:

@@ -376,6 +376,13 @@ class ServerKind:
             own = f"draftlab export {artifact.path} --target {artifact.target} --to {self.name}"
             yield warning(self.name, text, f"{own} --use-heterogeneous-vocab, or {transplant}")
 
+    def lookup(self, device: str) -> str:
+        """Return the name of the drafter that is the server's prompt lookup on a type of device, such as "cuda".
+
+        Return "" if draftlab has no such drafter.
+        """
+        return ""
+
     # starting
 
     def script(self, launch: Launch) -> tuple[str, str]:

@@ -96,6 +96,9 @@ class LlamaCpp(ServerKind):
         except UserError as failure:
             yield error(self.name, f"cannot run it: {failure}")
 
+    def lookup(self, device: str) -> str:
+        return "ngram-simple"
+
     def script(self, launch: Launch) -> tuple[str, str]:
         lines = [
             (

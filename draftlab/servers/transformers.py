@@ -39,6 +39,9 @@ class Transformers(ServerKind):
                 self.name, text, f"mergekit-tokensurgeon {artifact.path} {artifact.target} OUT"
             )
 
+    def lookup(self, device: str) -> str:
+        return "prompt-lookup"
+
     def script(self, launch: Launch) -> tuple[str, str]:
         draft, options = _ASSISTANT.format(k=launch.k), "assistant_model=draft"
         if launch.kind == "prompt lookup":

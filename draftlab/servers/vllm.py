@@ -148,6 +148,10 @@ class VLLM(ServerKind):
                 f"{export} writes the layers there",
             )
 
+    def lookup(self, device: str) -> str:
+        """See ServerKind. The model runner of GPUs has an n-gram speculator of its own."""
+        return "ngram-gpu" if device == "cuda" else "prompt-lookup"
+
     def script(self, launch: Launch) -> tuple[str, str]:
         if launch.own_target:
             serve = [

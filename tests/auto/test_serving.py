@@ -61,7 +61,7 @@ def test_every_server_gets_its_export_and_script(kind, server, space, family_dir
     draft, drafter = {
         "draft": (Path("draft"), None),
         "eagle": (Path("head"), EagleSpec.of(heads="head")),
-        "prompt-lookup": (None, lookup_of(server)),
+        "prompt-lookup": (None, lookup_of(server, "cpu")),
     }[kind]
     chosen = Arm(kind=kind, draft=draft, drafter=drafter)
     command, notes = served(family_dirs["llama"], chosen, server=server)

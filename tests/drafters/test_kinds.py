@@ -25,6 +25,7 @@ ASKED = [
     "ngram:order=2,tokens=500",
     "prompt-lookup:prompt_lookup_max=2",
     "latest-lookup",
+    "ngram-gpu",
     "ngram-simple:size_n=2",
     "model",
     "fallback",

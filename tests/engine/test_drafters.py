@@ -24,6 +24,7 @@ from draftlab.engine.drafters.fallback import FallbackDrafter
 from draftlab.engine.drafters.ngram import (
     LatestLookupDrafter,
     NgramDrafter,
+    NgramGpuDrafter,
     NgramModel,
     NgramSimpleDrafter,
     PromptLookupDrafter,
@@ -48,6 +49,9 @@ DRAFTERS = [
     "model",
     "ngram",
     "lookup",
+    "prompt-lookup",
+    "ngram-gpu",
+    "ngram-simple",
     "fallback",
     "gated",
     "lookup-eagle",
@@ -67,6 +71,7 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "ngram": lambda: NgramDrafter(ngrams),
         "lookup": lambda: LatestLookupDrafter(3),
         "prompt-lookup": lambda: PromptLookupDrafter(3),
+        "ngram-gpu": lambda: NgramGpuDrafter(3),
         "ngram-simple": lambda: NgramSimpleDrafter(2),
         "fallback": lambda: FallbackDrafter(
             LatestLookupDrafter(3), ModelDrafter(noisy, VOCAB), VOCAB

@@ -25,13 +25,18 @@ from transformers import (
 from transformers.generation import candidate_generator
 
 from draftlab.config.server_rules import SERVER_RULES, rule_of
-from draftlab.engine.drafters.ngram import NgramSimpleDrafter, PromptLookupDrafter
+from draftlab.engine.drafters.ngram import (
+    NgramGpuDrafter,
+    NgramSimpleDrafter,
+    PromptLookupDrafter,
+    TextDrafter,
+)
 from draftlab.engine.verify import distribution
 from draftlab.errors import UserError
 from draftlab.sampling import SamplingParams
 
 V = 300
-GOLDEN = Path(__file__).parent.parent / "data/llama_cpp_sampling.json"
+DATA = Path(__file__).parent.parent / "data"
 
 
 def random_logits(seed: int) -> Tensor:
@@ -121,7 +126,7 @@ def test_the_draft_is_filtered_as_in_transformers_assisted_generation(seed, monk
 
 def test_the_target_is_filtered_as_llama_cpps_server_answered():
     """Recorded probabilities after its default chain of samplers. The ids that it did not list share what is left."""
-    golden = json.loads(GOLDEN.read_text())
+    golden = json.loads((DATA / "llama_cpp_sampling.json").read_text())
     for text in golden["texts"]:
         listed = torch.tensor(text["logprobs"]).double().exp()
         others = torch.full((2000,), float(1 - listed.sum()) / 2000, dtype=torch.float64)
@@ -170,13 +175,15 @@ def random_text(seed: int) -> list[int]:
 
 
 def looked_up(
-    function: Callable[[list[int], int, int], list[int]], seeds: range
+    function: Callable[[list[int], int, int], list[int]],
+    seeds: range,
+    drafter: Callable[[int], TextDrafter] = PromptLookupDrafter,
 ) -> list[tuple[int, list[int], list[int]]]:
     """The texts whose drafts differ. function: takes a text, the longest n-gram and K."""
     differ = []
     for seed in seeds:
         text, longest, k = random_text(seed), 1 + seed % 5, 1 + seed % 8
-        found = PromptLookupDrafter(longest).draft(text, k)
+        found = drafter(longest).draft(text, k)
         wanted = function(text, longest, k)
         if found != wanted:
             differ.append((seed, found, wanted))
@@ -211,6 +218,21 @@ def test_ngram_simple_by_hand():
     # a text needs more than n + K + 2 tokens
     assert drafted([0, 5, 6, 1, 2, 5, 6], 2, 3) == []
     assert drafted([0, 0, 5, 6, 1, 2, 5, 6], 2, 3) == [1, 2, 5]
+
+
+def test_ngram_simple_drafts_what_llama_cpps_server_counted():
+    """Along the texts that the server wrote, greedy and sampled: tokens that it drafted and accepted."""
+    for text in json.loads((DATA / "llama_cpp_ngram_simple.json").read_text())["texts"]:
+        drafter, prompt, tokens = NgramSimpleDrafter(3), text["prompt"], text["tokens"]
+        at, drafted, accepted = 1, 0, 0
+        while at < len(tokens) - 1:
+            texts, draws = [prompt + tokens[:at]], torch.zeros(1, text["k"])
+            draft = drafter.propose(texts, text["k"], SamplingParams(), draws)
+            ids = draft.ids[0, : min(draft.counts[0], len(tokens) - at - 1)].tolist()
+            right = [a == b for a, b in zip(ids, tokens[at:], strict=False)]
+            stands = right.index(False) if False in right else len(right)
+            at, drafted, accepted = at + stands + 1, drafted + len(ids), accepted + stands
+        assert (drafted, accepted) == (text["drafted"], text["accepted"])
 
 
 # functions of servers that are not installed: their source is enough
@@ -294,6 +316,68 @@ def test_prompt_lookup_is_vllms():
         return find(np.array(text), 1, longest, 10_000, k).tolist()
 
     assert looked_up(of_vllm, range(2000)) == []
+
+
+@pytest.mark.slow
+def test_ngram_gpu_is_vllms_on_a_gpu(monkeypatch, tmp_path):
+    """vLLM 0.32.0: the kernels of its n-gram speculator, in Triton's interpreter."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    triton = pytest.importorskip("triton")
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("vllm is not installed")
+    file = (
+        Path(spec.submodule_search_locations[0]) / "v1/worker/gpu/spec_decode/ngram/speculator.py"
+    )
+    kernels = file.read_text().split("class NgramGPUSpeculator")[0].split("@triton.jit", 1)[1]
+    # Triton reads the source of a kernel from its file
+    copy = tmp_path / "kernels.py"
+    copy.write_text(f"import triton\nimport triton.language as tl\n\n\n@triton.jit{kernels}")
+    found = importlib.util.spec_from_file_location("kernels", copy)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+
+    def of_vllm(text: list[int], longest: int, k: int) -> list[int]:
+        limit, block = 64, 64
+        ids = torch.zeros(1, limit, dtype=torch.int32)
+        ids[0, : len(text)] = torch.tensor(text)
+        rows, length, sampled = (torch.tensor([n]) for n in (0, len(text), 1))
+        last, scratch = torch.tensor(text[-1:]), torch.zeros(1, 1, dtype=torch.int64)
+        drafts, power = torch.zeros(1, k, dtype=torch.int64), triton.next_power_of_2
+        module._ngram_scan_kernel[(1, 1)](
+            ids,
+            limit,
+            rows,
+            length.int(),
+            sampled.int(),
+            scratch,
+            1,
+            limit,
+            1,
+            longest,
+            power(longest),
+            block,
+        )
+        module._ngram_finalize_kernel[(1,)](
+            ids,
+            limit,
+            rows,
+            length.int(),
+            sampled.int(),
+            last,
+            scratch,
+            1,
+            drafts,
+            limit,
+            1,
+            k,
+            power(k),
+            1,
+        )
+        return drafts[0].tolist()
+
+    assert looked_up(of_vllm, range(200), NgramGpuDrafter) == []
 
 
 def test_every_server_rule_is_a_value_that_changes_no_other_parameter():

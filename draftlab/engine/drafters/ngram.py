@@ -223,6 +223,24 @@ class PromptLookupDrafter(TextDrafter):
         return text[matches[-1][0] :][:count] if matches else []
 
 
+class NgramGpuDrafter(TextDrafter):
+    """The n-gram speculator of vLLM on GPUs (v1/worker/gpu/spec_decode/ngram/speculator.py in vLLM 0.32).
+
+    It copies the tokens after the latest match, see Match. Where the text ends, and if there is no match, it drafts the
+    text's last token.
+
+    longest: Largest length of a match, in tokens.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+
+    def draft(self, text: list[int], count: int) -> list[int]:
+        match = latest_match(np.array(text), self.longest)
+        copied = [] if match is None else text[match.start :][:count]
+        return copied + text[-1:] * (count - len(copied))
+
+
 class NgramSimpleDrafter(TextDrafter):
     """llama.cpp's ngram-simple: copies the tokens after the latest occurrence of the last n tokens, if there is one.
 

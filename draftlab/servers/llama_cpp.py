@@ -122,7 +122,7 @@ class LlamaCpp(ServerKind):
                 "# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0"
             )
         lines = [
-            f"# {ABOVE_ZERO}; there is no option for it",
+            f"# {ABOVE_ZERO}; --spec-draft-sampling greedy, where a build has this option",
             *lines,
             SCRIPT_DIRECTORY,
             target_file,

@@ -72,7 +72,7 @@ def test_a_broken_package_is_named_in_one_line_and_breaks_nothing_else(site, mod
 
 def test_a_name_that_two_packages_offer_is_refused_with_both(site):
     refused = draftlab(
-        site, "score", "--target", "tiny", "--data", "stdlib", "--drafter", "latest-lookup"
+        site, "score", "--target", "tiny", "--data", "stdlib", "--drafter", "prompt-lookup"
     )
     assert refused.returncode == 1
     assert "other-lookup" in refused.stderr

@@ -33,7 +33,7 @@ from draftlab.config.kinds import parse_drafter
 from draftlab.engine.drafters.context import DrafterContext
 from draftlab.engine.drafters.dflash import DFlashDrafter
 from draftlab.engine.drafters.dspark import DSparkDrafter
-from draftlab.engine.drafters.ngram import PromptLookupDrafter
+from draftlab.engine.drafters.ngram import LatestLookupDrafter
 from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama, modes
@@ -52,7 +52,7 @@ COMMANDS = [
 DRAFTERS = [
     "model:draft=D",
     "parallel:draft=P",
-    "prompt-lookup",
+    "latest-lookup",
     "ngram:order=2,tokens=500",
     "suffix",
 ]
@@ -269,7 +269,7 @@ def paths(folder: Path, length: int = 32, rounds: int = 6) -> dict[str, Any]:
     for name, target in targets.items():
         ways[name] = lambda prompt, target=target: output_tokens(decode(target, [prompt], sampling))
         ways[f"{name}, prompt lookup"] = lambda prompt, target=target: output_tokens(
-            speculative_decode(target, PromptLookupDrafter(3), [prompt], K, sampling)
+            speculative_decode(target, LatestLookupDrafter(3), [prompt], K, sampling)
         )
     seconds = timed(list(ways.values()), texts, rounds)
     return {

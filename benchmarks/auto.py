@@ -83,7 +83,7 @@ def over_by_hand(folder: Path, verdict: Verdict) -> dict[str, Any]:
     drafts = [str(BY_HAND / "distilled" / name) for name in ("3x128", "4x192")]
     if not all(Path(draft, "draftlab.json").is_file() for draft in drafts):
         run(recipe=Path("recipes/quickstart.yaml"))
-    drafters = ["prompt-lookup", *(f"fallback:draft={draft}" for draft in drafts)]
+    drafters = ["latest-lookup", *(f"fallback:draft={draft}" for draft in drafts)]
     by_hand = {
         *(Path(draft).name for draft in drafts),
         *(drafter.replace("/", "_") for drafter in drafters),

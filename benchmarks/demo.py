@@ -55,7 +55,7 @@ def measured(folder: Path) -> dict[str, Any]:
     } | environment(first.conditions.threads)
 
 
-NAMES = {"fallback": "prompt lookup followed by 3 x 128", "prompt-lookup": "prompt lookup"}
+NAMES = {"fallback": "prompt lookup followed by 3 x 128", "latest-lookup": "prompt lookup"}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -11,7 +11,7 @@ from benchmarks import environment, speedups
 from draftlab.commands.score import score
 
 DRAFTERS = [
-    "prompt-lookup", "fallback", "cascade:inner=prompt-lookup,inner_tokens=3", "confidence-stop",
+    "latest-lookup", "fallback", "cascade:inner=latest-lookup,inner_tokens=3", "confidence-stop",
     "layer-skip:layers=0+3+6+7+10", "tree:widths=2x1x1",
 ]  # fmt: skip
 # length to which prompts of summaries are cut; the shortest prompt has 286 tokens

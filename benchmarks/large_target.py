@@ -14,7 +14,7 @@ second of plain decoding, divided by those of one large matrix-vector product.
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, quantiles
 from typing import Annotated, Any
 
@@ -155,7 +155,7 @@ class Bench:
         run = self._timed(
             lambda: speculative_decode(
                 target, drafter, [self.prompt], k, self.sampling, self.step_clock, rule=by_coin(self.coin),
-                draft_temperature=0.0,
+                draft_sampling=replace(self.sampling, temperature=0.0),
             )
         )  # fmt: skip
         return StepTimes(k, *run)

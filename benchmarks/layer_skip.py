@@ -43,7 +43,7 @@ def main(
         draftlab(folder, *words, "--max-new-tokens", str(max_new_tokens))
     if not (folder / "runs" / "score").exists():
         words = ["score", "--drafter", f"layer-skip:outputs={ANSWERS}"]
-        words += ["--drafter", "prompt-lookup", "--prompt-file", str(prompts.resolve())]
+        words += ["--drafter", "latest-lookup", "--prompt-file", str(prompts.resolve())]
         words += ["--num-prompts", str(num_prompts), "--max-new-tokens", str(max_new_tokens)]
         words += ["--dtype", "bfloat16", "--k", "2,3,5", "--repeats", "1", "--threads", "1"]
         draftlab(folder, *words, "--out", "runs/score")

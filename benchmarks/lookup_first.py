@@ -24,7 +24,7 @@ from benchmarks.smollm2_studies import interval
 from draftlab.console import progress
 from draftlab.data.text import chat_ids
 from draftlab.engine.drafters.fallback import FallbackDrafter
-from draftlab.engine.drafters.ngram import PromptLookupDrafter
+from draftlab.engine.drafters.ngram import LatestLookupDrafter
 from draftlab.engine.generate import Draft, ModelDrafter, speculative_decode
 from draftlab.model import checkpoint, llama
 from draftlab.model.native_cpu import NativeLlama
@@ -100,7 +100,7 @@ def counted(
     sampling: SamplingParams,
 ) -> dict[str, Any]:
     model = CountingDrafter(draft, target.vocab)
-    lookup = PromptLookupDrafter(LONGEST, [int(length) for length in lengths.split("x")])
+    lookup = LatestLookupDrafter(LONGEST, [int(length) for length in lengths.split("x")])
     drafter = FallbackDrafter(lookup, model, target.vocab, DRAFT_TOKENS)
     pairs = []
     for text in texts:

@@ -127,7 +127,7 @@ def score(options: argparse.Namespace, name: str) -> dict[str, Score]:
         name,
         "score",
         *("--target", str(options.target), "--draft", str(options.draft or "draft")),
-        *("--draft", str(options.target), "--drafter", "prompt-lookup", "--k", "2-3"),
+        *("--draft", str(options.target), "--drafter", "latest-lookup", "--k", "2-3"),
         *(f"--{name.replace('_', '-')}={getattr(options, name)}" for name in SCORED),
         *prompts,
     )

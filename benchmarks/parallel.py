@@ -37,7 +37,7 @@ from draftlab.training.trainer import EvalRecord
 TEMPERATURES = (0.0, 1.0)
 # acceptance rates at which the largest possible gain is computed
 ACCEPTANCE = (0.5, 0.6, 0.7, 0.8, 0.9)
-OTHERS = ["prompt-lookup", "ngram:tokens=500000"]
+OTHERS = ["latest-lookup", "ngram:tokens=500000"]
 
 Rows = list[dict[str, Any]]
 

@@ -28,7 +28,7 @@ from benchmarks.inside_peers import NGRAM, timed
 from draftlab import intervals
 from draftlab.config.shared import ChatMode
 from draftlab.console import note
-from draftlab.engine.drafters.ngram import PromptLookupDrafter
+from draftlab.engine.drafters.ngram import LatestLookupDrafter
 from draftlab.engine.generate import Drafter, ModelDrafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, hf
@@ -291,7 +291,7 @@ def _ours(job: Job, arm: Arm) -> Answer:
         draft = with_mode(llama.load(job.draft, dtype), "native", int8)
         drafter = ModelDrafter(draft, checkpoint.vocab_size(job.target))
     elif arm.way == "ngram":
-        drafter = PromptLookupDrafter(NGRAM)
+        drafter = LatestLookupDrafter(NGRAM)
     counted = [0, 0]
 
     def decode(prompt: list[int], new_tokens: int) -> list[int]:

@@ -31,10 +31,10 @@ BEFORE = f"fallback:draft={DRAFT},draft_tokens={{}}"
 # options of draftlab score, each with its values
 Options = dict[str, list[str]]
 SCORES: dict[str, Options] = {
-    "greedy": {"drafter": ["prompt-lookup", BEFORE.format(3)], "int8": ["draft"], "k": ["2,3,5"]},
-    "int8": {"drafter": ["prompt-lookup", BEFORE.format(3)], "int8": ["both"], "k": ["2,3,5"]},
+    "greedy": {"drafter": ["latest-lookup", BEFORE.format(3)], "int8": ["draft"], "k": ["2,3,5"]},
+    "int8": {"drafter": ["latest-lookup", BEFORE.format(3)], "int8": ["both"], "k": ["2,3,5"]},
     "sampled": {
-        "drafter": ["prompt-lookup"], "int8": ["draft"], "k": ["1-5"], "temperature": ["1"], "rule": ["block"],
+        "drafter": ["latest-lookup"], "int8": ["draft"], "k": ["1-5"], "temperature": ["1"], "rule": ["block"],
     },
 }  # fmt: skip
 # Five tokens are verified in the time of one there, and each token more costs time (passes_3b.json).

@@ -41,7 +41,7 @@ PHASES = ("draft", "verify", "host")
 DRAWN = {
     "plain draft": "plain@int8",
     "EAGLE-3 head": "eagle:heads=runs_eagle",
-    "prompt lookup": "prompt-lookup",
+    "prompt lookup": "latest-lookup",
     "lookup, then the head": "eagle:heads=runs_eagle,prompt_lookup_max=8,draft_tokens=3",
 }
 PROMPTS, LENGTH = (

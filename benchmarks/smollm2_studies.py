@@ -42,7 +42,7 @@ CUTS = {
     "joint-1e-3": "joint masks, 1e-3", "joint-3e-3": "joint masks, 3e-3", "first": "first layers, neurons",
     "random": "random",
 }  # fmt: skip
-DRAFTERS = {"plain@int8": "plain draft", "prompt-lookup": "prompt lookup"}
+DRAFTERS = {"plain@int8": "plain draft", "latest-lookup": "prompt lookup"}
 
 
 def main(

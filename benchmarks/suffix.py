@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from benchmarks import bounds, environment
-from draftlab.engine.drafters.ngram import PromptLookupDrafter, TextDrafter
+from draftlab.engine.drafters.ngram import LatestLookupDrafter, TextDrafter
 from draftlab.engine.drafters.suffix import Memory, SuffixDrafter
 from draftlab.intervals import ratio
 from draftlab.target_outputs.outputs import TargetOutput
@@ -40,7 +40,7 @@ def main(
     for count in k:
         memory = (Memory(output.ids for output in answers[:i]) for i in range(len(answers)))
         arms = {
-            "prompt_lookup": (PromptLookupDrafter(3) for _ in answers),
+            "prompt_lookup": (LatestLookupDrafter(3) for _ in answers),
             "own_text": (SuffixDrafter(None, *VLLM) for _ in answers),
             "earlier_requests": (SuffixDrafter(each, *VLLM) for each in memory),
             "repeated": (SuffixDrafter(repeated, *VLLM) for _ in answers),

@@ -36,7 +36,7 @@ DRAFTERS = {
     "ngram:outputs=runs_answers": "n-grams of the target's answers",
     "parallel": "parallel draft",
     "plain": "ten-layer draft",
-    "prompt-lookup": "prompt lookup",
+    "latest-lookup": "prompt lookup",
     "fallback": "prompt lookup followed by the smaller draft",
 }
 TOKENS = re.compile(r",draft_tokens=\d+")
@@ -104,7 +104,7 @@ class Tables:
     def smollm2_reading(self, record: str = "") -> str:
         """Return a sentence that compares plain decoding, prompt lookup and draft models by whole requests."""
         greedy = self.results[record or "smollm2"]["greedy"]
-        lookup = greedy["prompt-lookup"]
+        lookup = greedy["latest-lookup"]
         best, row = ordered(greedy, request_gain)[0]
         text = f"{label(best)} gains most: {request(row)}"
         rivals: dict[str, list[str]] = {}
@@ -133,7 +133,7 @@ class Tables:
 
     def smollm2_baseline(self, record: str = "") -> str:
         """Return a sentence on the target's speed without a draft at each precision."""
-        row = self.results[record or "smollm2"]["greedy"]["prompt-lookup"]
+        row = self.results[record or "smollm2"]["greedy"]["latest-lookup"]
         if "plain_tokens_per_second_by_weights" in row:
             rates = [
                 f"{rate:.0f} tokens/s in {name}"
@@ -170,7 +170,7 @@ class Tables:
             (name for name in greedy if label(name) in DRAWN),
             key=lambda name: DRAWN.index(label(name)),
         )
-        categories = greedy["prompt-lookup"]["by_category"]
+        categories = greedy["latest-lookup"]["by_category"]
         most = max(row["prompts"] for row in categories.values())
         yield from header(
             "category", "requests", *(f"{label(name)}, {measure(greedy[name])}" for name in names)

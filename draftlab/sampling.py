@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt
 
 FinishReason = Literal["length", "stop"]  # length: the text has max_tokens; stop: a stop token
+Filter = Literal["temperature", "top_k", "top_p", "min_p"]
+FILTERS: tuple[Filter, ...] = ("temperature", "top_k", "top_p", "min_p")  # as in transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +19,8 @@ class SamplingParams:
     Attributes:
         seed: Seed of prompt 0. The seed of prompt i is seed + i.
         stop_token_ids: Token ids that end a text. The id is part of the text.
+        filters: The parameters that change the distribution, in their order. A parameter that is not in it has no
+            effect, and one that is in it twice takes effect twice.
     """
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
@@ -27,6 +31,7 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     ignore_eos: bool = False
+    filters: tuple[Filter, ...] = FILTERS
 
     def allows(self, tokens: int, reason: FinishReason) -> bool:
         """Return whether a text of this number of tokens can end for this reason: "length" only at max_tokens."""
@@ -35,7 +40,13 @@ class SamplingParams:
     @property
     def unmodified(self) -> bool:
         """Return whether these parameters sample from the model's own distribution."""
-        return (self.temperature, self.top_k, self.top_p, self.min_p) == (1.0, 0, 1.0, 0.0)
+        return not self.active
+
+    @property
+    def active(self) -> tuple[Filter, ...]:
+        """Return the filters that change a distribution, in their order."""
+        neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        return tuple(name for name in self.filters if getattr(self, name) != neutral[name])
 
     def unlimited(self) -> "SamplingParams":
         """Return a copy with the same distribution, but with max_tokens 0, seed 0 and no stop tokens."""
@@ -45,14 +56,5 @@ class SamplingParams:
         """Return the parameters of the distribution as text, such as "greedy" or "temperature 0.7, top-p 0.9"."""
         if self.temperature == 0:
             return "greedy"
-        cuts = {
-            "top-k": self.top_k,
-            "top-p": self.top_p if self.top_p < 1 else 0,
-            "min-p": self.min_p,
-        }
-        return ", ".join(
-            [
-                f"temperature {self.temperature:g}",
-                *(f"{name} {value:g}" for name, value in cuts.items() if value),
-            ]
-        )
+        shown = [name for name in self.filters if name in ("temperature", *self.active)]
+        return ", ".join(f"{name.replace('_', '-')} {getattr(self, name):g}" for name in shown)

@@ -105,14 +105,11 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
 
     @property
     def sampled_rule(self) -> str | None:
-        """Return the verify rule, as in --server-rule, of a server that the exported script starts.
+        """Return the decoding rule, as in --server-rule, of the server that the exported script starts.
 
-        Return None for greedy decoding and for draftlab's own engine. The rule can differ from the server's default.
-        For example, the script for vLLM makes the draft sample.
+        Return None for greedy decoding and for draftlab's own engine.
         """
-        if self.temperature == 0 or self.server is None:
-            return None
-        return f"{self.server}-{self.server_kind.script_rule}".rstrip("-")
+        return self.server if self.temperature > 0 else None
 
     @property
     def server_kind(self) -> Any:

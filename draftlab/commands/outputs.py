@@ -10,6 +10,7 @@ from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config.kinds import DRAFTERS
 from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig, ReplayConfig
+from draftlab.config.server_rules import check_served
 from draftlab.config.shared import ServerSettings
 from draftlab.console import note_if_slow
 from draftlab.errors import UserError, about
@@ -335,6 +336,7 @@ def prepare_replay(
     with about("--draft"):
         drafters = [drafter_of(hub.locate(name, weights)) for name in config.draft]
     for spec in config.drafter:
+        check_served(spec, config.server_rule)
         spec.check_inputs(weights)
         if "" in spec.drafts:
             raise UserError(f"--drafter {spec.text}: name the draft model with draft=DIR")
@@ -356,18 +358,10 @@ def prepare_replay(
         )
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
-    rule, temperature = config.acceptance
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     ks = config.k
     drafting = fill(
-        Drafting,
-        config,
-        k=max(ks),
-        rule=rule,
-        temperature=temperature,
-        dtype=dtype,
-        device=device,
-        target=target,
+        Drafting, config, k=max(ks), rule=config.decoding, dtype=dtype, device=device, target=target
     )
     for spec in drafters:
         check(store, spec, drafting)

@@ -21,7 +21,7 @@ from draftlab.config.base import (
     option,
 )
 from draftlab.config.kinds import DRAFTERS, Drafter
-from draftlab.config.server_rules import ServerRule, chosen_rule
+from draftlab.config.server_rules import ServerRule, check_served, chosen_rule
 from draftlab.console import note, note_if_slow
 from draftlab.errors import UserError, about, did_you_mean
 from draftlab.intervals import tokens_per_second
@@ -287,12 +287,15 @@ def score(result: "PlainAnswers | Score | list[Score]", output: Output) -> Score
 
 def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Comparison":
     """Check the models, and return the comparison of drafts, which this process runs."""
+    rule = chosen_rule(config.server_rule, config.rule)
+    sampling = rule.target_sampling(_sampling(config))
     with about("--target"):
         target = hub.locate_model(config.target, weights)
     with about("--draft"):
         drafts = _drafts_by_name(config.draft, weights)
     specs = config.drafter
     for spec in specs:
+        check_served(spec, config.server_rule)
         spec.check_inputs(weights)
     if config.prompt_file is None or any(spec.reads_data for spec in specs):
         check_data(config.data, weights=True)
@@ -328,14 +331,13 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
             f"--mode {config.mode}: leave it out, because transformers runs all models of this run"
         )
     mode = resolve_mode(config.mode if used else "eager", device, dtype, own)
-    requests = _requests(config, target)
     stop = checkpoint.eos_token_ids(target)
     comparison = Comparison(
         target=target,
         drafts=drafts,
         drafters=specs,
         default_draft=default,
-        requests=replace(requests, sampling=replace(requests.sampling, stop_token_ids=stop)),
+        requests=_requests(config, target, replace(sampling, stop_token_ids=stop)),
         engine=fill(
             Engine,
             config,
@@ -347,7 +349,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         ),
         ks=config.k,
         batches=config.batch,
-        acceptance=chosen_rule(config.server_rule, config.rule),
+        rule=rule,
         data=config.data,
         tasks=tasks,
     )
@@ -390,7 +392,7 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
         raise UserError(
             f"--draft: there are {len(config.draft)} drafts, but the server runs one; name only the draft that it runs"
         )
-    requests = _requests(config, tokenizer)
+    requests = _requests(config, tokenizer, _sampling(config))
     if config.apply_chat_template:
         check_chat_template(tokenizer)
     if tasks is not None and "plain" in servers:
@@ -405,7 +407,11 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
     )
 
 
-def _requests(config: ScoreConfig, tokenizer: Path) -> "Requests":
+def _sampling(config: ScoreConfig) -> SamplingParams:
+    return fill(SamplingParams, config, max_tokens=config.max_new_tokens)
+
+
+def _requests(config: ScoreConfig, tokenizer: Path, sampling: SamplingParams) -> "Requests":
     """Read the prompts, and return them with the sampling parameters. tokenizer: Directory of the tokenizer."""
     from draftlab.model import checkpoint
     from draftlab.prompts import load_prompts
@@ -422,12 +428,7 @@ def _requests(config: ScoreConfig, tokenizer: Path) -> "Requests":
             count=config.num_prompts,
             tokens=config.prompt_tokens,
         )
-    return fill(
-        Requests,
-        config,
-        prompts=prompts,
-        sampling=fill(SamplingParams, config, max_tokens=config.max_new_tokens),
-    )
+    return fill(Requests, config, prompts=prompts, sampling=sampling)
 
 
 def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:

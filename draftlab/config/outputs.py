@@ -14,7 +14,7 @@ from draftlab.config.base import (
     option,
 )
 from draftlab.config.kinds import Drafter
-from draftlab.config.server_rules import SERVER_RULES, Acceptance, ServerRule, chosen_rule
+from draftlab.config.server_rules import SERVER_RULES, DecodingRule, ServerRule, chosen_rule
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.registry import REJECTION
@@ -214,7 +214,7 @@ class ReplayConfig(OutputConfig, shared.CheckpointSettings):
         ),
         Only(
             ("server_rule",),
-            lambda c: c.acceptance.rule != "block",
+            lambda c: c.decoding.verify != "block",
             "replay lacks the verify rule block; use draftlab score with this --server-rule and --temperature 1",
         ),
         Only(
@@ -226,7 +226,7 @@ class ReplayConfig(OutputConfig, shared.CheckpointSettings):
     )
 
     @property
-    def acceptance(self) -> Acceptance:
+    def decoding(self) -> DecodingRule:
         return chosen_rule(self.server_rule, self.rule)
 
     @property

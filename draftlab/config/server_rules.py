@@ -1,34 +1,66 @@
-"""The verify rules of servers. The module of each server defines its rules; docs/servers.md has their sources."""
+"""The decoding rules of servers. The module of each server defines its rules; docs/servers.md has their sources."""
 
-from typing import Annotated, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 from pydantic import AfterValidator
 
+from draftlab.config.kinds import DrafterSpec
 from draftlab.errors import UserError, did_you_mean
 from draftlab.registry import SERVERS
+from draftlab.sampling import FILTERS, Filter, SamplingParams
 
 # names for --server-rule
-SERVER_RULES = ("vllm", "vllm-probabilistic", "vllm-block", "sglang", "llama.cpp", "transformers")
+SERVER_RULES = ("vllm", "vllm-greedy", "vllm-block", "sglang", "llama.cpp", "transformers")
 
 
-class Acceptance(NamedTuple):
-    """A verify rule, and the temperature of the draft. None: the draft has the same temperature as the target.
+@dataclass(frozen=True, slots=True)
+class DecodingRule:
+    """How a server samples from target and draft, and how it verifies drafted tokens.
 
-    At temperature 0 the draft proposes its most probable token, and the server treats the draft's distribution q as
-    one-hot.
+    Attributes:
+        verify: Name of the verify rule.
+        draft: The draft's filters, in their order. (): the draft proposes its most probable token, and the server
+            treats the draft's distribution q as one-hot.
+        target: The target's filters, in their order.
+        refused: What the server does with a sampling parameter that it cannot use with a draft, by parameter.
+        temperature: Function that returns the temperature at which the server samples, from the one that it was sent.
     """
 
-    rule: str
-    draft_temperature: float | None
+    verify: str
+    draft: tuple[Filter, ...] = FILTERS
+    target: tuple[Filter, ...] = FILTERS
+    refused: Mapping[Filter, str] = field(default_factory=dict)
+    temperature: Callable[[float], float] = float
+
+    def target_sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Return the parameters with the target's filters, and with the temperature at which the server samples.
+
+        Raises:
+            UserError: The server cannot use one of the parameters with a draft.
+        """
+        for name, reason in self.refused.items():
+            if name in sampling.active:
+                option = f"--{name.replace('_', '-')}"
+                raise UserError(f"{option} {getattr(sampling, name):g}: {reason}; leave it out")
+        temperature = self.temperature(sampling.temperature)
+        return replace(sampling, temperature=temperature, filters=self.target)
+
+    def draft_sampling(self, sampling: SamplingParams) -> SamplingParams:
+        """Return the draft's parameters. sampling: The target's parameters."""
+        if not self.draft:
+            return replace(sampling, temperature=0.0)
+        return replace(sampling, filters=self.draft)
 
 
-def acceptance_of(name: str) -> Acceptance:
-    """Return the verify rule and draft temperature of a server, or of one of its variants, such as vllm-block.
+def rule_of(name: str) -> DecodingRule:
+    """Return the decoding rule of a server, or of one of its variants, such as vllm-block.
 
     Raises:
         UserError: There is no such server or variant.
     """
-    server, variant = (name, "") if name in SERVERS.names() else name.rpartition("-")[::2]
+    server, variant = _split(name)
     where = "--server-rule"
     rules = SERVERS.get(server or name, where).rules
     if variant not in rules:
@@ -37,10 +69,34 @@ def acceptance_of(name: str) -> Acceptance:
     return rules[variant]
 
 
+def check_served(spec: DrafterSpec, server_rule: str | None) -> None:
+    """Check that the server of --server-rule has this drafter. draftlab's own drafters are not checked.
+
+    Raises:
+        UserError: The drafter is one of other servers.
+    """
+    if server_rule is None or not spec.served_by:
+        return
+    server, _ = _split(server_rule)
+    if server not in spec.served_by:
+        raise UserError(
+            f"--drafter {spec.text}: {server} has no {spec.kind}, only {', '.join(sorted(spec.served_by))} "
+            "have it; use another --drafter or --server-rule"
+        )
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the server and the variant in a name for --server-rule."""
+    if name in SERVERS.names():
+        return name, ""
+    server, _, variant = name.rpartition("-")
+    return server, variant
+
+
 def _known_rule(name: str | None) -> str | None:
     try:
         if name is not None:
-            acceptance_of(name)
+            rule_of(name)
     except UserError as error:
         raise ValueError(str(error).removeprefix("--server-rule: ")) from None
     return name
@@ -49,6 +105,6 @@ def _known_rule(name: str | None) -> str | None:
 ServerRule = Annotated[str | None, AfterValidator(_known_rule)]
 
 
-def chosen_rule(server_rule: str | None, rule: str) -> Acceptance:
-    """Return the verify rule of --server-rule or, without this option, of --rule."""
-    return Acceptance(rule, None) if server_rule is None else acceptance_of(server_rule)
+def chosen_rule(server_rule: str | None, rule: str) -> DecodingRule:
+    """Return the decoding rule of --server-rule or, without this option, draftlab's own with the verify rule --rule."""
+    return DecodingRule(rule) if server_rule is None else rule_of(server_rule)

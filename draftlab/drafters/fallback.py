@@ -36,10 +36,10 @@ class GateSpec(DrafterSpec):
         longest: Largest length of a match, in tokens. vocab: Width of the target's logits.
         """
         from draftlab.engine.drafters.fallback import FallbackDrafter
-        from draftlab.engine.drafters.ngram import PromptLookupDrafter
+        from draftlab.engine.drafters.ngram import LatestLookupDrafter
 
         return FallbackDrafter(
-            PromptLookupDrafter(longest, self.min_match), drafter, vocab, self.draft_tokens
+            LatestLookupDrafter(longest, self.min_match), drafter, vocab, self.draft_tokens
         )
 
 

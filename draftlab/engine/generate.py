@@ -246,7 +246,7 @@ def speculative_decode(
     clock: StepClock = time.perf_counter,
     numbers: Sequence[int] | None = None,
     rule: Rule | None = None,
-    draft_temperature: float | None = None,
+    draft_sampling: SamplingParams | None = None,
 ) -> Iterator[Step]:
     """Decode losslessly: draft k tokens, verify them in one target pass, and emit the accepted tokens and one more.
 
@@ -261,7 +261,7 @@ def speculative_decode(
             Default: the index of the prompt.
         rule: Rule that verifies all drafts. Default: the rule of each draft. A draft without a rule is verified by the
             rejection rule of Leviathan et al. With greedy decoding all rules agree.
-        draft_temperature: Temperature of the drafter; 0 is greedy. Default: the target's.
+        draft_sampling: Sampling parameters of the drafter. Default: the target's.
     """
     rows = _Rows(prompts, sampling)
     capacity = max(rows.limits, default=1) + k
@@ -271,9 +271,6 @@ def speculative_decode(
         drafter.attach(cache)
     draws = _draws(sampling, numbers or range(len(prompts)), 2 * k + 1).to(target.device)
     prefilled, nothing = False, Draft.empty(len(prompts), target.device)
-    own = (
-        sampling if draft_temperature is None else replace(sampling, temperature=draft_temperature)
-    )
     while rows.live:
         room, uniform = rows.room(), rows.current(draws)
         count = min(k, max(room)) if prefilled else 0
@@ -281,7 +278,9 @@ def speculative_decode(
             count = k  # then every pass has the same shape; tokens beyond a text's limit are not verified
         start, draft = clock(), nothing
         if drafter and count:
-            draft = drafter.propose(rows.texts, count, own, uniform[:, :count]).to(target.device)
+            draft = drafter.propose(
+                rows.texts, count, draft_sampling or sampling, uniform[:, :count]
+            ).to(target.device)
         drafted_at = clock()
         logits = _target_logits(target, cache, rows.texts, draft)
         if not prefilled:

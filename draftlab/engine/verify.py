@@ -12,7 +12,7 @@ drawn. p[n] is the target's distribution of the token after node n.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.model.devices import exact_dtype
 from draftlab.registry import REJECTION, RULES
-from draftlab.sampling import SamplingParams
+from draftlab.sampling import Filter, SamplingParams
 
 BLOCK = 256  # number of ids whose probabilities are summed before an id is drawn
 COLD = 1e-2  # at lower temperatures, logits / temperature could overflow
@@ -59,32 +59,56 @@ def _is_array(tensor: Tensor) -> bool:
 def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     """Return the probabilities of the next token, fp32 [..., V], from logits [..., V].
 
-    The filters apply in the order of transformers and vLLM: top_k, top_p, min_p. top_p keeps the fewest tokens whose
-    probabilities sum to top_p or more. min_p is relative to the most probable token. At temperature 0, the id with the
-    largest logit has probability 1. If several ids have the largest logit, the lowest of these ids has probability 1.
+    The filters of `params` apply in their order. top_k keeps the k most probable tokens, and all that tie with the last
+    of these. top_p keeps the fewest tokens whose probabilities sum to top_p or more. min_p is relative to the most
+    probable token. At temperature 0, the id with the largest logit has probability 1. If several ids have the
+    largest logit, the lowest of these ids has probability 1.
     """
     if params.temperature == 0:
         return torch.zeros_like(logits, dtype=torch.float32).scatter_(
             -1, most_probable(logits).unsqueeze(-1), 1.0
         )
     logits = logits.float()
-    if params.temperature < COLD:
+    for name in params.active:
+        logits = FILTER_FUNCTIONS[name](logits, getattr(params, name))
+    return torch.softmax(logits, -1)
+
+
+def _with_temperature(logits: Tensor, temperature: float) -> Tensor:
+    if temperature < COLD:
         logits = logits - logits.amax(-1, keepdim=True)  # else the quotient overflows
-    p = torch.softmax(logits if params.temperature == 1 else logits / params.temperature, -1)
-    if params.top_k or params.top_p < 1:
-        values, ids = (
-            p.topk(params.top_k, -1)
-            if 0 < params.top_k < p.shape[-1]
-            else p.sort(-1, descending=True)
-        )
-        values = values / values.sum(-1, keepdim=True)
-        # keep a token if the more probable tokens have not reached top_p
-        values = values * (values.cumsum(-1) - values < params.top_p)
-        p = torch.zeros_like(p).scatter_(-1, ids, values / values.sum(-1, keepdim=True))
-    if params.min_p:
-        p = p * (p >= params.min_p * p.amax(-1, keepdim=True))
-        p = p / p.sum(-1, keepdim=True)
-    return p
+    return logits / temperature
+
+
+def _with_top_k(logits: Tensor, k: int) -> Tensor:
+    last = logits.topk(min(k, logits.shape[-1]), -1).values[..., -1:]
+    return logits.masked_fill(logits < last, -torch.inf)
+
+
+def _with_top_p(logits: Tensor, top_p: float) -> Tensor:
+    width = logits.shape[-1]
+    if logits.device.type == "cpu":  # where sorting is slow; after top_k, few logits are finite
+        width = max(1, int((logits > -torch.inf).sum(-1).max()))
+    values, ids = (
+        logits.topk(width, -1) if width < logits.shape[-1] else logits.sort(-1, descending=True)
+    )
+    p = values.softmax(-1)
+    # keep a token if the more probable tokens have not reached top_p
+    values = values.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)
+    return torch.full_like(logits, -torch.inf).scatter_(-1, ids, values)
+
+
+def _with_min_p(logits: Tensor, min_p: float) -> Tensor:
+    least = logits.amax(-1, keepdim=True) + math.log(min_p)
+    return logits.masked_fill(logits < least, -torch.inf)
+
+
+FILTER_FUNCTIONS: dict[Filter, Callable[[Tensor, Any], Tensor]] = {
+    "temperature": _with_temperature,
+    "top_k": _with_top_k,
+    "top_p": _with_top_p,
+    "min_p": _with_min_p,
+}
 
 
 def draw(probabilities: Tensor, u: Tensor) -> Tensor:

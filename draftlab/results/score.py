@@ -5,6 +5,7 @@ K is the number of drafted tokens per step. A step is one target pass after the 
 
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,7 +28,7 @@ from draftlab.results.decoding import (
     repeats_by_prompt,
     request_timings,
 )
-from draftlab.sampling import SamplingParams
+from draftlab.sampling import FILTERS, Filter, SamplingParams
 
 # Above any of these three limits, times are in doubt.
 BUSY = 0.5  # fraction of the cores that other work keeps busy
@@ -185,7 +186,8 @@ class Conditions(FileModel):
     target_weights: str
     draft_weights: str | None  # precision of the draft's weights; None: there is no draft model
     rule: str = "rejection"  # verify rule, which has no effect on greedy decoding
-    draft_temperature: float | None = None  # None: the target's temperature
+    filters: tuple[Filter, ...] = FILTERS  # see SamplingParams
+    draft_filters: tuple[Filter, ...] = FILTERS  # those of the draft; (): the draft is greedy
     in_phases: bool = False  # True: the two servers ran one after the other
 
     @property
@@ -210,9 +212,10 @@ class Conditions(FileModel):
         if self.temperature == 0 or self.mode == "served":
             return self.sampling.describe()
         text = f"{self.sampling.describe()}, rule {self.rule}"
-        if self.draft_temperature is None:
-            return text
-        return f"{text}, drafts at temperature {self.draft_temperature:g}"
+        if not self.draft_filters:
+            return f"{text}, the draft greedy"
+        draft = replace(self.sampling, filters=self.draft_filters).describe()
+        return text if draft == self.sampling.describe() else f"{text}, the draft {draft}"
 
 
 class Rounding(FileModel):
@@ -230,7 +233,10 @@ class Rounding(FileModel):
 
 
 DRAFTERS = {
-    "prompt-lookup": "prompt lookup",
+    "latest-lookup": "prompt lookup",
+    "prompt-lookup": "prompt lookup of vLLM and transformers",
+    "ngram-gpu": "prompt lookup of vLLM on GPUs",
+    "ngram-simple": "prompt lookup of llama.cpp",
     "fallback": "prompt lookup followed by the draft",
     "ngram": "n-gram model",
     "suffix": "suffix decoding",
@@ -238,7 +244,7 @@ DRAFTERS = {
 }
 Drafted = Annotated[int, Field(ge=1, le=MAX_K)]
 Runs = list[Generation] | list[ServedGeneration]
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "filters", "max_tokens", "seed")
 
 
 class Score(FileModel):

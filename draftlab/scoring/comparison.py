@@ -12,7 +12,7 @@ import torch
 
 from draftlab import provenance, turns
 from draftlab.config.kinds import DrafterSpec, RunFacts
-from draftlab.config.server_rules import Acceptance
+from draftlab.config.server_rules import DecodingRule
 from draftlab.console import note
 from draftlab.errors import UserError, about
 from draftlab.exporting.hf import as_quantized, parse_quantized_name
@@ -106,6 +106,7 @@ class Comparison:
         default_draft: Draft model for drafters without draft=.
         ks: Numbers of drafted tokens per step.
         batches: Batch sizes. Each batch size gets its own scores.
+        rule: How drafts sample, and how drafted tokens are verified.
         data: Text source from which some drafters learn.
     """
 
@@ -117,7 +118,7 @@ class Comparison:
     engine: Engine
     ks: list[int]
     batches: list[int]
-    acceptance: Acceptance
+    rule: DecodingRule
     data: str
     tasks: Tasks | None = None
 
@@ -334,7 +335,7 @@ class Comparison:
             target=self.target,
             layers=None if self.hosted else llama.check_supported(self.target).layers,
             vocab=checkpoint.vocab_size(self.target),
-            rule=self.acceptance.rule,
+            rule=self.rule.verify,
             draft=self.default_draft,
         )
         for spec in self.drafters:

@@ -251,8 +251,8 @@ class Measurement:
                 sampling=requests.sampling,
                 repeats=requests.repeats,
                 batch=batch,
-                rule=rule_named(comparison.acceptance.rule),
-                draft_temperature=comparison.acceptance.draft_temperature,
+                rule=rule_named(comparison.rule.verify),
+                draft_sampling=comparison.rule.draft_sampling(requests.sampling),
                 advance=lambda done: advance(done, "prompts"),
                 clock=steady_step_clock(comparison.engine.device),
             )
@@ -268,8 +268,8 @@ class Measurement:
         return f"{name}{rounded}" + (f"-b{batch}" if len(comparison.batches) > 1 else "")
 
     def _conditions(self, name: str, batch: int) -> Conditions:
-        comparison, acceptance = self.comparison, self.comparison.acceptance
-        engine, rule = comparison.engine, acceptance.rule
+        comparison = self.comparison
+        engine, rule = comparison.engine, comparison.rule.verify
         if rule == REJECTION:
             own_rules = {spec.name: spec.rejection_rule for spec in comparison.drafters}
             rule = own_rules.get(name, REJECTION)
@@ -283,7 +283,7 @@ class Measurement:
             batch=batch,
             target_weights=self._weights(self.models.target),
             draft_weights=self._draft_weights(name, self.runs[name]),
-            draft_temperature=acceptance.draft_temperature,
+            draft_filters=comparison.rule.draft,
             rule=rule,
         )
 

@@ -137,7 +137,7 @@ def measure_throughput(
     clock: StepClock | None = None,
     batch: int = 1,
     rule: Rule | None = None,
-    draft_temperature: float | None = None,
+    draft_sampling: SamplingParams | None = None,
 ) -> TimedArms:
     """Decode every prompt `repeats` times without a draft and with each drafter at each K, after a warm-up.
 
@@ -149,7 +149,7 @@ def measure_throughput(
         clock: Clock in seconds; wall time by default.
         batch: Number of prompts that are decoded at once.
         rule: Verify rule, see speculative_decode.
-        draft_temperature: Temperature of drafts, see speculative_decode.
+        draft_sampling: Sampling parameters of drafts, see speculative_decode.
 
     Raises:
         UserError: Every text ends with its first token, so that there is nothing to time.
@@ -168,7 +168,7 @@ def measure_throughput(
         name, k = arm
         drafter, _ = drafters[name]
         return speculative_decode(
-            target, drafter, texts, k, sampling, clock, group, rule, draft_temperature
+            target, drafter, texts, k, sampling, clock, group, rule, draft_sampling
         )
 
     to_the_end = replace(sampling, stop_token_ids=())

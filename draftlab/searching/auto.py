@@ -16,7 +16,6 @@ from draftlab.atomic import write_atomic
 from draftlab.config.kinds import StudentSpec
 from draftlab.drafters.eagle import EagleSpec
 from draftlab.drafters.fallback import FALLBACK_LOOKUP_MAX, FallbackSpec
-from draftlab.drafters.prompt_lookup import PromptLookupSpec
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.modes import resolve_mode
@@ -41,6 +40,7 @@ from draftlab.searching.plan import (
     Plan,
     Request,
     arms,
+    lookup_of,
 )
 from draftlab.searching.schedule import NoCheapShape, StepRunner, number, read_search, record_of
 from draftlab.searching.verdict import Arm, Round, Scores, TrainingRounds, Verdict
@@ -173,7 +173,9 @@ class AutoRun:
                 arm = Arm(kind=ready.kind, draft=ready.path, drafter=drafter, shape=ready.name)
                 candidates.append(arm)
         if "prompt-lookup" in kinds:
-            candidates.append(Arm(kind="prompt-lookup", drafter=PromptLookupSpec.of()))
+            device = checkpoint.resolve_device(self.plan.machine.device).type
+            drafter = lookup_of(self.request.server, device)
+            candidates.append(Arm(kind="prompt-lookup", drafter=drafter))
         if "ready" in (step.name for step in self.plan.steps):
             kinds = self._worth_training(kinds, candidates)
         if "draft" in kinds:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from draftlab.config.kinds import DRAFTERS
+from draftlab.config.kinds import DRAFTERS, DrafterSpec
 from draftlab.console import note_if_slow
 from draftlab.dates import run_date
 from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
@@ -213,13 +213,12 @@ LABELS = {  # kind of candidate -> label; {} stands for the shape that the searc
     "fallback": "prompt lookup followed by draft model {}",
     "fallback-eagle": "prompt lookup followed by the EAGLE-3 head",
 }
-# kind of candidate -> name of its drafter, for kinds that servers run
-SERVED = {
-    "draft": "model",
-    "parallel": "parallel",
-    "eagle": "eagle",
-    "prompt-lookup": "prompt-lookup",
-}
+# kind of candidate -> name of its drafter, for kinds that servers run; for prompt-lookup, see ServerKind.lookup
+SERVED = {"draft": "model", "parallel": "parallel", "eagle": "eagle"}
+LOOKUP = "prompt-lookup"
+OWN_LOOKUP = (
+    "latest-lookup"  # more of its tokens are accepted than of those that servers' lookups draft
+)
 # kinds of candidates that are cut from the target
 CUT = ("draft", "parallel", "trimmed", "fallback")
 HEADS = ("eagle", "fallback-eagle")
@@ -372,9 +371,19 @@ def served_by(server: str | None) -> list[str]:
     """Return the kinds of candidates that a server can run. None stands for draftlab's engine, which runs all kinds."""
     if server is None:
         return list(LABELS)
-    return [
+    kinds = [
         kind for kind, name in SERVED.items() if server in DRAFTERS.get(name, "--for").served_by
     ]
+    return [*kinds, LOOKUP] if lookup_of(server, "cpu") else kinds
+
+
+def lookup_of(server: str | None, device: str) -> DrafterSpec | None:
+    """Return the lookup of a server on a device, or None if it has none. A server None stands for draftlab's engine.
+
+    device: Type of the device, such as "cuda".
+    """
+    name = OWN_LOOKUP if server is None else SERVERS.get(server, "--for").lookup(device)
+    return DRAFTERS.get(name, "--for").of() if name else None
 
 
 def not_tried(left_out: Mapping[str, str]) -> list[str]:

@@ -3,7 +3,7 @@
 Torch is not imported.
 """
 
-from draftlab.config.server_rules import Acceptance
+from draftlab.config.server_rules import DecodingRule
 from draftlab.servers.kinds import (
     Artifact,
     Finding,
@@ -18,8 +18,8 @@ from draftlab.servers.kinds import (
 )
 
 __all__ = [
-    "Acceptance",
     "Artifact",
+    "DecodingRule",
     "Finding",
     "Launch",
     "PromptLogprobs",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from typing_extensions import Self
 
-from draftlab.config.server_rules import Acceptance
+from draftlab.config.server_rules import DecodingRule
 from draftlab.errors import UserError
 from draftlab.registry import SERVERS
 from draftlab.results.decoding import Counters
@@ -334,9 +334,8 @@ class ServerKind:
     # kinds of drafts for which the server can change K with the number of requests
     changes_k: ClassVar[frozenset[DraftKind]] = frozenset()
 
-    # acceptance rules by variant, as in --server-rule NAME-VARIANT; "" is the default variant
-    rules: ClassVar[Mapping[str, Acceptance]] = {}
-    script_rule = ""  # variant in `rules` that the script starts
+    # decoding rules by variant, as in --server-rule NAME-VARIANT; script() starts the variant ""
+    rules: ClassVar[Mapping[str, DecodingRule]] = {}
 
     program = ""  # program that export --verify-with starts; empty: none
     # starts of names of environment variables that would change a server which draftlab starts, such as its API key
@@ -421,6 +420,13 @@ class ServerKind:
             text = f"can translate between the two vocabularies: {self.translates}; {alike}"
             own = f"draftlab export {artifact.path} --target {artifact.target} --to {self.name}"
             yield warning(self.name, text, f"{own} --use-heterogeneous-vocab, or {transplant}")
+
+    def lookup(self, device: str) -> str:
+        """Return the name of the drafter that is the server's prompt lookup on a type of device, such as "cuda".
+
+        Return "" if draftlab has no such drafter.
+        """
+        return ""
 
     # starting
 

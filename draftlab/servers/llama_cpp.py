@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from draftlab.config.server_rules import Acceptance
+from draftlab.config.server_rules import DecodingRule
 from draftlab.errors import UserError
-from draftlab.sampling import SamplingParams
+from draftlab.sampling import Filter, SamplingParams
 from draftlab.servers import kinds
 from draftlab.servers.kinds import (
     ABOVE_ZERO,
@@ -42,6 +42,8 @@ CACHE_FULL = "context size has been exceeded"  # the server's error if its slots
 # without -np, llama-server has four slots that share one cache
 SLOTS = """# -np N: N requests at once, each in its own part of the context (-c). Without -np, four slots share one:
 # greedy texts then depend on other requests, and requests that fit alone can end with error 500."""
+# order of llama.cpp's sampler chain
+SAMPLERS: tuple[Filter, ...] = ("top_k", "top_p", "min_p", "temperature")
 
 
 @server("llama.cpp")
@@ -49,7 +51,9 @@ class LlamaCpp(ServerKind):
     loads_gguf = True
     vocab_slack = 128
     heads = "loads it as GGUF (draftlab export --to llama.cpp), with --spec-type draft-eagle3"
-    rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}
+    rules: ClassVar[Mapping[str, DecodingRule]] = {
+        "": DecodingRule("match", draft=(), target=SAMPLERS)
+    }
     head_parts = frozenset({"norm_before_residual", "norm_before_fc"})
     program = "llama-server"
     environment = ("LLAMA_API_KEY", "LLAMA_ARG_")
@@ -101,6 +105,9 @@ class LlamaCpp(ServerKind):
         except UserError as failure:
             yield error(self.name, f"cannot run it: {failure}")
 
+    def lookup(self, device: str) -> str:
+        return "ngram-simple"
+
     def script(self, launch: Launch) -> tuple[str, str]:
         lines = [
             (
@@ -125,7 +132,7 @@ class LlamaCpp(ServerKind):
                 "# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0"
             )
         lines = [
-            f"# {ABOVE_ZERO}; there is no option for it",
+            f"# {ABOVE_ZERO}; --spec-draft-sampling greedy, where a build has this option",
             *lines,
             SLOTS,
             SCRIPT_DIRECTORY,
@@ -182,7 +189,7 @@ class LlamaCpp(ServerKind):
             "min_p": sampling.min_p,
             "seed": sampling.seed,
             "ignore_eos": sampling.ignore_eos,
-            "samplers": ["top_k", "top_p", "min_p", "temperature"],
+            "samplers": list(SAMPLERS),
             "cache_prompt": False,
             "n_probs": 0 if k is None else max(1, k),
             "return_tokens": True,

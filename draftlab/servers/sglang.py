@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from draftlab.config.server_rules import Acceptance
+from draftlab.config.server_rules import DecodingRule
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
 from draftlab.servers import kinds
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from draftlab.model.eagle import HeadShape
 
 FLASHINFER_HEADS = (64, 128, 256)
+COLDEST = 1e-6  # SGLang decodes greedily at lower temperatures
 
 
 @server("sglang")
@@ -43,7 +44,15 @@ class SGLang(ServerKind):
     heads = "loads the directory as it is, with --speculative-algorithm EAGLE3"
     head_parts = frozenset({"norm_before_fc", "fc_norm", "norm_output", "sliding_window"})
     # SGLang samples from the target and accepts drafted tokens that match, because both of its thresholds are 1
-    rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("match", 0.0)}
+    rules: ClassVar[Mapping[str, DecodingRule]] = {
+        "": DecodingRule(
+            "match",
+            draft=(),
+            target=("temperature", "top_k", "top_p"),
+            refused={"min_p": "SGLang ignores it where it verifies drafted tokens"},
+            temperature=lambda sent: sent if sent >= COLDEST else 0.0,
+        )
+    }
     changes_k = frozenset({"EAGLE-3 head"})
     owned_by = "sglang"
     path = "/generate"
@@ -74,11 +83,6 @@ class SGLang(ServerKind):
     def script(self, launch: Launch) -> tuple[str, str]:
         start = f"exec python -m sglang.launch_server --model-path {shlex.quote(launch.target)} \\"
         usage, tokens = "# sh serve.sh [options of sglang.launch_server]; untested", launch.k + 1
-        if launch.kind == "prompt lookup":
-            ngram = (
-                f'    --speculative-algorithm NGRAM --speculative-num-draft-tokens {tokens} "$@"'
-            )
-            return shell_script(launch, [usage, start, ngram])
         algorithm = "EAGLE3" if launch.kind == "EAGLE-3 head" else "STANDALONE"
         options = f"--speculative-num-steps {launch.k} --speculative-eagle-topk 1"
         if launch.sliding_window is not None:  # SGLang does not read the window from config.json

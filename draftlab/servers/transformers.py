@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
-from draftlab.config.server_rules import Acceptance
+from draftlab.config.server_rules import DecodingRule
+from draftlab.sampling import FILTERS
 from draftlab.servers.kinds import (
     PROMPT_LOOKUP_MAX,
     Artifact,
@@ -22,7 +23,10 @@ class Transformers(ServerKind):
         "it encodes the text again at every step and, when it samples, drafts shared tokens only"
     )
     one_stream = True
-    rules: ClassVar[Mapping[str, Acceptance]] = {"": Acceptance("rejection", None)}
+    # generate() passes the target's filters to the draft, whose own generate() adds them again
+    rules: ClassVar[Mapping[str, DecodingRule]] = {
+        "": DecodingRule("rejection", draft=(*FILTERS, *FILTERS))
+    }
 
     def check_vocabulary(self, artifact: Artifact) -> Iterator[Finding]:
         yield from super().check_vocabulary(artifact)
@@ -34,6 +38,9 @@ class Transformers(ServerKind):
             yield error(
                 self.name, text, f"mergekit-tokensurgeon {artifact.path} {artifact.target} OUT"
             )
+
+    def lookup(self, device: str) -> str:
+        return "prompt-lookup"
 
     def script(self, launch: Launch) -> tuple[str, str]:
         draft, options = _ASSISTANT.format(k=launch.k), "assistant_model=draft"

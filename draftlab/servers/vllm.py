@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from draftlab.config.server_rules import Acceptance
-from draftlab.sampling import SamplingParams
+from draftlab.config.server_rules import DecodingRule
+from draftlab.sampling import Filter, SamplingParams
 from draftlab.servers import kinds
 from draftlab.servers.kinds import (
     ABOVE_ZERO,
@@ -40,6 +40,17 @@ if TYPE_CHECKING:
 TOKEN_PREFIX = "token_id:"  # prefix of tokens with return_tokens_as_token_ids
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+COLDEST = 0.01  # vLLM raises a lower temperature above 0 to this
+
+
+def _rule(verify: str, draft: tuple[Filter, ...]) -> DecodingRule:
+    return DecodingRule(
+        verify,
+        draft,
+        target=("temperature", "top_k", "top_p"),
+        refused={"min_p": "vLLM refuses it with speculative decoding"},
+        temperature=lambda sent: max(sent, COLDEST) if sent else 0.0,
+    )
 
 
 @server("vllm")
@@ -60,13 +71,12 @@ class VLLM(ServerKind):
             "qk_norm",
         }
     )
-    rules: ClassVar[Mapping[str, Acceptance]] = {
-        "": Acceptance("rejection", 0.0),  # draft_sample_method greedy, vLLM's default
-        "probabilistic": Acceptance("rejection", None),
-        "block": Acceptance("block", None),  # rejection_sample_method block (2403.10444)
+    rules: ClassVar[Mapping[str, DecodingRule]] = {
+        "": _rule("rejection", ("temperature",)),  # draft_sample_method probabilistic
+        "greedy": _rule("rejection", ()),  # draft_sample_method greedy, the default of vllm serve
+        "block": _rule("block", ("temperature",)),  # rejection_sample_method block (2403.10444)
     }
     changes_k = frozenset({"draft model", "EAGLE-3 head"})
-    script_rule = "probabilistic"
     program = "vllm"
     environment = ("VLLM_API_KEY",)
     owned_by = "vllm"
@@ -139,6 +149,10 @@ class VLLM(ServerKind):
                 f"{export} writes the layers there",
             )
 
+    def lookup(self, device: str) -> str:
+        """See ServerKind. The model runner of GPUs has an n-gram speculator of its own."""
+        return "ngram-gpu" if device == "cuda" else "prompt-lookup"
+
     def script(self, launch: Launch) -> tuple[str, str]:
         if launch.own_target:
             serve = [
@@ -184,6 +198,7 @@ class VLLM(ServerKind):
     ) -> dict[str, Any]:
         # every setting is sent, because vLLM takes missing settings from the model's generation_config.json
         body: dict[str, Any] = asdict(sampling) | NO_PENALTIES
+        del body["filters"]  # vLLM's own order
         body |= {"prompt": prompt, "return_token_ids": True}
         if stops := body.pop("stop_token_ids"):
             body["stop_token_ids"] = list(stops)

@@ -21,6 +21,7 @@ from draftlab.acceptance import expected
 from draftlab.acceptance.expected import Counts, Texts
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs
 from draftlab.config.kinds import DRAFTERS, DrafterSpec, RunFacts
+from draftlab.config.server_rules import DecodingRule
 from draftlab.console import progress
 from draftlab.data.batches import first_tokens
 from draftlab.errors import OtherArchitecture, Quantised, UserError
@@ -73,7 +74,6 @@ class ReplayContext:
 
 
 FILE = "replay.json"
-Rule = Literal["rejection", "match"]
 Chance = Annotated[float, Field(ge=0, le=1.001)]  # a probability, which rounding may lift above 1
 
 
@@ -102,13 +102,14 @@ class Replay(FileModel):
 
     Args:
         sampling: How the target sampled.
+        draft_sampling: How the draft samples.
         rule: Rule that accepts drafted tokens. "rejection" accepts with probability min(1, q / p). "match" accepts a
             token that equals the target's own sample, which has probability q. A greedy draft has q = 0 or 1.
         kind: Kind of the drafter, as --drafter names it.
         offsets: Largest number K of tokens that a parallel draft or a head drafts. None for an ordinary draft.
     """
 
-    version: Literal[3] = 3
+    version: Literal[4] = 4
     draft: str
     draft_sha256: str
     dtype: str
@@ -117,8 +118,8 @@ class Replay(FileModel):
     outputs_sha256: str
     tokenizer_sha256: str
     sampling: SamplingParams
-    rule: Rule
-    draft_temperature: float
+    rule: str
+    draft_sampling: SamplingParams
     kind: str = "model"
     offsets: int | None = None
     texts: list[ReplayedText]
@@ -189,24 +190,17 @@ class Drafting:
 
     Args:
         k: Largest number of tokens drafted per step.
-        temperature: Temperature of the draft. Default: the target's.
+        rule: How the draft samples, and how drafted tokens are verified.
         target: Checkpoint of the target, for drafters that read its hidden states.
         device_map: Map by which accelerate spreads this target over devices.
     """
 
     k: int
-    rule: Rule
-    temperature: float | None
+    rule: DecodingRule
     dtype: torch.dtype
     device: torch.device
     target: Path | None = None
     device_map: str | None = None
-
-    def draft_sampling(self, sampling: SamplingParams) -> SamplingParams:
-        """Return the draft's sampling parameters: the target's, except for the temperature of the draft."""
-        if self.temperature is None:
-            return sampling
-        return replace(sampling, temperature=self.temperature)
 
 
 def replay(
@@ -254,11 +248,17 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
         raise UserError(
             f"--drafter {spec.text} has no corpus in a replay; add data=SOURCE or outputs=STORE"
         )
+    served = drafting.rule.target_sampling(sampling)
+    if served.active != sampling.active or served.temperature != sampling.temperature:
+        raise UserError(
+            f"--server-rule: {store.directory} was sampled at {sampling.describe()}, but this server would sample at "
+            f"{served.describe()}; leave --server-rule out, or use outputs that were sampled like this"
+        )
     logprobs = store.manifest.logprobs
     fits = sampling.temperature == 0 or logprobs == "sampled"
     fits = fits or (logprobs == "raw" and sampling.unmodified)
-    samples = drafting.draft_sampling(sampling).temperature > 0
-    if drafting.rule == "rejection" and samples and not fits:
+    samples = drafting.rule.draft_sampling(sampling).temperature > 0
+    if drafting.rule.verify == "rejection" and samples and not fits:
         raise UserError(
             f"{store.directory} was sampled at {sampling.describe()}, but has no log-probabilities of that "
             "distribution, which --rule rejection needs; use --rule match, or build the outputs again at "
@@ -284,7 +284,7 @@ def replay_draft(
     """Replay a drafter, with one pass over each text of the store."""
     vocab = check(store, spec, drafting)
     manifest, sampling = store.manifest, _target_sampling(store)
-    draft_sampling = drafting.draft_sampling(sampling)
+    draft_sampling = drafting.rule.draft_sampling(sampling)
     with progress(f"replay {spec.name}", len(store.outputs)) as advance:
         scores = spec.acceptance(
             ReplayContext(
@@ -299,7 +299,7 @@ def replay_draft(
                 device_map=drafting.device_map,
             )
         )
-    certain = drafting.rule == "match" or sampling.temperature == 0
+    certain = drafting.rule.verify == "match" or sampling.temperature == 0
     read = spec.paths(None)
     return Replay(
         draft=spec.name,
@@ -310,8 +310,8 @@ def replay_draft(
         outputs_sha256=provenance.fingerprint(store.directory),
         tokenizer_sha256=manifest.tokenizer_sha256,
         sampling=sampling,
-        rule=drafting.rule,
-        draft_temperature=draft_sampling.temperature,
+        rule=drafting.rule.verify,
+        draft_sampling=draft_sampling,
         offsets=drafting.k if spec.by_age else None,
         kind=type(spec).kind,
         texts=[
@@ -391,7 +391,9 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
     layers = None
     with contextlib.suppress(OtherArchitecture, Quantised):  # transformers runs the model
         layers = llama.check_supported(target).layers
-    spec.check(RunFacts(target=target, layers=layers, vocab=vocab, rule=drafting.rule, draft=None))
+    spec.check(
+        RunFacts(target=target, layers=layers, vocab=vocab, rule=drafting.rule.verify, draft=None)
+    )
     written_by = store.manifest.target_sha256
     if written_by is not None and written_by != provenance.fingerprint(target):
         raise UserError(

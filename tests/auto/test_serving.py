@@ -11,9 +11,8 @@ from test_heads import written
 from draftlab.commands.auto import AutoConfig
 from draftlab.commands.steps import step_of
 from draftlab.drafters.eagle import EagleSpec
-from draftlab.drafters.prompt_lookup import PromptLookupSpec
 from draftlab.model.size import read_size
-from draftlab.searching.plan import Request, served_by
+from draftlab.searching.plan import Request, lookup_of, served_by
 from draftlab.searching.prompts import PromptSplit
 from draftlab.searching.schedule import StepRunner
 from draftlab.searching.verdict import Arm, serve
@@ -62,7 +61,7 @@ def test_every_server_gets_its_export_and_script(kind, server, space, family_dir
     draft, drafter = {
         "draft": (Path("draft"), None),
         "eagle": (Path("head"), EagleSpec.of(heads="head")),
-        "prompt-lookup": (None, PromptLookupSpec.of()),
+        "prompt-lookup": (None, lookup_of(server, "cpu")),
     }[kind]
     chosen = Arm(kind=kind, draft=draft, drafter=drafter)
     command, notes = served(family_dirs["llama"], chosen, server=server)
@@ -81,7 +80,7 @@ def test_drafts_are_chosen_by_the_rule_that_the_script_for_vllm_sets(space, fami
     config = AutoConfig.build({"target": str(target), "server": "vllm", "temperature": 0.8})
     chosen = Arm(kind="draft", draft=Path("draft"))
     command, _ = served(target, chosen, server="vllm", temperature=0.8)
-    method = {"vllm-probabilistic": "probabilistic", "vllm": "greedy"}[str(config.sampled_rule)]
+    method = {"vllm": "probabilistic", "vllm-greedy": "greedy"}[str(config.sampled_rule)]
     assert f"draft_sample_method = {method}" in Path(command.split()[1]).read_text()
     assert config.model_copy(update={"temperature": 0.0}).sampled_rule is None
 

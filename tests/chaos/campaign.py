@@ -76,7 +76,7 @@ COMMANDS: dict[str, str] = {
     "init": "init --gguf made/gguf/prune-f32.gguf --data text",
     "profile": f"profile larger --k 1 --context 16,64 {TIMED}",
     "score": (
-        "score --target model --draft made/prune --drafter prompt-lookup --k 2 --num-prompts 3 --max-new-tokens 8 "
+        "score --target model --draft made/prune --drafter latest-lookup --k 2 --num-prompts 3 --max-new-tokens 8 "
         f"{PROMPTS} {TIMED}"
     ),
     "search": (

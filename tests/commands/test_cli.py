@@ -169,15 +169,15 @@ def test_a_score_says_how_it_sampled(drafted):
 
 
 def test_a_tree_is_verified_by_the_recursive_rule(drafted):
-    call(f"{SCORE} --temperature 0.9 --drafter tree:widths=2 --drafter prompt-lookup --k 2")
-    scores = (drafted / "runs/score-tree-prompt-lookup").glob("*/")
+    call(f"{SCORE} --temperature 0.9 --drafter tree:widths=2 --drafter latest-lookup --k 2")
+    scores = (drafted / "runs/score-tree-latest-lookup").glob("*/")
     assert {read_score(s).conditions.rule for s in scores} == {"recursive", "rejection"}
 
 
 def test_passes_without_a_draft_count_as_passes(space):
     """Lookup finds nothing now and then: tokens per target pass are over all passes, acceptance over the others."""
-    (row,) = json.loads(call(f"{SCORE} --drafter prompt-lookup --k 2 --json").stdout)["scores"]
-    found = read_score(space / "runs/score-prompt-lookup/prompt-lookup")
+    (row,) = json.loads(call(f"{SCORE} --drafter latest-lookup --k 2 --json").stdout)["scores"]
+    found = read_score(space / "runs/score-latest-lookup/latest-lookup")
     steps = [pair for g in found.generations(2) for pair in zip(g.drafted, g.emitted, strict=True)]
     assert sum(drafted == 0 for drafted, _ in steps) > 0
     per_pass = row["tokens_per_target_pass"]

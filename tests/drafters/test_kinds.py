@@ -21,7 +21,15 @@ from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.throughput import measure_throughput
 
-ASKED = ["ngram:order=2,tokens=500", "prompt-lookup:prompt_lookup_max=2", "model", "fallback"]
+ASKED = [
+    "ngram:order=2,tokens=500",
+    "prompt-lookup:prompt_lookup_max=2",
+    "latest-lookup",
+    "ngram-gpu",
+    "ngram-simple:size_n=2",
+    "model",
+    "fallback",
+]
 
 
 def test_every_drafter_decodes_what_the_target_would(

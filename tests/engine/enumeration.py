@@ -237,12 +237,12 @@ EXTREMES = {
 }
 
 
-def length_of(rule, drafting) -> float:
+def length_of(rule, drafting, target: Sequence[Tensor] = ROWS) -> float:
     """Expected tokens per step."""
 
     def step(chance):
         tokens = drafting(chance)
-        p = table(ROWS)
+        p = table(target)
         rows = torch.stack([p(prefix_of(tokens, n)) for n in range(len(tokens.ids) + 1)])
         return len(rule(rows, tokens, chance)[0]) + 1
 

@@ -21,7 +21,14 @@ from drafter_laws import (
 from torch import Tensor
 
 from draftlab.engine.drafters.fallback import FallbackDrafter
-from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter
+from draftlab.engine.drafters.ngram import (
+    LatestLookupDrafter,
+    NgramDrafter,
+    NgramGpuDrafter,
+    NgramModel,
+    NgramSimpleDrafter,
+    PromptLookupDrafter,
+)
 from draftlab.engine.drafters.parallel import ParallelDrafter
 from draftlab.engine.generate import Draft, Drafter, ModelDrafter, speculative_decode
 from draftlab.model import llama
@@ -42,6 +49,9 @@ DRAFTERS = [
     "model",
     "ngram",
     "lookup",
+    "prompt-lookup",
+    "ngram-gpu",
+    "ngram-simple",
     "fallback",
     "gated",
     "lookup-eagle",
@@ -59,15 +69,18 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
     return {
         "model": lambda: ModelDrafter(noisy, VOCAB),
         "ngram": lambda: NgramDrafter(ngrams),
-        "lookup": lambda: PromptLookupDrafter(3),
+        "lookup": lambda: LatestLookupDrafter(3),
+        "prompt-lookup": lambda: PromptLookupDrafter(3),
+        "ngram-gpu": lambda: NgramGpuDrafter(3),
+        "ngram-simple": lambda: NgramSimpleDrafter(2),
         "fallback": lambda: FallbackDrafter(
-            PromptLookupDrafter(3), ModelDrafter(noisy, VOCAB), VOCAB
+            LatestLookupDrafter(3), ModelDrafter(noisy, VOCAB), VOCAB
         ),
         "gated": lambda: FallbackDrafter(
-            PromptLookupDrafter(8, (2, 1, 3)), ModelDrafter(noisy, VOCAB), VOCAB, 2
+            LatestLookupDrafter(8, (2, 1, 3)), ModelDrafter(noisy, VOCAB), VOCAB, 2
         ),
         "lookup-eagle": lambda: FallbackDrafter(
-            PromptLookupDrafter(3), eagle_drafter(models["target"]), VOCAB, 2
+            LatestLookupDrafter(3), eagle_drafter(models["target"]), VOCAB, 2
         ),
         "parallel": lambda: ParallelDrafter(models["parallel"], VOCAB),
         "eagle": lambda: eagle_drafter(models["target"]),
@@ -127,7 +140,7 @@ class Now(Drafter):
 
 def test_lookup_copies_behind_the_longest_and_latest_match():
     def copied(text: list[int], count: int) -> list[int]:
-        draft = PromptLookupDrafter(3).propose(
+        draft = LatestLookupDrafter(3).propose(
             [text], count, SamplingParams(), torch.zeros(1, count)
         )
         return draft.ids[0, : draft.counts[0]].tolist()
@@ -140,7 +153,7 @@ def test_lookup_copies_behind_the_longest_and_latest_match():
 
 def test_a_match_is_copied_from_the_length_that_its_kind_wants():
     def copied(text: list[int], *min_match: int) -> list[int]:
-        lookup = PromptLookupDrafter(8, min_match)
+        lookup = LatestLookupDrafter(8, min_match)
         draft = lookup.propose([text], 1, SamplingParams(), torch.zeros(1, 1))
         return draft.ids[0, : draft.counts[0]].tolist()
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,14 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from second_device import DEVICE, Elsewhere, SecondDevice
 from torch import Tensor
-from transformers import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from draftlab.engine.drafters.ngram import PromptLookupDrafter
+from draftlab.config.server_rules import SERVER_RULES, DecodingRule, chosen_rule
+from draftlab.engine.drafters.ngram import LatestLookupDrafter
 from draftlab.engine.generate import (
     Draft,
     ModelDrafter,
@@ -29,11 +25,12 @@ from draftlab.engine.generate import (
     speculative_decode,
     verify_batch,
 )
-from draftlab.engine.verify import distribution, draw, verify
+from draftlab.engine.verify import distribution, draw, rule_named, verify
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.native_cpu import NativeLlama
+from draftlab.registry import REJECTION
 from draftlab.sampling import SamplingParams
 
 PROMPT = [0, 17, 44, 101, 9, 250, 31]
@@ -202,7 +199,7 @@ def test_every_way_to_decode_stops_at_the_first_of_several_ends(target, mode):
     }
     model = run[mode](target) if mode in run else target
     # a model that drafts for itself: all stands, so that ends come within blocks
-    drafter = PromptLookupDrafter(3) if mode == "lookup" else ModelDrafter(model, 307)
+    drafter = LatestLookupDrafter(3) if mode == "lookup" else ModelDrafter(model, 307)
     for at in range(0, 14, 3):
         ends = (greedy[at + 2], greedy[at])
         first = min(greedy.index(e) for e in ends)
@@ -240,10 +237,14 @@ def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
     return float(((merged_counts - merged) ** 2 / merged).sum()), len(merged) - 1
 
 
-def pair_statistic(target: Bigrams, drafter, warp: SamplingParams, n: int) -> tuple[float, int]:
+def pair_statistic(
+    target: Bigrams, drafter, sampling: SamplingParams, n: int, rule: DecodingRule
+) -> tuple[float, int]:
     """Chi-square of the second and third emitted tokens (drafted in one step) against the exact product."""
-    p = distribution(target.logits, warp).double()
-    out = torch.tensor(output_tokens(speculative_decode(target, drafter, [[2]] * n, 2, warp)))
+    own = rule.target_sampling(sampling)
+    p = distribution(target.logits, own).double()
+    by = {"rule": rule_named(rule.verify), "draft_sampling": rule.draft_sampling(own)}
+    out = torch.tensor(output_tokens(speculative_decode(target, drafter, [[2]] * n, 2, own, **by)))
     counts = torch.bincount(out[:, 1] * 6 + out[:, 2], minlength=36).view(6, 6).double()
     expected = torch.einsum("a,ab,bc->bc", p[2], p, p) * n
     return chi_square(counts, expected)
@@ -260,10 +261,16 @@ WARPS = [
 ]
 
 
-@pytest.mark.parametrize("warp", WARPS)
-def test_sampled_speculation_has_the_targets_distribution(warp):
+@pytest.mark.parametrize(
+    ("server", "warp"),
+    [(None, WARPS[0]), *((server, WARPS[1]) for server in (None, *SERVER_RULES))],
+)
+def test_sampled_speculation_has_the_targets_distribution(server, warp):
+    rule = chosen_rule(server, REJECTION)
+    if "min_p" in rule.refused:
+        warp = replace(warp, min_p=0.0)
     target, draft = bigram_pairs(0)
-    value, degrees = pair_statistic(target, ModelDrafter(draft), warp, 4000)
+    value, degrees = pair_statistic(target, ModelDrafter(draft), warp, 2000, rule)
     assert value < critical(degrees)
 
 
@@ -276,15 +283,7 @@ class GreedyDraftSoftmaxQ(ModelDrafter):
 
 def test_chi_square_rejects_a_draft_whose_q_is_not_what_it_sampled():
     target, draft = bigram_pairs(0)
-    value, degrees = pair_statistic(target, GreedyDraftSoftmaxQ(draft), WARPS[0], 4000)
+    value, degrees = pair_statistic(
+        target, GreedyDraftSoftmaxQ(draft), WARPS[0], 4000, DecodingRule(REJECTION)
+    )
     assert value > critical(degrees)
-
-
-def test_min_p_is_transformers():
-    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(2)) * 3
-    ids = torch.zeros(8, 1, dtype=torch.long)
-    warped = TemperatureLogitsWarper(0.7)(ids, logits)  # type: ignore[arg-type]
-    for one in (TopKLogitsWarper(20), TopPLogitsWarper(0.95), MinPLogitsWarper(0.1)):
-        warped = one(ids, warped)  # type: ignore[arg-type]
-    found = distribution(logits, SamplingParams(temperature=0.7, top_k=20, top_p=0.95, min_p=0.1))
-    torch.testing.assert_close(found, warped.softmax(-1))

@@ -30,7 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.config.server_rules import SERVER_RULES, acceptance_of
+from draftlab.config.server_rules import SERVER_RULES, rule_of
 from draftlab.engine.verify import (
     Tokens,
     Uniforms,
@@ -188,19 +188,37 @@ def test_the_named_rules_of_servers_are_those_that_their_kinds_have():
     assert found == set(SERVER_RULES)
 
 
+CUTS = SamplingParams(temperature=0.7, top_k=3, top_p=0.8)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=1.0), CUTS])
 @pytest.mark.parametrize("server", SERVER_RULES)
-def test_each_servers_rule_is_lossless_and_accepts_a_token_as_its_formula_says(server):
-    name, draft_temperature = acceptance_of(server)
+def test_each_servers_rule_is_lossless_and_accepts_a_token_as_its_formula_says(server, sampling):
+    """With the target's and the draft's filters of the server, all in float64."""
+    server_rule = rule_of(server)
+    own = server_rule.target_sampling(sampling)
+    p, q = filtered(FOUR, own), filtered(DRAFTS_OF_FOUR, server_rule.draft_sampling(own))
     rule, drafting = (
-        rule_named(name) or leviathan,
-        sampled if draft_temperature is None else most_probable,
+        rule_named(server_rule.verify) or leviathan,
+        sampled if server_rule.draft else most_probable,
     )
-    assert error(table(ROWS), drafting(table(DRAFTS), CHAIN), rule, length=3) < 1e-12
-    p, q = ROWS[0], DRAFTS[0]
-    said = torch.minimum(p, q).sum() if draft_temperature is None else p[q.argmax()]
-    assert length_of(rule, drafting(table(DRAFTS), (0,))) - 1 == pytest.approx(
-        float(said), abs=1e-8
-    )
+    assert error(table(p), drafting(table(q), CHAIN), rule, length=3) < 1e-12
+    said = torch.minimum(p[0], q[0]).sum() if server_rule.draft else p[0][q[0].argmax()]
+    assert length_of(rule, drafting(table(q), (0,)), p) - 1 == pytest.approx(float(said), abs=1e-8)
+
+
+def filtered(rows: list[Tensor], sampling: SamplingParams) -> list[Tensor]:
+    found = [distribution(row.log().float(), sampling).double() for row in rows]
+    return [row / row.sum() for row in found]
+
+
+def test_a_draft_of_vllm_is_accepted_as_one_that_the_temperature_alone_changes():
+    """By hand, at top-k 1: the target has one possible token, and the draft draws it with its own chance."""
+    rule = rule_of("vllm")
+    own = rule.target_sampling(SamplingParams(temperature=1.0, top_k=1))
+    p, q = filtered(FOUR, own), filtered(DRAFTS_OF_FOUR, rule.draft_sampling(own))
+    drafting = sampled(table(q), (0,))
+    assert length_of(leviathan, drafting, p) - 1 == pytest.approx(float(DRAFTS_OF_FOUR[0][0]))
 
 
 def test_a_certain_token_stands_alike_whether_one_by_one_as_a_block_or_by_the_targets_sample():

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -359,7 +360,6 @@ def script_of(server: str, **launch: Any) -> tuple[str, str]:
     ("kind", "runtime", "words"),
     [
         ("prompt lookup", "vllm", '\\"method\\": \\"ngram\\", \\"num_speculative_tokens\\": 6'),
-        ("prompt lookup", "sglang", "--speculative-algorithm NGRAM"),
         ("prompt lookup", "llama.cpp", "--spec-type ngram-simple"),
         ("prompt lookup", "transformers", "prompt_lookup_num_tokens=6, max_matching_ngram_size=3"),
         ("parallel draft", "vllm", '\\"parallel_drafting\\": true'),
@@ -414,7 +414,7 @@ def test_a_sampled_text_tells_the_steps_that_made_it(space, family_dirs, rule):
     """A server that lets the draft's most probable token stand with the target's probability, by either rule."""
     target, draft = target_and_draft(family_dirs["llama"])
     prompts, how = [[0, 17, 44], [0, 5, 250, 31]], SamplingParams(max_tokens=24, temperature=1.0)
-    by = {"rule": rule_named(rule), "draft_temperature": 0.0}
+    by = {"rule": rule_named(rule), "draft_sampling": replace(how, temperature=0.0)}
     live = list(speculative_decode(target, ModelDrafter(draft), prompts, 3, how, **by))
     served, _ = verify.as_served(verify.to_sample(prompts, 24, 3, 1.0), output_tokens(live))
     counts = verify.count_steps(ranks_of(Path("draft"), served, Path("target")), served)

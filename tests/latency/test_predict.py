@@ -278,7 +278,7 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
     sampling = SamplingParams(max_tokens=NEW)
     replay = Replay(
         draft="d", draft_sha256="", dtype="float32", target="t", target_sha256=None, outputs_sha256="",
-        tokenizer_sha256="", sampling=sampling, rule="rejection", draft_temperature=0, texts=texts, command="",
+        tokenizer_sha256="", sampling=sampling, rule="rejection", draft_sampling=sampling, texts=texts, command="",
         versions={}, created="",
     )  # fmt: skip
     (tmp_path / "replay.json").write_text(replay.model_dump_json())

@@ -71,17 +71,17 @@ def test_a_target_that_is_on_disk_leaves_mode_and_batch_to_drafts_and_heads(spac
     """Even the embedding, which heads share, is on disk."""
     (space / "map.json").write_text(json.dumps({"": "disk"}))
     call(f"{DISTILL} --student eagle:ttt_steps=1 --out head")
-    drafters = f"--draft {draft} --drafter eagle:heads=head --drafter prompt-lookup"
+    drafters = f"--draft {draft} --drafter eagle:heads=head --drafter latest-lookup"
     asked = f"{SCORE} {drafters} --mode native --batch 2 --dtype float32"
     call(f"{asked} --out here")
     call(f"{asked} --int8 draft --device-map map.json --out spread")
-    for name in (draft.name, "eagle:heads=head", "prompt-lookup"):
+    for name in (draft.name, "eagle:heads=head", "latest-lookup"):
         here, spread = (read_score(next(Path(out).glob(f"{name}*"))) for out in ("here", "spread"))
         assert (spread.conditions.mode, spread.equal_texts) == ("native", 1.0)
         assert [g.tokens for g in spread.plain] == [g.tokens for g in here.plain]
         assert not spread.other_plain
     assert "--int8" in refused(f"{asked} --int8 both --device-map map.json")
-    lookup = "--drafter prompt-lookup --device-map map.json --mode native"
+    lookup = "--drafter latest-lookup --device-map map.json --mode native"
     assert "--mode native" in refused(f"{SCORE} {lookup}")
     spread, build = ("--device-map", "map.json"), "outputs build --use replay --prompt-tokens 16"
     call(f"{build} --num-prompts 2 --max-new-tokens 12 --dtype float32 --out answers")
@@ -220,10 +220,10 @@ def test_the_target_alone_is_timed_at_every_precision_of_the_run(
     space, draft, int8, target, draft_weights, other
 ):
     """The draft with other weights than the target's writes what the target writes with those that verify."""
-    native = f"--mode native --dtype float32 --drafter prompt-lookup --int8 {int8} --out x"
+    native = f"--mode native --dtype float32 --drafter latest-lookup --int8 {int8} --out x"
     call(f"{SCORE} --draft {draft} {native}")
     for score in map(read_score, score_files([space / "x"])):
-        weights = None if score.draft.name == "prompt-lookup" else draft_weights
+        weights = None if score.draft.name == "latest-lookup" else draft_weights
         about = score.conditions
         assert (about.target_weights, about.draft_weights) == (target, weights)
         assert about.dtype == "float32"

@@ -21,7 +21,8 @@ from typed import call
 from draftlab import provenance
 from draftlab.commands import outputs
 from draftlab.config.kinds import parse_drafter
-from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel, PromptLookupDrafter
+from draftlab.config.server_rules import DecodingRule
+from draftlab.engine.drafters.ngram import LatestLookupDrafter, NgramDrafter, NgramModel
 from draftlab.engine.generate import Drafter, ModelDrafter, decode, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
@@ -43,6 +44,7 @@ from draftlab.target_outputs.store import StoredOutputs, read_shard, read_store
 from draftlab.target_outputs.targets import LocalTarget
 
 CPU = torch.device("cpu")
+GREEDY_DRAFT = DecodingRule("rejection", draft=())
 LINES = [
     {"prompt": "def parse(line):\n    if not line:", "category": "code"},
     {"question_id": 7, "category": "chat", "turns": ["class Reader:"]},
@@ -90,7 +92,7 @@ def greedy_store(tmp_path_factory, models, prompt_file) -> StoredOutputs:
 
 
 def drafting(**changes: Any) -> Drafting:
-    plain = Drafting(k=8, rule="rejection", temperature=None, dtype=torch.float32, device=CPU)
+    plain = Drafting(k=8, rule=DecodingRule("rejection"), dtype=torch.float32, device=CPU)
     return replace(plain, **changes)
 
 
@@ -294,8 +296,8 @@ def test_sampled_chances_are_the_ratio_of_what_both_sampled_from(tmp_path, model
     target = models["target"]
     found = recorded(tmp_path / "t", target, prompt_file, temperature=4.0, seed=1)
     ratio = replay_draft(found, drafter_of(models["draft"]), drafting())
-    match = replay_draft(found, drafter_of(models["draft"]), drafting(rule="match"))
-    sharp = replay_draft(found, drafter_of(models["draft"]), drafting(temperature=0.0))
+    match = replay_draft(found, drafter_of(models["draft"]), drafting(rule=DecodingRule("match")))
+    sharp = replay_draft(found, drafter_of(models["draft"]), drafting(rule=GREEDY_DRAFT))
     for text, a, b, c in zip(found.outputs, ratio.texts, match.texts, sharp.texts, strict=True):
         wanted = np.minimum(1, np.array(b.chances) / np.exp(text.logprobs))
         # a ratio of probabilities has the relative error of their logarithms
@@ -315,9 +317,9 @@ def test_a_replayed_lookup_counts_what_decoding_along_the_text_counts(
 ):
     """A lookup is certain of its tokens, so the text decides every step, sampled or not."""
     store = recorded(tmp_path / "store", models["target"], prompt_file, temperature=temperature)
-    spec = parse_drafter("prompt-lookup:prompt_lookup_max=2")
+    spec = parse_drafter("latest-lookup:prompt_lookup_max=2")
     replayed = replay_draft(store, spec, drafting(target=models["target"]))
-    counts, drafter, drafts = replayed.counts(k), PromptLookupDrafter(2), 0
+    counts, drafter, drafts = replayed.counts(k), LatestLookupDrafter(2), 0
     for row, output in enumerate(store.outputs):
         ids, prompt = output.ids.tolist(), output.prompt.tolist()
         limit = len(ids) if output.finish_reason == "length" else 24
@@ -338,10 +340,10 @@ def test_a_replayed_lookup_counts_what_decoding_along_the_text_counts(
 
 def test_the_engine_counts_the_steps_of_a_replayed_lookup_and_ngram_model(models, greedy_store):
     target, answers = load(models["target"], torch.float32), greedy_store.directory
-    for text in ("prompt-lookup:prompt_lookup_max=2", f"ngram:order=2,outputs={answers}"):
+    for text in ("latest-lookup:prompt_lookup_max=2", f"ngram:order=2,outputs={answers}"):
         spec = parse_drafter(text)
         replayed = replay_draft(greedy_store, spec, drafting(target=models["target"]))
-        drafter: Drafter = PromptLookupDrafter(2)
+        drafter: Drafter = LatestLookupDrafter(2)
         if text.startswith("ngram"):
             corpus = np.concatenate([[*t.prompt[-1:], *t.ids] for t in greedy_store.outputs])
             drafter = NgramDrafter(NgramModel(corpus, checkpoint.vocab_size(models["target"]), 2))
@@ -440,8 +442,8 @@ def test_log_probabilities_that_the_rule_cannot_use_are_refused(tmp_path, models
     raw = replace(found, manifest=manifest(update={"logprobs": "raw"}))
     with raises_option("--rule"):
         check(raw, draft, drafting())
-    check(raw, draft, drafting(rule="match"))
-    check(raw, draft, drafting(temperature=0.0))
+    check(raw, draft, drafting(rule=DecodingRule("match")))
+    check(raw, draft, drafting(rule=GREEDY_DRAFT))
     at_one = {"logprobs": "raw", "sampling": replace(found.manifest.sampling, temperature=1.0)}
     check(replace(found, manifest=manifest(update=at_one)), draft, drafting())
 

@@ -99,7 +99,7 @@ def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
         "score": f"{SCORE} {there} --out score",
         "score a batch": f"{SCORE} {there} --batch 2 --out score-batch",
         "score sampled": f"{SCORE} {there} --temperature 1 --out score-sampled",
-        "score without a draft": f"{SCORE} --target M --drafter prompt-lookup --out score-lookup",
+        "score without a draft": f"{SCORE} --target M --drafter latest-lookup --out score-lookup",
         "score compiled": f"{SCORE} {there} --mode native --out score-compiled",
         "distill a head": f"distill --student eagle --target M {TEACH_HEAD} --out head",
         "score a head": f"{SCORE} --target M --drafter eagle:heads=head --batch 2 --out score-head",

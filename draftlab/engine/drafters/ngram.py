@@ -168,14 +168,19 @@ def suffix_matches(
         yield after
 
 
+def own_matches(ids: np.ndarray, longest: int) -> list[np.ndarray]:
+    """Return the positions in a text, ids [N], after the earlier occurrences of its last 1, 2, ... tokens."""
+    # positions after earlier occurrences of the last token
+    after = np.flatnonzero(ids[:-1] == ids[-1]) + 1
+    return list(suffix_matches(ids, after, ids, longest))
+
+
 def latest_match(ids: np.ndarray, longest: int) -> Match | None:
     """Find the longest n-gram that ends a text and also occurs earlier in it, at most `longest` tokens long.
 
     Return None if there is none. ids: The text, [N].
     """
-    # positions after earlier occurrences of the last token
-    after = np.flatnonzero(ids[:-1] == ids[-1]) + 1
-    matches = list(suffix_matches(ids, after, ids, longest))
+    matches = own_matches(ids, longest)
     if not matches:
         return None
     ends = matches[-1]
@@ -202,7 +207,79 @@ class TextDrafter(Drafter):
 
 
 class PromptLookupDrafter(TextDrafter):
-    """Prompt lookup: copies the tokens after the latest match, see Match.
+    """Prompt lookup as in vLLM and transformers (Saxena 2023).
+
+    It copies the tokens after the earliest occurrence of the longest n-gram that ends the text and also occurs earlier
+    in it. The draft ends where the text ends.
+
+    longest: Largest length of the n-gram, in tokens.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+
+    def draft(self, text: list[int], count: int) -> list[int]:
+        matches = own_matches(np.array(text), self.longest)
+        return text[matches[-1][0] :][:count] if matches else []
+
+
+class NgramGpuDrafter(TextDrafter):
+    """The n-gram speculator of vLLM on GPUs (v1/worker/gpu/spec_decode/ngram/speculator.py in vLLM 0.32).
+
+    It copies the tokens after the latest match, see Match. Where the text ends, and if there is no match, it drafts the
+    text's last token.
+
+    longest: Largest length of a match, in tokens.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+
+    def draft(self, text: list[int], count: int) -> list[int]:
+        match = latest_match(np.array(text), self.longest)
+        copied = [] if match is None else text[match.start :][:count]
+        return copied + text[-1:] * (count - len(copied))
+
+
+class NgramSimpleDrafter(TextDrafter):
+    """llama.cpp's ngram-simple: copies the tokens after the latest occurrence of the last n tokens, if there is one.
+
+    The occurrence must not begin at the first token of the text. The text's last token is neither part of the
+    occurrence nor copied. There is no draft if fewer than n tokens can be copied, or if the text has at most n + K + 2
+    tokens (common/ngram-map.cpp in llama-cpp-python 0.3.36).
+
+    size: Number of tokens to look for, n. A smaller K is used in its place, because no draft would be long enough.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size, self.most = size, 0
+
+    def reset(self, rows: int, capacity: int) -> None:
+        self.most = 0
+
+    def propose(
+        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
+    ) -> Draft:
+        self.most = max(self.most, count)  # K: only near the end of a text, `count` is smaller
+        return super().propose(texts, count, sampling, uniform)
+
+    def draft(self, text: list[int], count: int) -> list[int]:
+        most = max(self.most, count)
+        n, known = min(self.size, most), np.array(text[:-1])
+        if len(known) <= n + most + 1:
+            return []
+        # the occurrences begin at 1 or later, and end before the last token but one
+        windows = np.lib.stride_tricks.sliding_window_view(known[1:-1], n)
+        found = np.flatnonzero((windows == text[-n:]).all(1))
+        if not len(found):
+            return []
+        start = int(found[-1]) + 1 + n
+        copied = text[start:-1][:most]
+        return copied[:count] if len(copied) >= n else []
+
+
+class LatestLookupDrafter(TextDrafter):
+    """Prompt lookup that copies the tokens after the latest match, see Match.
 
     A copy that reaches the end of the text goes on with the tokens that it copied, so a loop is drafted to any length.
 

@@ -22,7 +22,7 @@ class CascadeSpec(DraftModelSpec, NgramSpec):
     inner: Cheaper drafter. inner_tokens: Number of tokens that it drafts for each pass of the draft model.
     """
 
-    inner: Literal["ngram", "prompt-lookup"] = "ngram"
+    inner: Literal["ngram", "latest-lookup"] = "ngram"
     inner_tokens: int = Field(2, ge=1, le=MAX_K)
 
     @model_validator(mode="after")
@@ -37,14 +37,14 @@ class CascadeSpec(DraftModelSpec, NgramSpec):
         return self.inner == "ngram" and super().reads_data
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
-        from draftlab.engine.drafters.ngram import PromptLookupDrafter
+        from draftlab.engine.drafters.ngram import LatestLookupDrafter
         from draftlab_research.drafting.cascade import CascadeDrafter
 
         model = context.load_draft(self.text, self.draft)
         if self.inner == "ngram":
             inner = NgramSpec.build(self, context).drafter
         else:
-            inner = PromptLookupDrafter(PROMPT_LOOKUP_MAX)
+            inner = LatestLookupDrafter(PROMPT_LOOKUP_MAX)
         return context.run(
             CascadeDrafter(model, context.vocab, inner, self.inner_tokens), model=model
         )

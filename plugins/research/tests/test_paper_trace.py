@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from draftlab.commands import COMMANDS
+from draftlab.config.server_rules import DecodingRule
 from draftlab.errors import UserError
 from draftlab.prompts import Prompt
 from draftlab.target_outputs.replay import Drafting, drafter_of, replay_draft
@@ -36,7 +37,7 @@ def test_a_trace_of_the_papers_scripts_replays_as_the_recorded_one(tmp_path, fam
     COMMANDS["outputs build"](**asked, max_new_tokens=24, out=tmp_path / "store")
     stored = read_store(tmp_path / "store")
     settings = Drafting(
-        k=8, rule="rejection", temperature=None, dtype=torch.float32, device=torch.device("cpu")
+        k=8, rule=DecodingRule("rejection"), dtype=torch.float32, device=torch.device("cpu")
     )
     wanted = replay_draft(stored, drafter_of(draft), settings).chances()
     texts = [output.ids.tolist() for output in stored.outputs]

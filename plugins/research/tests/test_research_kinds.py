@@ -141,7 +141,7 @@ def test_left_out_layers_are_left_out(context):
         ("tree:widths=2x1,nodes=4", "nodes"),
         ("tree:widths=200x200", "widths"),
         ("layer-skip:layers=0+0", "layers"),
-        ("cascade:inner=prompt-lookup,order=3", "order"),
+        ("cascade:inner=latest-lookup,order=3", "order"),
         ("confidence-stop:threshold=nan", "threshold"),
         ("parallel-tree", "nodes"),
         ("medusa", "heads"),

@@ -17,6 +17,7 @@ from draftlab.errors import UserError, one_line
 from draftlab.reading import read_object
 
 STATE_RECORD = "run.json"
+UNKNOWN = "unknown revision"  # fingerprint of an input whose content is not known, such as a data set on the hub
 LONGEST_LINE = 1 << 16
 
 
@@ -288,8 +289,18 @@ def _difference(state: Path, before: dict[str, object] | None, this_run: dict[st
 
 
 def differing(before: Mapping[str, object], this_run: Mapping[str, object]) -> list[str]:
-    """Return the names of the settings or inputs whose values differ. A missing value equals null."""
-    return [key for key in sorted({*before, *this_run}) if before.get(key) != this_run.get(key)]
+    """Return the names of the settings or inputs whose values differ.
+
+    A missing value equals null. UNKNOWN equals every value. Mappings are compared in the same way.
+    """
+    names = sorted({*before, *this_run})
+    return [name for name in names if not _same(before.get(name), this_run.get(name))]
+
+
+def _same(was: object, now: object) -> bool:
+    if isinstance(was, Mapping) and isinstance(now, Mapping):
+        return not differing(was, now)
+    return was == now or UNKNOWN in (was, now)
 
 
 def _fallen(

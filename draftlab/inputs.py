@@ -1,6 +1,7 @@
 """Fingerprints of what the settings of a command name: text, prompts, tasks, stored outputs. Torch is not loaded."""
 
 import hashlib
+import os.path
 import platform
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -10,12 +11,11 @@ from typing import Any
 
 import yaml
 
+from draftlab.atomic import UNKNOWN
 from draftlab.config.base import Config, extra
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.provenance import fingerprint, joint_sha256
-
-UNKNOWN = "unknown"  # fingerprint of a data set on the hub whose revision is not known
 
 
 def inputs_of(config: Config) -> dict[str, str]:
@@ -53,25 +53,31 @@ def text_inputs(mixture: str) -> dict[str, str]:
 
 def _text(source: str) -> str:
     if source in hub.BUILT_IN_TEXT:
-        folder = sysconfig.get_paths()["purelib" if source == "packages" else "stdlib"]
-        return _listing(Path(folder))
+        packages = source == "packages"
+        folder = sysconfig.get_paths()["purelib" if packages else "stdlib"]
+        return _listing(Path(folder), without=set() if packages else hub.NOT_STDLIB)
     if source.startswith("hf:"):
         return _hub_revision(source.removeprefix("hf:"))
     path = Path(source)
     if not path.is_dir():
         return fingerprint(path)
-    texts = (file for file in path.rglob("*") if file.name.endswith(hub.TEXT_SUFFIXES))
+    texts = (file for file in path.rglob("*") if hub.has_suffix(file, hub.TEXT_SUFFIXES))
     return joint_sha256(texts, path)
 
 
-def _listing(folder: Path) -> str:
+def _listing(folder: Path, *, without: set[str]) -> str:
     """Return the sha256 of Python's version, and of the names and sizes of a folder's Python files.
 
     The contents of installed packages would take seconds to read.
+
+    without: Names of folders in it that are not read.
     """
     digest = hashlib.sha256(platform.python_version().encode())
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(f"{file.relative_to(folder).as_posix()}\0{file.stat().st_size}\n".encode())
+    for at, folders, files in os.walk(folder):
+        folders[:] = sorted(set(folders) - without)
+        for file in (Path(at) / name for name in sorted(files) if name.endswith(".py")):
+            listed = f"{file.relative_to(folder).as_posix()}\0{file.stat().st_size}\n"
+            digest.update(listed.encode())
     return digest.hexdigest()
 
 
@@ -126,7 +132,7 @@ def _named_files(file: Path) -> list[Path]:
         raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
     # lm-eval finds included files next to the file, and data from the folder of the command
     paths = (folder / text for text in _texts(content) for folder in (file.parent, Path()))
-    return [path for path in paths if len(path.name) < 256 and path.is_file()]
+    return [path for path in paths if os.path.isfile(path)]  # False for a text that is no name
 
 
 def _texts(content: object) -> Iterable[str]:

@@ -17,7 +17,7 @@ from draftlab.config.base import Config, OutputConfig
 from draftlab.config.kinds import KindSpec
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean, one_line
-from draftlab.inputs import UNKNOWN, inputs_of
+from draftlab.inputs import inputs_of
 from draftlab.provenance import Record
 
 
@@ -86,8 +86,7 @@ class CommandStep:
             now = inputs_of(self.resolved)
         for name in read.keys() - now.keys():
             now[name] = provenance.fingerprint(Path(name)) if Path(name).exists() else ""
-        changed = differing(read, now)
-        return next((n for n in changed if UNKNOWN not in (read.get(n), now.get(n))), None)
+        return next(iter(differing(read, now)), None)
 
     def run(self, label: str) -> Outcome:
         """Print the label, and run the command unless its output is finished.

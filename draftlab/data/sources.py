@@ -47,12 +47,6 @@ FORM_ROWS = 100  # number of rows at the start of a source that decide whether i
 # largest number of rows streamed from a hub data set, enough to calibrate or distil
 HUB_ROWS = 50_000
 TEST_FOLDERS = {"test", "tests", "idle_test"}
-NOT_STDLIB = {
-    "site-packages",
-    "dist-packages",
-    "encodings",
-    "pydoc_data",
-}  # encodings and pydoc_data are generated tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +78,7 @@ def split_key(text: str, messages: Sequence[Message] = ()) -> str:
 
     Copies of a row and several answers to a prompt have the same key, in every file, format and order.
     """
-    return next((str(said["content"]) for said in messages if said["role"] == "user"), text)
+    return next((str(said.get("content", "")) for said in messages if said["role"] == "user"), text)
 
 
 def is_heldout(key: str) -> bool:
@@ -93,9 +87,10 @@ def is_heldout(key: str) -> bool:
 
 
 def grouped_holdout(keys: Sequence[str], order: Sequence[int], count: int) -> list[int]:
-    """Return about `count` indices to hold out. Rows with the same key stay together.
+    """Return at most `count` indices to hold out. Rows with the same key stay together.
 
-    A group of more than half of the rows is not held out. If no other group exists, the result is empty.
+    If every group has more rows than `count`, the smallest group is held out, unless it has more than half of the rows.
+    Then the result is empty.
 
     Args:
         keys: Key of each row (see split_key).
@@ -106,8 +101,11 @@ def grouped_holdout(keys: Sequence[str], order: Sequence[int], count: int) -> li
         groups.setdefault(keys[index], []).append(index)
     chosen: list[int] = []
     for group in groups.values():
-        if len(chosen) < count and 2 * len(group) <= len(keys):
+        if len(chosen) + len(group) <= count:
             chosen += group
+    smallest = min(groups.values(), key=len, default=[])
+    if not chosen and 2 * len(smallest) <= len(keys):
+        return smallest
     return chosen
 
 
@@ -383,7 +381,7 @@ def _python_files(root: Path, label: str) -> Iterator[Document]:
     rows, keys = BadRows(label), dict[str, str]()
     for file in sorted(root.rglob("*.py")):
         relative = file.relative_to(root)
-        if label == "stdlib" and NOT_STDLIB & set(relative.parts):
+        if label == "stdlib" and hub.NOT_STDLIB & set(relative.parts):
             continue
         # shorter files are empty modules, longer files are generated tables
         if 200 <= file.stat().st_size <= 400_000:
@@ -441,7 +439,7 @@ def _row_with_domain(column: str, value: Any, where: str) -> TextRow:
         raise UserError(
             f"{where}: the row has no column {column!r}; its columns are {', '.join(map(str, value))}"
         )
-    return replace(row, category=str(domain))
+    return replace(row, category=str(domain), unread=row.unread - {column.partition(".")[0]})
 
 
 def _row_file(path: Path, parse: Parse = row_of) -> Iterator[Document]:

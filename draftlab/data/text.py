@@ -108,7 +108,7 @@ def rows_of(file: Path, parse: Parse, bad: BadRows | None = None) -> Iterator[tu
         UserError: The file cannot be read, or too many rows are bad (see BadRows).
     """
     bad = bad or BadRows(str(file))
-    if file.suffix == ".parquet":
+    if hub.has_suffix(file, (".parquet",)):
         return checked_rows(enumerate(_parquet_rows(file), 1), parse, bad)
     if hub.has_suffix(file, hub.JSON_FILES) and (rows := json_rows(file)) is not None:
         return checked_rows(enumerate(rows, 1), parse, bad)
@@ -348,9 +348,15 @@ def _says(given: Mapping[str, Any]) -> bool:
     content = given.get("content", given.get("value"))
     if isinstance(content, list):
         content = next(
-            (True for part in content if isinstance(part, dict) and part.get("text")), None
+            (part for part in content if isinstance(part, dict) and _text_of(part)), None
         )
     return content is not None or bool(given.get("tool_calls"))
+
+
+def _text_of(part: Mapping[str, Any]) -> str:
+    """Return the text of a part of a message, or an empty text."""
+    text = part.get("text")
+    return text if isinstance(text, str) else ""
 
 
 def _parts(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -4,6 +4,7 @@ A log has one JSON line per request, with the target's top log-probabilities (do
 """
 
 import functools
+import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class ServerLog:
     seq_len: int
     top_logprobs: int
     starts: list[int]  # first byte of each line
-    keys: list[str]  # prompt of each line
+    keys: list[str]  # hash of the prompt of each line
 
     @classmethod
     def open(cls, path: Path, *, vocab: int, seq_len: int, top_logprobs: int) -> "ServerLog":
@@ -102,7 +103,8 @@ class ServerLog:
                 continue
             if line.ids and len(line.prompt_ids) <= seq_len:
                 starts.append(start)
-                keys.append(str(line.prompt_ids))
+                # a hash, since a log may have millions of long prompts
+                keys.append(hashlib.sha256(str(line.prompt_ids).encode()).hexdigest()[:16])
                 shortest = min(shortest, *map(len, line.top_ids))
             else:
                 left_out += 1

@@ -352,9 +352,10 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
     changed = differing(old, new)
     if not {"data", "target"} & set(changed):
         read, was_read = ({m.target: m.target_sha256, **m.inputs} for m in (manifest, existing))
+        moved = differing(was_read, read)
         # the contents count, whatever path leads to them
-        if sorted(map(str, read.values())) != sorted(map(str, was_read.values())):
-            name = differing(was_read, read)[0]
+        if moved and sorted(map(str, read.values())) != sorted(map(str, was_read.values())):
+            name = moved[0]
             raise UserError(
                 f"{out} has outputs of a build that read another {name}, because its content has changed; choose "
                 "another --out, or remove that directory"

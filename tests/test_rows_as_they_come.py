@@ -137,7 +137,17 @@ def test_answers_to_a_prompt_are_held_out_together(seed):
     chosen = grouped_holdout(keys, order, wanted)
     apart = set(chosen)
     assert not {keys[i] for i in chosen} & {keys[i] for i in order if i not in apart}
-    assert len(chosen) >= wanted or not chosen
+    smallest = min(keys.count(key) for key in keys)
+    assert len(chosen) <= max(wanted, smallest)
+    assert chosen or 2 * smallest > len(keys)
+
+
+def test_a_prompt_with_many_answers_is_not_held_out_whole():
+    keys = [*(["greeting"] * 200), *map(str, range(800))]
+    order = random.Random(0).sample(range(1000), 1000)
+    chosen = grouped_holdout(keys, order, 64)
+    assert len(chosen) == 64
+    assert not any(keys[i] == "greeting" for i in chosen)
     assert not grouped_holdout(["same"] * 9, range(9), 1)
 
 

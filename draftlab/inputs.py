@@ -60,7 +60,7 @@ def _text(source: str) -> str:
     path = Path(source)
     if not path.is_dir():
         return fingerprint(path)
-    texts = (file for file in path.rglob("*") if file.name.endswith(hub.TEXT_SUFFIXES))
+    texts = (file for file in path.rglob("*") if hub.has_suffix(file, hub.TEXT_SUFFIXES))
     return joint_sha256(texts, path)
 
 

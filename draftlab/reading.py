@@ -75,7 +75,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 def open_bytes(file: Path) -> BinaryIO:
     """Open a file to read its bytes. A file whose name ends in .gz is decompressed."""
-    return cast("BinaryIO", gzip.open(file)) if file.suffix == ".gz" else file.open("rb")
+    return cast("BinaryIO", gzip.open(file)) if file.suffix.lower() == ".gz" else file.open("rb")
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, int, bytes]]:

@@ -108,7 +108,7 @@ def rows_of(file: Path, parse: Parse, bad: BadRows | None = None) -> Iterator[tu
         UserError: The file cannot be read, or too many rows are bad (see BadRows).
     """
     bad = bad or BadRows(str(file))
-    if file.suffix == ".parquet":
+    if hub.has_suffix(file, (".parquet",)):
         return checked_rows(enumerate(_parquet_rows(file), 1), parse, bad)
     if hub.has_suffix(file, hub.JSON_FILES) and (rows := json_rows(file)) is not None:
         return checked_rows(enumerate(rows, 1), parse, bad)
@@ -222,7 +222,8 @@ def checked_rows(
 
 def _checked_characters(row: TextRow, where: str) -> TextRow:
     """Return the row. Raises UserError: its text has half of a character, which no tokenizer can encode."""
-    texts = json.dumps([row.text, row.later, row.messages], ensure_ascii=False, default=str)
+    parts = [row.text, row.later, row.messages, row.system, row.tools]
+    texts = json.dumps(parts, ensure_ascii=False, default=str)
     try:
         texts.encode()
     except UnicodeEncodeError as error:

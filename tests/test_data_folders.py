@@ -13,6 +13,7 @@ from test_prompts import chatty, plain  # noqa: F401
 
 from draftlab.data import documents, loss_on_of, open_batches
 from draftlab.data.sources import data_files
+from draftlab.prompts import file_prompts
 
 CARD = "---\nlicense: mit\n---\n# A data set\n\nIt has talks.\n"
 
@@ -129,14 +130,31 @@ def test_json_files_of_a_folder_are_read_if_they_have_rows(tmp_path, capsys):
         "empty.json": [],
     }.items():
         (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "tsconfig.json").write_text('{\n  // a comment\n  "include": []\n}\n')
     (tmp_path / "lines.json").write_text('{"text": "five"}\n{"text": "six"}\n')
     read = {document.text for document in documents(str(tmp_path))}
     assert read == {"one", "two", "three", "four", "five", "six"}
     said = " ".join(capsys.readouterr().err.split())
     assert all(name in said for name in ("package.json", "numbers.json", "empty.json"))
+    (tmp_path / "cut.json").write_text('[{"text": "seven"}, {"te')
+    with raises_option("cut.json"):
+        documents(str(tmp_path))
 
 
 def test_a_folder_without_text_is_refused(tmp_path):
     (tmp_path / "README.md").write_text(CARD)
-    with raises_option(tmp_path):
+    (tmp_path / "data-00000-of-00001.arrow").write_bytes(b"x")  # of save_to_disk
+    with raises_option(tmp_path, ".arrow", ".jsonl"):
         documents(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.json", "a.txt"])
+def test_a_clone_without_git_lfs_is_named_as_such(name, tmp_path, plain):  # noqa: F811
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / name
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with raises_option(file, "git lfs pull"):
+        documents(str(tmp_path))
+    if name != "a.txt":
+        with raises_option(file, "git lfs pull"):
+            file_prompts(file, plain)

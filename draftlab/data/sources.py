@@ -38,7 +38,7 @@ from draftlab.data.text import (
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.model.hub import ROW_FILES
-from draftlab.reading import reading
+from draftlab.reading import check_downloaded, open_bytes, parse_json, read_lines, reading
 
 Split = Literal["train", "heldout"]
 HELDOUT_SHARE = 0.08  # expected share of held-out documents, which a hash of their keys selects
@@ -290,6 +290,7 @@ def _read(source: str) -> Iterator[Document]:
 # a word in the path of a file that names its split, as the hub and the package datasets name splits
 TRAIN_SPLIT = re.compile(r"(?<![a-z])train(ing)?(?![a-z])")
 OTHER_SPLIT = re.compile(r"(?<![a-z])(test(ing)?|val(id|idation)?|dev|eval(uation)?)(?![a-z])")
+ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*\{")
 SPLIT_SUFFIXES = (*ROW_FILES, ".txt")  # a Python module called test_x.py is no split of a data set
 CARDS = {"readme", "license", "licence", "dataset_card", "dataset-card"}  # they describe a data set
 
@@ -333,12 +334,26 @@ def data_files(folder: Path) -> DataFiles:
 
 
 def _may_have_rows(file: Path) -> bool:
-    """Return False for a JSON file that has no rows, such as the configuration of a data set or of a program."""
-    if not hub.has_suffix(file, hub.JSON_FILES) or (rows := json_rows(file)) is None:
+    """Return False for a JSON file without rows, such as the configuration of a data set or of a program.
+
+    Raises:
+        UserError: The file is an array of objects that is damaged, or a pointer of Git LFS.
+    """
+    if not hub.has_suffix(file, hub.JSON_FILES):
         return True
+    check_downloaded(file)
+    try:
+        rows = json_rows(file)
+    except UserError:
+        with open_bytes(file) as stream:
+            if ARRAY_OF_OBJECTS.match(stream.read(1000)):
+                raise
+        return False
+    if rows is None:  # JSON lines, or an object with comments
+        rows = [line for _, _, line in islice(read_lines(file), FORM_ROWS)]
     for row in rows[:FORM_ROWS]:
-        with contextlib.suppress(UserError):
-            row_of(row, str(file))
+        with contextlib.suppress(UserError, ValueError):
+            row_of(parse_json(row) if isinstance(row, bytes) else row, str(file))
             return True
     return False
 
@@ -346,6 +361,12 @@ def _may_have_rows(file: Path) -> bool:
 def _folder(folder: Path) -> Iterator[Document]:
     """Yield the documents of a folder's files, and say afterwards what was read."""
     files, count = data_files(folder), 0
+    if not files.read:
+        found = sorted({path.suffix for path in folder.rglob("*") if path.is_file()})
+        raise UserError(
+            f"data {str(folder)!r}: the folder has no text, only files of type {', '.join(found) or 'none'}; "
+            f"draftlab reads {', '.join(hub.TEXT_SUFFIXES)}, but no cards such as README.md"
+        )
     for document in chain.from_iterable(map(_file, files.read)):
         yield document
         count += 1
@@ -354,7 +375,7 @@ def _folder(folder: Path) -> Iterator[Document]:
         names = [path.relative_to(folder).as_posix() for path in paths[:3]]
         return ", ".join([*names, f"{len(paths) - 3} more"] if len(paths) > 3 else names)
 
-    parts = [f"data {str(folder)!r}: {count:,} rows or texts of {listed(files.read) or 'no file'}"]
+    parts = [f"data {str(folder)!r}: {count:,} rows or texts of {listed(files.read)}"]
     if files.other_splits:
         parts.append(f"left out as test or validation split: {listed(files.other_splits)}")
     if files.no_text:
@@ -402,6 +423,7 @@ def _text_file(path: Path) -> Iterator[Document]:
 
     A paragraph or line is never cut, so a document may be longer.
     """
+    check_downloaded(path)
     text = path.read_text("utf-8", errors="replace")
     paragraphs, separator = re.split(r"\n[ \t]*\n", text), "\n\n"
     if len(paragraphs) == 1:

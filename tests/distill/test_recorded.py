@@ -10,7 +10,6 @@ import torch
 from builders import SIZES, build, rounding, setup
 from random_rows import RandomRows
 from small_files import copy_tokenizer, write_functions
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
@@ -33,26 +32,21 @@ VOCAB = SIZES["vocab_size"]
 CLOSE = rounding(torch.float32, VOCAB, 1.0)
 
 
-def log_probs(directory: Path, ids: Tensor, temperature: float) -> Tensor:
-    """Return what transformers predicts in float32 with a checkpoint, [B, T, V]."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return (model(ids).logits / temperature).log_softmax(-1)
-
-
+@torch.no_grad()
 def measured(
     draft: Path, target: Path, batches: list[tuple[np.ndarray, np.ndarray]], temperature: float
 ) -> tuple[float, float]:
-    """Return acceptance and cross-entropy of a draft on rows of ids with masks, with transformers alone."""
+    """Return acceptance and cross-entropy of a draft on rows of ids with masks, with transformers alone in float32."""
+    models = [
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (draft, target)
+    ]
     sums, tokens = np.zeros(2), 0.0
     for rows, mask in batches:
         ids, counted = torch.from_numpy(rows).long(), torch.from_numpy(mask) > 0
-        own, p = (
-            log_probs(draft, ids[:, :-1], 1.0),
-            log_probs(target, ids[:, :-1], temperature or 1),
-        )
-        q = log_probs(draft, ids[:, :-1], temperature or 1)
-        text = own.gather(-1, ids[:, 1:, None])[..., 0]
+        own, other = (model(ids[:, :-1]).logits for model in models)  # [B, T, V]
+        q, p = ((logits / (temperature or 1)).log_softmax(-1) for logits in (own, other))
+        text = own.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         accepted = torch.minimum(p, q).exp().sum(-1)
         if temperature == 0:
             accepted = (p.argmax(-1) == q.argmax(-1)).float()
@@ -114,7 +108,7 @@ def test_a_head_that_is_trained_again_starts_with_what_was_recorded(student, fam
     second = cast(Any, COMMANDS["distill"](**words | again).data)
     # fc reads other multiples of the states, so rounding in float32 differs
     for name in ("acceptance", "cross_entropy"):
-        assert second["before"][name] == pytest.approx(first["after"][name], rel=100 * CLOSE)
+        assert second["before"][name] == pytest.approx(first["after"][name], rel=2 * CLOSE)
 
 
 def test_an_evaluation_leaves_the_weights_in_their_own_bits(tmp_path):

@@ -21,7 +21,7 @@ from draftlab import data
 from draftlab.commands import outputs
 from draftlab.data import documents, grouped_holdout
 from draftlab.model import checkpoint
-from draftlab.prompts import file_prompts
+from draftlab.prompts import file_prompts, prompt_rows
 from draftlab.searching.prompts import find_prompts
 from draftlab.target_outputs.batches import open_stored
 from draftlab.target_outputs.build import ServerLog
@@ -105,13 +105,38 @@ def test_the_whole_text_decides_without_a_conversation(tmp_path):
     ],
 )
 def test_a_row_is_in_one_split_as_text_and_as_prompt(row, tmp_path, chatty):  # noqa: F811
-    for number in range(12):
-        question = f"question {number}"
-        file = tmp_path / f"{number}.jsonl"
-        file.write_text(json.dumps(row).replace('"Q"', json.dumps(question)))
-        split = "heldout" if hashed_out(question) else "train"
-        assert len(documents(str(file), split)) == 1
-        assert len(file_prompts(file, chatty, chat="on", split=split).rows) == 1
+    file = tmp_path / "rows.jsonl"
+    asked_for = [f"question {number}" for number in range(60)]
+    text = json.dumps(row)
+    file.write_text("".join(text.replace('"Q"', json.dumps(q)) + "\n" for q in asked_for))
+    wanted = set(filter(hashed_out, asked_for))
+    splits: dict[data.Split, set[str]] = {"heldout": wanted, "train": set(asked_for) - wanted}
+    for split, those in splits.items():
+        found = [document.key for document in documents(str(file), split)]
+        prompts = prompt_rows(file, chatty, chat="on", split=split)
+        assert set(found) == {data.split_key(row.text, row.messages) for row, _ in prompts} == those
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_a_small_source_has_both_splits(count, tmp_path, chatty):  # noqa: F811
+    rows = [asked(number) for number in range(count)] * 2
+    parts: list[dict[data.Split, set[str]]] = []
+    for name in ("a.jsonl", "b.jsonl"):
+        random.Random(count).shuffle(rows)
+        file = write_rows(tmp_path / name, rows)
+        parts.append({split: set(questions(file, split)) for split in ("train", "heldout")})
+        assert not parts[-1]["train"] & parts[-1]["heldout"]
+        prompts = file_prompts(file, chatty, chat="on", split="heldout").rows
+        assert {p.messages[0]["content"] for p in prompts} == parts[-1]["heldout"]
+    assert parts[0] == parts[1]
+    assert all(parts[0].values())
+
+
+def test_rows_that_are_all_the_same_cannot_be_held_out(tmp_path):
+    file = write_rows(tmp_path / "a.jsonl", [asked(1)] * 30)
+    assert len(documents(str(file), "train")) == 30
+    with raises_option(file):
+        documents(str(file), "heldout")
 
 
 @pytest.mark.parametrize(("copies", "said"), [(0, False), (1, False), (4, True)])

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,9 +87,20 @@ def split_key(text: str, messages: Sequence[Message] = ()) -> str:
     return next((str(said["content"]) for said in messages if said["role"] == "user"), text)
 
 
-def is_heldout(key: str) -> bool:
-    """Return whether a document with this key is in the held-out split, which training never sees."""
-    return unit_hash(key) < HELDOUT_SHARE
+def heldout_keys(keys: Iterable[str]) -> set[str]:
+    """Return the keys of a source's held-out split, which training never sees: those with a hash below HELDOUT_SHARE.
+
+    In a small source, the key with the smallest hash is held out in any case, and the key with the largest hash is not.
+    """
+    distinct = sorted(set(keys), key=unit_hash)
+    count = sum(unit_hash(key) < HELDOUT_SHARE for key in distinct)
+    return set(distinct[: min(max(1, count), len(distinct) - 1)])
+
+
+def in_split(keys: Sequence[str], split: Split) -> list[bool]:
+    """Return for each row of a source whether it is in the split. keys: Key of each row (see split_key)."""
+    apart = heldout_keys(keys)
+    return [(key in apart) == (split == "heldout") for key in keys]
 
 
 def grouped_holdout(keys: Sequence[str], order: Sequence[int], count: int) -> list[int]:
@@ -168,15 +179,16 @@ def documents(source: str, split: Split | None = None) -> list[Document]:
         UserError: The source is unknown or unreadable, too many of its rows are bad, or the split is empty.
     """
     every = _of_one_form(list(_read(source)))
-    selected = [d for d in every if split is None or in_split(d.key, split)]
     if not every:
         raise UserError(f"data {source!r} is empty; use --data with a source that has text")
+    keys = [document.key for document in every]
     if source not in PYTHON_SOURCES:
-        note_repeated(f"data {source!r}", [document.key for document in every])
+        note_repeated(f"data {source!r}", keys)
+    selected = every if split is None else list(compress(every, in_split(keys, split)))
     if not selected:
         raise UserError(
-            f"data {source!r}: the {split} split has none of its {len(every)} documents, because a hash of each text, "
-            f"or of the first message of its user, decides, and about {HELDOUT_SHARE:.0%} are held out; add documents"
+            f"data {source!r}: no text can be held out, because its {len(every)} documents have the same text or the "
+            "same first message of the user; add other documents"
         )
     return sorted(selected, key=partial(_order, named=source in PYTHON_SOURCES))
 
@@ -217,10 +229,6 @@ def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -
         if len(lines & heldout_lines) <= 0.2 * len(lines):
             kept.append(document)
     return kept
-
-
-def in_split(key: str, split: Split) -> bool:
-    return is_heldout(key) == (split == "heldout")
 
 
 def is_chat_file(source: str) -> bool:

@@ -5,6 +5,7 @@ import json
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -216,10 +217,12 @@ def prompt_rows(
     on = _has_chat(chat, tokenizer, system_prompt, tokens)
     bad = BadRows(str(file))
     rows = rows_of(file, prompt_of, bad)
+    if split is not None:
+        every = list(rows)
+        keys = [data.split_key(row.text, row.messages) for _, row in every]
+        rows = compress(every, data.in_split(keys, split))
     conversation = written = 0
     for number, row in rows:
-        if split is not None and not data.in_split(data.split_key(row.text, row.messages), split):
-            continue
         where = f"{file}:{number}"
         prompts: list[Prompt] = []
         with bad.leaving_out(where):

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from draftlab.errors import UserError, one_line, plain_words
 
 Kind = TypeVar("Kind", bound=BaseModel)
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class FileModel(BaseModel):
@@ -76,6 +77,15 @@ def read_object(file: Path) -> dict[str, Any]:
 def open_bytes(file: Path) -> BinaryIO:
     """Open a file to read its bytes. A file whose name ends in .gz is decompressed."""
     return cast("BinaryIO", gzip.open(file)) if file.suffix.lower() == ".gz" else file.open("rb")
+
+
+def check_downloaded(file: Path) -> None:
+    """Raise UserError if a file is a pointer that Git LFS has not replaced by the data."""
+    with reading(file), file.open("rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(
+                f"{file} is a pointer of Git LFS in place of the data; run git lfs pull in its folder"
+            )
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, int, bytes]]:

@@ -260,7 +260,7 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
     """Return the size of each local text source in tokens of the target, or {} if the target is not local.
 
     Raises:
-        UserError: A source cannot be read or has no training text.
+        UserError: A source cannot be read.
     """
     sources = [
         name
@@ -275,14 +275,7 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
         from draftlab.model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(target)
-    sizes = {source: measure_source(source, tokenizer) for source in sources}
-    for source, size in sizes.items():
-        if not size.train.tokens:
-            raise UserError(
-                f"{source} has {size.whole.rows} rows, but all of them are held out, so no row is left "
-                "to train on; add rows"
-            )
-    return sizes
+    return {source: measure_source(source, tokenizer) for source in sources}
 
 
 @command(InitConfig, prepare=prepare_init)

@@ -80,8 +80,8 @@ def check_served(spec: DrafterSpec, server_rule: str | None) -> None:
     server, _ = _split(server_rule)
     if server not in spec.served_by:
         raise UserError(
-            f"--drafter {spec.text}: {server} has no {spec.kind}, only {', '.join(sorted(spec.served_by))} "
-            "have it; use another --drafter or --server-rule"
+            f"--drafter {spec.text}: {server} has no {spec.kind}; it is that of "
+            f"{', '.join(sorted(spec.served_by))}; use another --drafter or --server-rule"
         )
 
 

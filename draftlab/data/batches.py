@@ -23,7 +23,7 @@ from draftlab.data.sources import (
     documents,
     first_source,
     has_conversations,
-    is_heldout,
+    heldout_keys,
     parse_mixture,
     settle,
     split_domains,
@@ -681,11 +681,12 @@ def measure_source(source: str, tokenizer: PreTrainedTokenizerBase) -> SourceSiz
     """
     sizes = {True: SplitSize(), False: SplitSize()}
     docs = documents(source)
+    apart = heldout_keys(document.key for document in docs)
     with heartbeat(f"counting tokens of {source}") as beat:
         for number, document in enumerate(docs):
             beat(f"{number:,} of {len(docs):,} rows")
             with document.rows.leaving_out(document.name):
-                sizes[is_heldout(document.key)] += _size(document, tokenizer)
+                sizes[document.key in apart] += _size(document, tokenizer)
     settle(docs, docs)
     return SourceSize(train=sizes[False], heldout=sizes[True])
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ from draftlab.data.text import (
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.model.hub import ROW_FILES
-from draftlab.reading import reading
+from draftlab.reading import check_downloaded, open_bytes, parse_json, read_lines, reading
 
 Split = Literal["train", "heldout"]
 HELDOUT_SHARE = 0.08  # expected share of held-out documents, which a hash of their keys selects
@@ -81,9 +81,20 @@ def split_key(text: str, messages: Sequence[Message] = ()) -> str:
     return next((str(said.get("content", "")) for said in messages if said["role"] == "user"), text)
 
 
-def is_heldout(key: str) -> bool:
-    """Return whether a document with this key is in the held-out split, which training never sees."""
-    return unit_hash(key) < HELDOUT_SHARE
+def heldout_keys(keys: Iterable[str]) -> set[str]:
+    """Return the keys of a source's held-out split, which training never sees: those with a hash below HELDOUT_SHARE.
+
+    In a small source, the key with the smallest hash is held out in any case, and the key with the largest hash is not.
+    """
+    distinct = sorted(set(keys), key=unit_hash)
+    count = sum(unit_hash(key) < HELDOUT_SHARE for key in distinct)
+    return set(distinct[: min(max(1, count), len(distinct) - 1)])
+
+
+def in_split(keys: Sequence[str], split: Split) -> list[bool]:
+    """Return for each row of a source whether it is in the split. keys: Key of each row (see split_key)."""
+    apart = heldout_keys(keys)
+    return [(key in apart) == (split == "heldout") for key in keys]
 
 
 def grouped_holdout(keys: Sequence[str], order: Sequence[int], count: int) -> list[int]:
@@ -101,7 +112,7 @@ def grouped_holdout(keys: Sequence[str], order: Sequence[int], count: int) -> li
         groups.setdefault(keys[index], []).append(index)
     chosen: list[int] = []
     for group in groups.values():
-        if len(chosen) + len(group) <= count:
+        if len(chosen) + len(group) <= count and 2 * len(group) <= len(keys):
             chosen += group
     smallest = min(groups.values(), key=len, default=[])
     if not chosen and 2 * len(smallest) <= len(keys):
@@ -166,15 +177,16 @@ def documents(source: str, split: Split | None = None) -> list[Document]:
         UserError: The source is unknown or unreadable, too many of its rows are bad, or the split is empty.
     """
     every = _of_one_form(list(_read(source)))
-    selected = [d for d in every if split is None or in_split(d.key, split)]
     if not every:
         raise UserError(f"data {source!r} is empty; use --data with a source that has text")
+    keys = [document.key for document in every]
     if source not in PYTHON_SOURCES:
-        note_repeated(f"data {source!r}", [document.key for document in every])
+        note_repeated(f"data {source!r}", keys)
+    selected = every if split is None else list(compress(every, in_split(keys, split)))
     if not selected:
         raise UserError(
-            f"data {source!r}: the {split} split has none of its {len(every)} documents, because a hash of each text, "
-            f"or of the first message of its user, decides, and about {HELDOUT_SHARE:.0%} are held out; add documents"
+            f"data {source!r}: no text can be held out, because its {len(every)} documents have the same text or the "
+            "same first message of the user; add other documents"
         )
     return sorted(selected, key=partial(_order, named=source in PYTHON_SOURCES))
 
@@ -215,10 +227,6 @@ def without_heldout_lines(candidates: list[Document], heldout: list[Document]) -
         if len(lines & heldout_lines) <= 0.2 * len(lines):
             kept.append(document)
     return kept
-
-
-def in_split(key: str, split: Split) -> bool:
-    return is_heldout(key) == (split == "heldout")
 
 
 def is_chat_file(source: str) -> bool:
@@ -288,6 +296,7 @@ def _read(source: str) -> Iterator[Document]:
 # a word in the path of a file that names its split, as the hub and the package datasets name splits
 TRAIN_SPLIT = re.compile(r"(?<![a-z])train(ing)?(?![a-z])")
 OTHER_SPLIT = re.compile(r"(?<![a-z])(test(ing)?|val(id|idation)?|dev|eval(uation)?)(?![a-z])")
+ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*\{")
 SPLIT_SUFFIXES = (*ROW_FILES, ".txt")  # a Python module called test_x.py is no split of a data set
 CARDS = {"readme", "license", "licence", "dataset_card", "dataset-card"}  # they describe a data set
 
@@ -331,12 +340,26 @@ def data_files(folder: Path) -> DataFiles:
 
 
 def _may_have_rows(file: Path) -> bool:
-    """Return False for a JSON file that has no rows, such as the configuration of a data set or of a program."""
-    if not hub.has_suffix(file, hub.JSON_FILES) or (rows := json_rows(file)) is None:
+    """Return False for a JSON file without rows, such as the configuration of a data set or of a program.
+
+    Raises:
+        UserError: The file is an array of objects that is damaged, or a pointer of Git LFS.
+    """
+    if not hub.has_suffix(file, hub.JSON_FILES):
         return True
+    check_downloaded(file)
+    try:
+        rows = json_rows(file)
+    except UserError:
+        with open_bytes(file) as stream:
+            if ARRAY_OF_OBJECTS.match(stream.read(1000)):
+                raise
+        return False
+    if rows is None:  # JSON lines, or an object with comments
+        rows = [line for _, _, line in islice(read_lines(file), FORM_ROWS)]
     for row in rows[:FORM_ROWS]:
-        with contextlib.suppress(UserError):
-            row_of(row, str(file))
+        with contextlib.suppress(UserError, ValueError):
+            row_of(parse_json(row) if isinstance(row, bytes) else row, str(file))
             return True
     return False
 
@@ -344,6 +367,12 @@ def _may_have_rows(file: Path) -> bool:
 def _folder(folder: Path) -> Iterator[Document]:
     """Yield the documents of a folder's files, and say afterwards what was read."""
     files, count = data_files(folder), 0
+    if not files.read:
+        found = sorted({path.suffix for path in folder.rglob("*") if path.is_file()})
+        raise UserError(
+            f"data {str(folder)!r}: the folder has no text, only files of type {', '.join(found) or 'none'}; "
+            f"draftlab reads {', '.join(hub.TEXT_SUFFIXES)}, but no cards such as README.md"
+        )
     for document in chain.from_iterable(map(_file, files.read)):
         yield document
         count += 1
@@ -352,7 +381,7 @@ def _folder(folder: Path) -> Iterator[Document]:
         names = [path.relative_to(folder).as_posix() for path in paths[:3]]
         return ", ".join([*names, f"{len(paths) - 3} more"] if len(paths) > 3 else names)
 
-    parts = [f"data {str(folder)!r}: {count:,} rows or texts of {listed(files.read) or 'no file'}"]
+    parts = [f"data {str(folder)!r}: {count:,} rows or texts of {listed(files.read)}"]
     if files.other_splits:
         parts.append(f"left out as test or validation split: {listed(files.other_splits)}")
     if files.no_text:
@@ -400,6 +429,7 @@ def _text_file(path: Path) -> Iterator[Document]:
 
     A paragraph or line is never cut, so a document may be longer.
     """
+    check_downloaded(path)
     text = path.read_text("utf-8", errors="replace")
     paragraphs, separator = re.split(r"\n[ \t]*\n", text), "\n\n"
     if len(paragraphs) == 1:

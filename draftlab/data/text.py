@@ -23,7 +23,7 @@ from draftlab.dates import with_date
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.model.tokenizer import check_embedded
-from draftlab.reading import open_bytes, parse_json, read_lines, reading
+from draftlab.reading import check_downloaded, open_bytes, parse_json, read_lines, reading
 
 Message = dict[str, Any]  # role, content and further fields, as chat templates take them
 Tool = dict[str, Any]  # JSON schema of a function, as chat templates take it
@@ -108,6 +108,7 @@ def rows_of(file: Path, parse: Parse, bad: BadRows | None = None) -> Iterator[tu
         UserError: The file cannot be read, or too many rows are bad (see BadRows).
     """
     bad = bad or BadRows(str(file))
+    check_downloaded(file)
     if hub.has_suffix(file, (".parquet",)):
         return checked_rows(enumerate(_parquet_rows(file), 1), parse, bad)
     if hub.has_suffix(file, hub.JSON_FILES) and (rows := json_rows(file)) is not None:
@@ -222,7 +223,8 @@ def checked_rows(
 
 def _checked_characters(row: TextRow, where: str) -> TextRow:
     """Return the row. Raises UserError: its text has half of a character, which no tokenizer can encode."""
-    texts = json.dumps([row.text, row.later, row.messages], ensure_ascii=False, default=str)
+    parts = [row.text, row.later, row.messages, row.system, row.tools]
+    texts = json.dumps(parts, ensure_ascii=False, default=str)
     try:
         texts.encode()
     except UnicodeEncodeError as error:

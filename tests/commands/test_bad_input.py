@@ -79,7 +79,7 @@ FILES = {
     "mixed.jsonl": '{"prompt": "def f"}\n' * 90,
     "shape.yaml": "layers: 2\nhidden: 32\n",
     "yes.yaml": "layers: yes\nhidden: 64\nheads: 8\nkv_heads: 4\nhead_dim: 12\nffn: 88\nvocab: 307\n",
-    "prompts.jsonl": '{"prompt": "def f"}\n{"nothing": 1}\n',
+    "prompts.jsonl": '{"prompt": "def f"}\n{"nothing": 1}\n{"nothing": 2}\n',
     "broken.jsonl": "not json\n",
     "none.jsonl": "",
     "nulls.jsonl": '{"prompt": null, "completion": "def f"}\n' * 96,

@@ -87,7 +87,7 @@ def _with_top_k(logits: Tensor, k: int) -> Tensor:
 
 def _with_top_p(logits: Tensor, top_p: float) -> Tensor:
     width = logits.shape[-1]
-    if logits.device.type == "cpu":  # where sorting is slow; after top_k, few logits are finite
+    if _is_array(logits):  # sorting is slow on a CPU; after top_k, few logits are finite
         width = max(1, int((logits > -torch.inf).sum(-1).max()))
     values, ids = (
         logits.topk(width, -1) if width < logits.shape[-1] else logits.sort(-1, descending=True)

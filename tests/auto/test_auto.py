@@ -62,7 +62,7 @@ def test_ready_drafts_without_prompts_to_train_on_are_measured(space, tokenizer_
     call("auto target --draft sibling --minutes 1 --out out --prompts prompts.jsonl --threads 1")
     verdict = read_model(Verdict, space / "out", "auto.json")
     ranked = {(choice.kind, choice.name) for choice in verdict.ranking}
-    assert ranked == {("draft", "sibling"), ("prompt-lookup",) * 2}
+    assert ranked == {("draft", "sibling"), ("prompt-lookup", "latest-lookup")}
     steps = {step.out.name for step in read_recipe(space / "out/recipe.yaml")}
     assert steps <= {"score", "final", "export"}
 

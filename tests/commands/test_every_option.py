@@ -225,8 +225,12 @@ def write_files(root: Path, draft: Path) -> dict[str, Path]:
     """Write the files that cases read, and return them by name."""
     row = {"prompt_ids": [0, 30, 29], "ids": [65, 57], "logprobs": [-1.61, -0.52]}
     row |= {"top_ids": [[65, 135], [57, 14]], "top_logprobs": [[-1.61, -2.69], [-0.52, -1.07]]}
-    talk = [("user", "def parse(line):"), ("assistant", "return None")]
-    messages = [{"role": role, "content": content} for role, content in talk]
+    logged = [row | {"prompt_ids": [0, 30 + i, 29]} for i in range(4)]
+    turns = ([("user", f"def parse{i}(line):"), ("assistant", "return None")] for i in range(60))
+    talks = [
+        {"messages": [{"role": role, "content": content} for role, content in talk]}
+        for talk in turns
+    ]
     schedule = {"ranges": [[1, 4, 2], [5, 8, 0]], "pays_up_to": 4}
     prediction = {"draft_sha256": provenance.fingerprint(draft), "schedule": schedule}
     texts = ({"text": f"# {i}\n{TOKENIZER_TEXT[0] * 6}"} for i in range(700))
@@ -235,13 +239,13 @@ def write_files(root: Path, draft: Path) -> dict[str, Path]:
         "prompts": write_prompts(root / "prompts.jsonl", 12),
         "asked": write_prompts(root / "asked.jsonl", 60),
         "few": write_prompts(root / "few.jsonl", 4),
-        "talks": write_rows(root / "talks.jsonl", [{"messages": messages}] * 60),
-        "log": write_rows(root / "day.jsonl", [row] * 4),
+        "talks": write_rows(root / "talks.jsonl", talks),
+        "log": write_rows(root / "day.jsonl", logged),
         "prediction": write_rows(root / "prediction.json", [{"predictions": [prediction]}]),
         "text": root / "text.jsonl",
         "task": root / "own.yaml",
     }
-    files["text"].write_text("".join(files["more"].read_text().splitlines(keepends=True)[:80]))
+    files["text"].write_text("".join(files["more"].read_text().splitlines(keepends=True)[:160]))
     questions = ({"question": f"return {n}", "answer": n % 2} for n in range(4))
     files["task"].write_text(TASK.format(rows=write_rows(root / "rows.jsonl", questions)))
     return files

@@ -44,6 +44,7 @@ OTHERS = {  # options of programs that draftlab starts or names
         "--model-draft",
         "--spec-draft-model",
         "--spec-draft-n-max",
+        "--spec-draft-sampling",
         "--spec-ngram-simple-size-m",
         "--spec-ngram-simple-size-n",
         "--spec-type",

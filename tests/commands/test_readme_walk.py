@@ -43,7 +43,7 @@ def chat_model(tmp_path):
 def test_the_walk_goes_through(chat_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = Path(next(words[words.index("--data") + 1] for words in walk() if "--data" in words))
-    write_rows(file, ({"messages": unanswered(number)} for number in range(60)))
+    write_rows(file, ({"messages": unanswered(number)} for number in range(240)))
     for words, following in zip(walk(), [*walk()[1:], None], strict=True):
         models = ["models/chatty" if "/" in word else word for word in words]
         typed = [*models, *SMALL.get(words[0], "").split()]

@@ -48,7 +48,8 @@ PROSE = [
     "tutorial",
 ]
 VERSIONS_AND_SIZES = re.compile(
-    r"(?:vLLM|SGLang|transformers|torch|llama-cpp-python|xllamacpp|speculators) \d+(?:\.\d+)+|\d+(?:\.\d+)?(?:[MB]\b| [GM]i?B\b)"
+    r"(?:vLLM|SGLang|transformers|torch|llama-cpp-python|xllamacpp|speculators) \d+(?:\.\d+)+"
+    r"|\d+(?:\.\d+)?(?:[MB]\b| [GM]i?B\b)"
 )
 MEASURED = re.compile(r"(?<![\w.:/-])\d[\d,]*\.\d+|\d[\d,]* ?(?:%|ms\b|tokens/s)")
 

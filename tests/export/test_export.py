@@ -543,7 +543,7 @@ def test_a_rounded_draft_is_a_row_of_its_own_in_a_score(space):
     assert (plain.draft.name, rounded.draft.name) == ("draft", "draft@q4_0")
     assert plain.draft.sha256 != rounded.draft.sha256
     inputs = json.loads(Path("scored/draftlab.json").read_text())["inputs"]
-    assert inputs.keys() == {workspace.load().target, "draft"}
+    assert inputs.keys() == {workspace.load().target, "draft", workspace.load().data}
 
 
 def test_rounded_weights_are_the_files(family_dirs, tmp_path):

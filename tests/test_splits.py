@@ -229,7 +229,10 @@ def test_a_store_without_a_heldout_part_is_split_by_its_prompts(answers):
     for number, text in enumerate(texts):
         prompts[number in chosen].add(tuple(text.prompt.tolist()))
     assert not prompts[0] & prompts[1]
-    assert (len(texts), len(chosen)) == (72, 8)  # a fifteenth is 4.8, and a prompt has four answers
+    assert (len(texts), len(chosen)) == (
+        72,
+        4,
+    )  # at most a fifteenth, 4.8, and a prompt has four answers
 
 
 def test_a_store_of_an_earlier_version_is_read_and_keeps_its_split(
@@ -273,7 +276,7 @@ def test_lines_of_a_log_with_one_prompt_are_on_one_side(tmp_path):
     )
     train, heldout = log.split()
     assert sorted(train + heldout) == list(range(120))
-    assert 10 <= len(heldout) <= 13
+    assert len(heldout) == 8  # at most a twelfth, 10, and a prompt has four lines
     assert not {i // 4 for i in train} & {i // 4 for i in heldout}
     # another order holds out the same prompts
     random.Random(0).shuffle(rows)

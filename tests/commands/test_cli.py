@@ -133,7 +133,7 @@ def test_text_that_cannot_be_held_out_is_refused_before_calibrating(space):
     Path("short.txt").write_text("def f(x):\n    return x\n" * 20)
     assert data.documents("short.txt", "train")
     result = call(PRUNE, "--data", "short.txt", code=1)
-    assert "heldout" in result.stderr
+    assert "short.txt" in result.stderr
     assert "calibrate" not in result.stderr
 
 

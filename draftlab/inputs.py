@@ -1,5 +1,6 @@
 """Fingerprints of what the settings of a command name: text, prompts, tasks, stored outputs. Torch is not loaded."""
 
+import functools
 import hashlib
 import os.path
 import platform
@@ -55,7 +56,7 @@ def _text(source: str) -> str:
     if source in hub.BUILT_IN_TEXT:
         packages = source == "packages"
         folder = sysconfig.get_paths()["purelib" if packages else "stdlib"]
-        return _listing(Path(folder), without=set() if packages else hub.NOT_STDLIB)
+        return _listing(Path(folder), frozenset() if packages else hub.NOT_STDLIB)
     if source.startswith("hf:"):
         return _hub_revision(source.removeprefix("hf:"))
     path = Path(source)
@@ -65,10 +66,11 @@ def _text(source: str) -> str:
     return joint_sha256(texts, path)
 
 
-def _listing(folder: Path, *, without: set[str]) -> str:
+@functools.cache
+def _listing(folder: Path, without: frozenset[str]) -> str:
     """Return the sha256 of Python's version, and of the names and sizes of a folder's Python files.
 
-    The contents of installed packages would take seconds to read.
+    The contents of installed packages would take seconds to read. A recipe asks for each of its steps.
 
     without: Names of folders in it that are not read.
     """

@@ -302,9 +302,8 @@ def _ids(
 def _unread(row: TextRow, tokenizer: PreTrainedTokenizerBase, chat: bool) -> frozenset[str]:
     """Return the names of the fields of a row that its prompts lack. chat: Whether a chat template renders them."""
     if chat:
-        asked = (
-            row.asked[-1] if row.messages else ()
-        )  # the answers after it are no part of a prompt
+        # the answers after the last prompt are no part of it
+        asked = row.asked[-1] if row.messages else ()
         return row.unread | unread_fields(asked, row.tools, tokenizer)
     lacks = {"system": bool(row.system), "tools": bool(row.tools)}
     return row.unread | {name for name, given in lacks.items() if given}

@@ -97,7 +97,7 @@ def in_split(keys: Sequence[str], split: Split) -> list[bool]:
     return [(key in apart) == (split == "heldout") for key in keys]
 
 
-def grouped_holdout(keys: Sequence[str], order: Sequence[int], count: int) -> list[int]:
+def grouped_holdout(keys: Sequence[str], order: Sequence[int] | None, count: int) -> list[int]:
     """Return at most `count` indices to hold out. Rows with the same key stay together.
 
     If every group has more rows than `count`, the smallest group is held out, unless it has more than half of the rows.
@@ -105,8 +105,10 @@ def grouped_holdout(keys: Sequence[str], order: Sequence[int], count: int) -> li
 
     Args:
         keys: Key of each row (see split_key).
-        order: All indices, in the order in which they are considered.
+        order: All indices, in the order in which they are considered. None: a hash of the keys decides.
     """
+    if order is None:
+        order = sorted(range(len(keys)), key=lambda index: unit_hash(keys[index]))
     groups: dict[str, list[int]] = {}
     for index in order:
         groups.setdefault(keys[index], []).append(index)

@@ -94,9 +94,8 @@ def _wait_for(url: str, name: str, wait: Callable[[float], None]) -> None:
         UserError: `wait` raises it, or the page does not answer 200 in time.
     """
     unexpected: list[int] = []
-    with httpx.Client(
-        trust_env=False, timeout=10
-    ) as client:  # a proxy could not reach this address
+    # without the proxies of the environment, which could not reach this address
+    with httpx.Client(trust_env=False, timeout=10) as client:
         for _ in range(START_SECONDS):
             with contextlib.suppress(httpx.TransportError):
                 status = client.get(url).status_code

@@ -49,7 +49,7 @@ IMPORTED = (
 )
 BUILT_IN_TEXT = ("stdlib", "stdlib-tests", "packages")
 # folders in the standard library's folder that are not read; encodings and pydoc_data are generated tables
-NOT_STDLIB = {"site-packages", "dist-packages", "encodings", "pydoc_data"}
+NOT_STDLIB = frozenset({"site-packages", "dist-packages", "encodings", "pydoc_data"})
 JSON_FILES = (".json", ".json.gz")  # an array or an object; many hold JSON lines
 ROW_FILES = (*JSON_FILES, ".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".parquet")
 TEXT_SUFFIXES = (*ROW_FILES, ".md", ".py", ".txt")

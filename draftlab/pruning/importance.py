@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from draftlab.atomic import differing
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import CPU, check_weight
 from draftlab.model.devices import exact_dtype, exact_products
@@ -119,17 +120,17 @@ def load_scores(file: Path, facts: dict[str, str]) -> Importance:
     """
     with reading(file), safe_open(file, framework="pt") as handle:
         stored = handle.metadata() or {}
-        for key, value in facts.items():
-            if stored.get(key) != value:
-                scores = f"--scores-cache {file} has scores for"
-                if key.startswith(CONTENT):
-                    name = key.removeprefix(CONTENT)
-                    raise UserError(
-                        f"{scores} another content of {name}, which has changed; remove {file}, or name another file"
-                    )
+        changed = differing({key: stored.get(key) for key in facts}, facts)
+        for key in (key for key in facts if key in changed):
+            scores = f"--scores-cache {file} has scores for"
+            if key.startswith(CONTENT):
+                name = key.removeprefix(CONTENT)
                 raise UserError(
-                    f"{scores} {key} {stored.get(key)}, but this run has {key} {value}; name another file"
+                    f"{scores} another content of {name}, which has changed; remove {file}, or name another file"
                 )
+            raise UserError(
+                f"{scores} {key} {stored.get(key)}, but this run has {key} {facts[key]}; name another file"
+            )
         tensors = {field.name: handle.get_tensor(field.name) for field in fields(Importance)}
     for name, tensor in tensors.items():
         check_weight(tensor, name, file)

@@ -33,9 +33,8 @@ from draftlab.training.vocabulary import special_ids
 
 HELDOUT_TOKENS = 4096  # most held-out tokens on which draft and source are compared
 LEAST_TOKENS = 32  # fewest held-out tokens on which draft and source are compared
-HELDOUT_SHARE = (
-    1 / 16
-)  # share of the stored texts that is held out if the store has no held-out texts
+# share of the stored texts that is held out if the store has no held-out texts
+HELDOUT_SHARE = 1 / 16
 COUNTED_TOKENS = (
     2_000_000  # most tokens that are counted to find the frequent ids of a trimmed head
 )
@@ -348,8 +347,9 @@ class Prune:
         if file is None:
             return self._calibrated()
         text = self.text
-        read = text_inputs(text.data)
-        if text.outputs is not None:
+        if text.outputs is None:
+            read = text_inputs(text.data)
+        else:
             read = {str(text.outputs): provenance.fingerprint(text.outputs)}
         facts = {
             "source": provenance.fingerprint(self.source.directory),

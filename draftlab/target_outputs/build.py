@@ -26,7 +26,6 @@ from draftlab.data import (
     open_heldout,
 )
 from draftlab.data.bad_rows import BadRows
-from draftlab.data.sources import unit_hash
 from draftlab.dates import asks_for_date, run_date
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
@@ -136,9 +135,8 @@ class ServerLog:
             UserError: All lines have the same prompt.
         """
         every = range(len(self.starts))
-        order = sorted(every, key=lambda i: unit_hash(self.keys[i]))
         count = min(HELDOUT_SEQUENCES, max(1, round(HELDOUT_SHARE * len(every))))
-        heldout = sorted(grouped_holdout(self.keys, order, count))
+        heldout = sorted(grouped_holdout(self.keys, None, count))
         if not heldout:
             raise UserError(
                 f"{self.path}: all {len(every)} usable lines have the same prompt, so none can be held out; add lines "

@@ -11,7 +11,6 @@ from operator import attrgetter
 import numpy as np
 
 from draftlab.data import Batch, grouped_holdout
-from draftlab.data.sources import unit_hash
 from draftlab.errors import UserError
 from draftlab.sampling import FinishReason
 
@@ -127,8 +126,7 @@ def heldout_numbers(outputs: "Sequence[TargetOutput]", share: float) -> list[int
         UserError: All outputs have the same prompt.
     """
     keys = [output.key for output in outputs]
-    order = sorted(range(len(keys)), key=lambda i: unit_hash(keys[i]))
-    chosen = grouped_holdout(keys, order, max(1, round(share * len(keys))))
+    chosen = grouped_holdout(keys, None, max(1, round(share * len(keys))))
     if not chosen:
         raise UserError(
             f"the {len(keys)} stored texts have the same prompt, so none can be held out; store answers to other "

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import gc
 import math
+import os
 import shutil
 import signal
 import threading
@@ -141,7 +142,7 @@ class Training:
     def save(self, state: Path, step: int, *, ended: bool = False) -> None:
         """Write the checkpoint step-N to the directory `state`, and remove earlier checkpoints.
 
-        The checkpoint has a temporary name until it is complete.
+        The checkpoint has a temporary name until it is complete. It keeps the best weights so far.
 
         ended: Whether training has ended. If so, the checkpoint has no weights.
 
@@ -160,6 +161,8 @@ class Training:
             self.accelerator.wait_for_everyone()
             if main:
                 save(state, f"{WRITING}/{CONTENT}", content)
+                if (state / BEST).exists():
+                    _share(state / BEST, work / BEST)
                 sync(state)  # with the log, so that it has every step of the checkpoint
                 work.rename(state / f"step-{step:08d}")
                 sync(state)
@@ -182,12 +185,26 @@ class Training:
             return None
         content = load(state, f"{newest.name}/{CONTENT}")
         load(state, BEST)  # needed only at the end, but read now to check it
+        self._restore_best(state, newest)
         with reading(f"cannot resume from {newest} (add --force to start again)"):
             for counter, values in zip(self.counters, content["counters"], strict=True):
                 counter.load_state_dict(values)
             if not content["ended"]:
                 self._restore(newest, content)
             return int(content["step"])
+
+    def _restore_best(self, state: Path, checkpoint: Path) -> None:
+        """Put back the best weights of a checkpoint, to which its counters belong.
+
+        An evaluation after the checkpoint may have replaced them. A run that resumes with a smaller learning rate does
+        not repeat that evaluation.
+        """
+        kept, main = checkpoint / BEST, self.accelerator.is_main_process
+        if main and kept.exists() and not kept.samefile(state / BEST):
+            with replacing(state / BEST) as part:
+                part.unlink(missing_ok=True)
+                _share(kept, part)
+        self.accelerator.wait_for_everyone()
 
     def _content(self, step: int, ended: bool) -> dict[str, Any]:
         """Return the content of state.pt: all parts of a checkpoint that draftlab saves without accelerate."""
@@ -282,6 +299,14 @@ def load_or_make(state: Path, name: str, make: Callable[[], dict[str, Any]]) -> 
         if not (state / name).exists():
             save(state, name, make())
     return load(state, name)
+
+
+def _share(file: Path, other: Path) -> None:
+    """Give a file a second name, or copy it where a file system has no hard links."""
+    try:
+        os.link(file, other)
+    except OSError:
+        shutil.copyfile(file, other)
 
 
 def _checkpoints(state: Path) -> list[Path]:

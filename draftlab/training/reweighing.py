@@ -59,15 +59,17 @@ class Reweighing:
                 "SOURCE=WEIGHT,SOURCE=WEIGHT"
             )
         reference = self.reference
+        tokenizer = checkpoint.load_tokenizer(directory)
+        ends = checkpoint.eos_token_ids(directory)
         heldout = {
             name: open_heldout(
                 name,
-                checkpoint.load_tokenizer(directory),
+                tokenizer,
                 rows=min(BATCH, batches.rows),
                 seq_len=batches.seq_len,
                 most_rows=ROWS,
                 loss_on=loss_on,
-                stop_token_ids=checkpoint.eos_token_ids(directory),
+                stop_token_ids=ends,
             ).batches
             for name in batches.weights
         }

@@ -255,10 +255,8 @@ class Trainer:
         self.judge = setup.judge or self.teacher
         self.packs = module.takes_packed and (self.teacher is None or self.teacher.takes_packed)
         self.best, self.skipped = checkpointer.Best(), Skipped()
-        self.started, self.saved = (
-            False,
-            0,
-        )  # whether a step was taken, and the step of the newest checkpoint
+        self.started = False  # whether a step was taken
+        self.saved = 0  # step of the newest checkpoint
         self.training = checkpointer.Training(
             accelerator=self.accelerator,
             module=self.module,

@@ -78,6 +78,17 @@ def test_what_comes_back_goes_on_in_the_same_bits(tmp_path):
     assert vars(other.counters[0]) == {"metric": math.pi, "step": 1}
 
 
+def test_the_best_weights_are_those_of_the_checkpoint_that_is_restored(state):
+    """Whatever was evaluated after it: with a smaller rate a resumed run does not come to that evaluation again."""
+    before = checkpointer.load(state, BEST)
+    later = {name: weight + 1 for name, weight in before.items()}
+    checkpointer.save(state, BEST, later)
+    assert training().restore(state) == 1
+    restored = checkpointer.load(state, BEST)
+    assert restored.keys() == before.keys()
+    assert all(torch.equal(restored[name], weight) for name, weight in before.items())
+
+
 def test_every_damaged_value_is_noticed(state):
     for file in (state / "step-00000001" / CONTENT, state / BEST):
         whole, damaged = file.read_bytes(), []

@@ -1,6 +1,8 @@
 """Write files and directories completely or not at all: under a temporary name, which is then renamed. No torch."""
 
 import contextlib
+import errno
+import glob
 import json
 import os
 import shutil
@@ -8,7 +10,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import NamedTemporaryFile, mkdtemp, mkstemp
 
 from filelock import FileLock, Timeout
 
@@ -19,6 +21,10 @@ from draftlab.reading import read_object
 STATE_RECORD = "run.json"
 UNKNOWN = "unknown revision"  # fingerprint of an input whose content is not known, such as a data set on the hub
 LONGEST_LINE = 1 << 16
+# a temporary file or directory beside PATH is .PATH.XXXXXXXX.draftlab, with random letters
+TEMPORARY = ".draftlab"
+# a temporary directory has this file, and else the new output under its name, and the output that it replaces
+UNFINISHED, REPLACED = ".unfinished", ".replaced"
 
 
 def write_atomic(path: Path, text: str | bytes) -> None:
@@ -31,12 +37,14 @@ def write_atomic(path: Path, text: str | bytes) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to. If the block ends without an error, this file replaces `path`.
 
-    The temporary name depends only on `path`, so the next writer overwrites the file that a killed process left.
+    A process that is killed leaves the temporary file. `locked` removes it.
 
     Raises:
         OSError: A file cannot be written.
     """
-    part = _beside(path, "new")
+    handle, name = mkstemp(prefix=f".{path.name}.", suffix=TEMPORARY, dir=path.parent)
+    os.close(handle)
+    part = Path(name)
     try:
         yield part
         sync(part)
@@ -63,25 +71,57 @@ def append_line(path: Path, line: str) -> None:
 def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
     """Yield a temporary directory, which is renamed to `out` if the block succeeds, and removed otherwise.
 
+    If `out` is a link, the directory is written where the link leads. If the block succeeds but the directory cannot
+    be renamed, it stays where it is, and the error names that place.
+
     force: Whether to replace a finished `out`.
 
     Raises:
         UserError: `out` has files and force is off, or `out` cannot be written.
     """
     check_free(out, force=force)
-    work = _beside(out, "new")
+    place = _place(out)
     with writing(out):
-        _recover(out)
-        try:
-            work.mkdir(parents=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _temporary_directory(place) as temporary:
+            work = temporary / place.name
+            work.mkdir()
             yield work
-            sync(work)
-            if force and out.exists():
-                out.rename(_beside(out, "old"))
-            work.rename(out)
-            _sync(out.parent)
-        finally:
-            _recover(out)
+            try:
+                sync(work)
+                _publish(work, place, force=force)
+            except OSError as error:
+                (temporary / UNFINISHED).unlink(missing_ok=True)  # so that nobody removes it
+                raise UserError(
+                    f"cannot write {out}: {error.strerror or error}; the finished output is in {work}: move it "
+                    "to its place"
+                ) from error
+
+
+def _publish(work: Path, place: Path, *, force: bool) -> None:
+    """Rename a finished directory to its place. Raises OSError: it cannot be renamed, and what was there stays."""
+    replaced = work.with_name(REPLACED)
+    if force and place.exists():
+        place.rename(replaced)
+    try:
+        work.rename(place)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(place)
+        raise
+    _sync(place.parent)
+
+
+@contextlib.contextmanager
+def _temporary_directory(path: Path) -> Iterator[Path]:
+    """Yield a new directory beside `path`. After the block it is removed, unless UNFINISHED is no longer in it."""
+    made = Path(mkdtemp(prefix=f".{path.name}.", suffix=TEMPORARY, dir=path.parent))
+    (made / UNFINISHED).touch()
+    try:
+        yield made
+    finally:
+        if (made / UNFINISHED).exists():
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace it") -> None:
@@ -95,13 +135,16 @@ def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace
         UserError: `out` is a file or cannot be written, or it has files and force is off.
     """
     _check_name(out)
-    with writing(out):  # the name may be too long
+    with writing(out):  # the name may be too long, or a link may lead to itself
         exists = out.exists()
+        _place(out)
     if exists and not out.is_dir():
         raise UserError(f"{out} is a file, but --out names a directory; choose another --out")
     if exists and any(out.iterdir()) and not force:
         raise UserError(f"{out} exists and is not empty; choose another --out{remedy}")
-    check_writable(out)
+    if os.path.ismount(_place(out)):
+        raise UserError(f"{out} is a mount point, which cannot be replaced; write --out {out}/NAME")
+    check_writable(_place(out))
 
 
 def _check_name(out: Path) -> None:
@@ -129,15 +172,17 @@ def check_space(out: Path, needed: int, contents: str) -> None:
 def check_writable(path: Path) -> None:
     """Check that `path` can be written, by writing a temporary file in its folder. Raises UserError: it cannot be."""
     with writing(path):
-        TemporaryFile(dir=_existing_parent(path)).close()
+        folder = _existing_parent(path)
+        NamedTemporaryFile(prefix=f".{path.name}.", suffix=TEMPORARY, dir=folder).close()
 
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Lock `out` against other draftlab processes during the block.
 
-    Before the block, unfinished files of killed processes are removed. After the block, the state directory is removed
-    if it has no work, and so are empty folders that were made for the lock.
+    Before the block, temporary files of killed processes are removed, and an output that was finished but not yet
+    in its place is put there. After the block, the state directory is removed if it has no work, and so are empty
+    folders that were made for the lock.
 
     Raises:
         UserError: Another process is making `out`, or the lock file cannot be written.
@@ -160,9 +205,10 @@ def locked(out: Path) -> Iterator[None]:
     try:
         _recover(out)
         _recover(state)
+        for folder in (out, state):
+            remove_temporary_files(folder)
         yield
     finally:
-        _recover(out)
         if [file.name for file in state.glob("*")] == [STATE_RECORD]:
             remove_state(state)
         # remove the lock file before its release: a process that waits for it notices the new inode and retries
@@ -199,11 +245,11 @@ def claim_state(
             With force, they must be equal, too.
 
     Raises:
-        UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
+        UserError: The directory belongs to another run or is damaged, and force is off. Or it has files but no record,
+            or it cannot be written.
     """
     record = state / STATE_RECORD
     this_run = json.loads(json.dumps(dict(identity), default=str))
-    _recover(state)
     before = None
     with contextlib.suppress(UserError):
         before = read_object(record)
@@ -216,6 +262,10 @@ def claim_state(
             return started
     with writing(state):
         if any(file.name != STATE_RECORD for file in state.glob("[!.]*")):
+            if not _is_file(record):
+                raise UserError(
+                    f"{state} is in the way: it has files, but no {STATE_RECORD} of draftlab; move or remove it"
+                )
             if not force:
                 raise UserError(_difference(state, before, this_run))
             note(f"removed the unfinished run in {state}, because of --force")
@@ -234,8 +284,8 @@ def run_identity(state: Path) -> str:
 def remove_state(state: Path) -> None:
     """Remove a state directory. It is renamed first, so that no run resumes from a partly removed directory."""
     if state.exists():
-        state.rename(_beside(state, "new"))
-    _recover(state)
+        with _temporary_directory(state) as temporary:
+            state.rename(temporary / REPLACED)
 
 
 def sync(path: Path) -> None:
@@ -249,12 +299,30 @@ def sync(path: Path) -> None:
 
 
 def _recover(path: Path) -> None:
-    """Remove temporary files next to `path`. If a kill interrupted the replacement, restore the old output."""
-    new, old = _beside(path, "new"), _beside(path, "old")
-    if old.exists() and not path.exists():
-        old.rename(path)
-    for work in (new, old):
-        shutil.rmtree(work, ignore_errors=True)
+    """Remove the temporary directories of killed processes beside `path`.
+
+    If a kill came between the two renames of a replacement, the new output is finished. It is put in its place.
+    """
+    place = _place(path)
+    for left in place.parent.glob(f".{glob.escape(place.name)}.????????{TEMPORARY}"):
+        if left.is_symlink() or not _is_file(left / UNFINISHED):
+            continue  # it is not ours
+        finished = left / place.name
+        if (left / REPLACED).exists() and finished.exists() and not place.exists():
+            finished.rename(place)
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def remove_temporary_files(folder: Path) -> None:
+    """Remove the temporary files that killed processes left in a folder. Nobody may write in it meanwhile."""
+    for left in folder.rglob(f".*.????????{TEMPORARY}"):
+        if _is_file(left):
+            left.unlink()
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether a path is a regular file, and no link."""
+    return path.is_file() and not path.is_symlink()
 
 
 @contextlib.contextmanager
@@ -269,7 +337,7 @@ def writing(path: Path) -> Iterator[None]:
 def _difference(state: Path, before: dict[str, object] | None, this_run: dict[str, object]) -> str:
     if before is None:
         return (
-            f"{state} has an unfinished run, but its {STATE_RECORD} is missing or damaged; add --force to "
+            f"{state} has an unfinished run, but its {STATE_RECORD} is damaged; add --force to "
             "start again"
         )
     changed = differing(before, this_run)
@@ -315,8 +383,19 @@ def _fallen(
     return fallen
 
 
+def _place(path: Path) -> Path:
+    """Return where a path leads if it is a link, and the path itself otherwise. Raises OSError: a link without end."""
+    if not path.is_symlink():
+        return path
+    try:
+        return path.resolve()
+    except RuntimeError as error:  # of Python up to 3.12
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from error
+
+
 def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{path.name}.{suffix}")
+    place = _place(path)
+    return place.with_name(f".{place.name}.{suffix}")
 
 
 def _existing_parent(out: Path) -> Path:

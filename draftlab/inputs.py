@@ -46,6 +46,18 @@ def inputs_of(config: Config) -> dict[str, str]:
     return dict(sorted(inputs.items()))
 
 
+def paths_of(config: Config) -> Iterator[Path]:
+    """Yield every file and directory that a command's settings name and that exists, except the place of its output."""
+    for name in type(config).model_fields.keys() - {"out"}:
+        value = config.__dict__[name]
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if extra(type(config).model_fields[name])["reads"] == "text" and item is not None:
+                names = [hub.split_column(source)[0] for source in hub.source_names(item)]
+            else:
+                names = str(item).split(",") if isinstance(item, str | Path) else []
+            yield from (Path(name) for name in names if os.path.exists(name))
+
+
 def text_inputs(mixture: str) -> dict[str, str]:
     """Return the fingerprint of each source of a data mixture, by the source's name without #COLUMN."""
     names = dict.fromkeys(hub.split_column(source)[0] for source in hub.source_names(mixture))

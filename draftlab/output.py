@@ -9,10 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftlab import dates, provenance
-from draftlab.atomic import check_space, claim_state, locked, new_directory, state_directory
+from draftlab.atomic import (
+    check_free,
+    check_space,
+    claim_state,
+    locked,
+    new_directory,
+    state_directory,
+)
 from draftlab.config.base import Config
+from draftlab.console import note
 from draftlab.errors import Interrupted, UserError
-from draftlab.inputs import inputs_of
+from draftlab.inputs import inputs_of, paths_of
 
 # messages of the system for a full disk, a used-up quota, and a file that is too large
 FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
@@ -40,6 +48,34 @@ class Output:
     @property
     def command_line(self) -> str:
         return self.config.command_line(self.command)
+
+    def check_free(self) -> None:
+        """Check that the output can be written, and that force replaces nothing but an earlier output.
+
+        Raises:
+            UserError: `out` is a file, cannot be written, or has files and force is off. Or it has files and no
+                draftlab.json, or holds an input or the current folder.
+        """
+        check_free(self.out, force=self.force)
+        if not self._replaces:
+            return
+        if not (self.out / provenance.RECORD_FILE).is_file():
+            raise UserError(
+                f"{self.out} has files, but no {provenance.RECORD_FILE}: --force replaces only outputs of draftlab; "
+                "choose another --out"
+            )
+        held = {path.resolve(): str(path) for path in paths_of(self.config)}
+        held[Path.cwd()] = "the current folder"
+        out = self.out.resolve()
+        for path, name in held.items():
+            if path.is_relative_to(out):
+                raise UserError(
+                    f"--force would remove {self.out}, which holds {name}; choose another --out"
+                )
+
+    @property
+    def _replaces(self) -> bool:
+        return self.force and self.out.is_dir() and any(self.out.iterdir())
 
     def check_space(self, needed: int, contents: str) -> None:
         """Check that the disk of the output has at least `needed` free bytes.
@@ -95,7 +131,10 @@ class Output:
     def inputs(self, paths: Sequence[Path] = ()) -> dict[str, str]:
         """Return the fingerprints of everything that the settings name, and of further files and directories.
 
-        An input that changes while the command runs keeps its first fingerprint: its first content was read.
+        Call this before the work: an input that changes or vanishes while the command runs keeps its fingerprint.
+
+        Raises:
+            UserError: An input cannot be read.
         """
         if not self._inputs:
             self._inputs.update(inputs_of(self.config))
@@ -129,25 +168,21 @@ class Output:
         Raises:
             UserError: `out` has files and force is off, or `out` cannot be written.
         """
+        replaces = self._replaces
         with new_directory(self.out, force=self.force) as work:
             yield work
+        if replaces:
+            note(f"replaced the earlier output in {self.out}, because of --force")
 
-    def record(self, directory: Path, paths: Sequence[Path], **notes: object) -> None:
+    def record(self, directory: Path, **notes: object) -> None:
         """Write draftlab.json: the command, settings, hashes of the inputs, versions, time, memory and `notes`.
 
-        cpu_seconds in this file are the CPU seconds of all threads of this process, without earlier processes of a
-        resumed run.
-
-        paths: Files and directories that the command read, in addition to those that the settings name.
+        The inputs are those of `inputs`. cpu_seconds in this file are the CPU seconds of all threads of this process,
+        without earlier processes of a resumed run.
         """
         cpu_seconds = round(time.process_time() - self.started_cpu, 2)
         notes |= {"command_line": self.command_line, "cpu_seconds": cpu_seconds}
         notes["date"] = dates.run_date()
         provenance.write_record(
-            directory,
-            self.command,
-            self.config.settings(),
-            self.inputs(paths),
-            self.started_at,
-            **notes,
+            directory, self.command, self.config.settings(), self.inputs(), self.started_at, **notes
         )

@@ -198,7 +198,7 @@ def fingerprint(path: Path) -> str:
     another directory, all files count except the record and hidden files. Each file is read once per process.
 
     Raises:
-        UserError: There is no such path.
+        UserError: There is no such path, or a file of it cannot be read.
     """
     if not path.exists():
         raise UserError(f"{path}: there is no such file or directory")
@@ -212,13 +212,22 @@ def fingerprint(path: Path) -> str:
 
 
 def joint_sha256(files: Iterable[Path], folder: Path) -> str:
-    """Return the sha256 of the names in a folder and the contents of files. Records and hidden files are left out."""
+    """Return the sha256 of the names in a folder and the contents of files.
+
+    Records, hidden files and what is no regular file, such as a dangling link or a pipe, are left out.
+
+    Raises:
+        UserError: A file cannot be read.
+    """
     names = {file.relative_to(folder).as_posix(): file for file in files if file.is_file()}
     digest = hashlib.sha256()
     for name, file in sorted(names.items()):
         if file.name != RECORD_FILE and not name.startswith(".") and "/." not in name:
-            state = file.stat()
-            sha256 = _sha256_of(file, state.st_ino, state.st_size, state.st_mtime_ns)
+            try:
+                state = file.stat()
+                sha256 = _sha256_of(file, state.st_ino, state.st_size, state.st_mtime_ns)
+            except OSError as error:
+                raise UserError(f"{file} cannot be read: {error.strerror}") from error
             digest.update(f"{name}\0{sha256}\n".encode())
     return digest.hexdigest()
 

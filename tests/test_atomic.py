@@ -53,7 +53,8 @@ def test_a_file_is_the_old_or_the_new_one_and_nothing_is_left(tmp_path, deadly):
 
     assert in_child(torn) in (-signal.SIGXFSZ, 2)
     assert file.read_text() == "old"
-    atomic.write_atomic(file, "new")
+    with atomic.locked(tmp_path):
+        atomic.write_atomic(file, "new")
     assert file.read_text() == "new"
     assert hidden(tmp_path) == []
 
@@ -67,7 +68,7 @@ def test_a_kill_between_the_two_renames_of_force_loses_nothing(tmp_path, monkeyp
         rename = Path.rename
 
         def stop(self, target):
-            if self.name == ".out.new":
+            if target == out:
                 os._exit(9)
             return rename(self, target)
 
@@ -79,8 +80,76 @@ def test_a_kill_between_the_two_renames_of_force_loses_nothing(tmp_path, monkeyp
     assert not out.exists()
     with atomic.locked(out):
         pass
-    assert (out / "kept").read_text() == "old"
+    assert (out / "kept").read_text() == "new"
     assert hidden(tmp_path) == []
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_is_finished_stays_whole_if_its_place_was_taken(tmp_path, force):
+    """A file came to the place meanwhile, or with force the old output cannot make room."""
+    out, renamed = tmp_path / "out", []
+    if force:
+        with atomic.new_directory(out, force=False) as work:
+            (work / "kept").write_text("old")
+
+    def write():
+        with atomic.new_directory(out, force=force) as work:
+            (work / "result").write_text("new")
+            renamed.append(work)
+            if force:
+                (work.parent / atomic.REPLACED / "other").mkdir(parents=True)
+            else:
+                out.write_text("a file")
+
+    with pytest.raises(UserError) as error:
+        write()
+    assert str(renamed[0]) in str(error.value)
+    with atomic.locked(out):  # as a repeat of the command does
+        pass
+    assert (renamed[0] / "result").read_text() == "new"
+    assert (out / "kept").read_text() == "old" if force else out.read_text() == "a file"
+
+
+@pytest.mark.parametrize("there", ["empty", "full", "missing"])
+def test_an_output_is_written_where_a_link_leads(tmp_path, there):
+    disk, out = tmp_path / "disk" / "out", tmp_path / "out"
+    disk.parent.mkdir()
+    if there != "missing":
+        disk.mkdir()
+    if there == "full":
+        (disk / "old").touch()
+    out.symlink_to(disk)
+    with atomic.locked(out), atomic.new_directory(out, force=there == "full") as work:
+        (work / "new").touch()
+    assert out.is_symlink()
+    assert [file.name for file in disk.iterdir()] == ["new"]
+    assert hidden(tmp_path) == hidden(disk.parent) == []
+
+
+def test_a_link_without_end_is_one_line(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    with pytest.raises(UserError, match=str(tmp_path / "a")):
+        atomic.check_free(tmp_path / "a", force=False)
+
+
+def test_names_of_the_user_are_nobodys_temporary_names(tmp_path):
+    """Neither folders beside an output, nor links at the names of temporary files."""
+    mine = [".out.new", ".out.old", ".out.abcdefgh.draftlab", ".out.state"]
+    for name in mine:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis").touch()
+    (tmp_path / "victim").write_text("precious")
+    for name in (".file.new", ".file.draftlab"):
+        (tmp_path / name).symlink_to("victim")
+    with atomic.locked(tmp_path / "out"), atomic.new_directory(tmp_path / "out", force=True):
+        pass
+    atomic.write_atomic(tmp_path / "file", "text")
+    for force in (False, True):
+        with pytest.raises(UserError):
+            atomic.claim_state(tmp_path / ".out.state", {}, force=force)
+    assert all((tmp_path / name / "thesis").exists() for name in mine)
+    assert (tmp_path / "victim").read_text() == "precious"
 
 
 def test_a_failed_replacement_keeps_the_old_and_a_good_one_replaces_it(tmp_path):
@@ -106,7 +175,7 @@ def test_of_two_writers_the_slower_one_loses(tmp_path):
     with pytest.raises(UserError, match=str(out)):
         write("slow", lambda: write("fast"))
     assert (out / "file").read_text() == "fast"
-    assert hidden(tmp_path) == []
+    assert [file.read_text() for file in tmp_path.glob(".*/out/file")] == ["slow"]
 
 
 def test_an_output_is_made_by_one_process_at_a_time(tmp_path):
@@ -184,14 +253,11 @@ def test_a_claim_without_work_is_removed_with_the_lock(tmp_path):
     assert hidden(tmp_path) == []
 
 
-@pytest.mark.parametrize("damage", ['{"lr": 1', None])
-def test_a_state_without_a_readable_claim_is_not_resumed(tmp_path, damage):
+def test_a_state_without_a_readable_claim_is_not_resumed(tmp_path):
     state = tmp_path / ".out.state"
     atomic.claim_state(state, {"lr": 1.0})
     (state / "step-1").mkdir()
-    (state / atomic.STATE_RECORD).unlink() if damage is None else (
-        state / atomic.STATE_RECORD
-    ).write_text(damage)
+    (state / atomic.STATE_RECORD).write_text('{"lr": 1')
     with raises_option("--force"):
         atomic.claim_state(state, {"lr": 1.0})
     atomic.claim_state(state, {"lr": 1.0}, force=True)
@@ -201,9 +267,10 @@ def test_a_state_without_a_readable_claim_is_not_resumed(tmp_path, damage):
 def test_a_claim_whose_writing_was_killed_belongs_to_nobody(tmp_path):
     state = tmp_path / ".out.state"
     state.mkdir()
-    (state / f".{atomic.STATE_RECORD}.new").write_text('{"lr"')
-    atomic.claim_state(state, {"lr": 1.0})
-    assert [path.name for path in state.iterdir()] == [atomic.STATE_RECORD]
+    (state / f".{atomic.STATE_RECORD}.k2_x9abc.draftlab").write_text('{"lr"')
+    with atomic.locked(tmp_path / "out"):
+        atomic.claim_state(state, {"lr": 1.0})
+        assert [path.name for path in state.iterdir()] == [atomic.STATE_RECORD]
 
 
 def test_a_state_vanishes_at_once(tmp_path, monkeypatch):
@@ -217,8 +284,8 @@ def test_a_state_vanishes_at_once(tmp_path, monkeypatch):
 
     assert in_child(killed) == 9
     assert not state.exists()
-    atomic.claim_state(state, {})
-    assert hidden(tmp_path) == [".out.state"]
+    with atomic.locked(tmp_path / "out"):
+        assert hidden(tmp_path) == [".out.lock"]
 
 
 def test_a_full_disk_is_said_before_the_work(tmp_path):

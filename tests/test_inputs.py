@@ -208,7 +208,7 @@ def test_an_input_that_changes_during_a_run_is_recorded_as_it_was_read(space, fa
     output = Output(command="prune", config=config, out=Path("out"))
     before = output.inputs()
     other_text()
-    output.record(space, [])
+    output.record(space)
     record = provenance.read_record(space)
     assert record is not None
     assert record.inputs == before != inputs_of(config)

@@ -233,6 +233,7 @@ def _run(
     from draftlab.searching.verdict import page
 
     folder = output.out
+    output.inputs([hub.locate(request.name)])
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / PLAN).exists():
         write_atomic(folder / PLAN, plan.model_dump_json(indent=1))
@@ -248,7 +249,7 @@ def _run(
     verdict = run.verdict()
     write_atomic(folder / PAGE, page(verdict, plan, steps.seconds, output.command_line))
     write_atomic(folder / VERDICT, verdict.model_dump_json(indent=1))
-    output.record(folder, [hub.locate(request.name)], minutes=verdict.minutes)
+    output.record(folder, minutes=verdict.minutes)
     return verdict
 
 

@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 from rich.console import Console
 
 from draftlab import workspace
-from draftlab.atomic import check_free
 from draftlab.config.base import Config, OutputConfig
 from draftlab.config.shared import CheckpointSettings
 from draftlab.dates import fixed_date
@@ -140,18 +139,21 @@ class Command:
     def _run(self, config: Config, *, force: bool, dry_run: bool) -> Outcome:
         if not isinstance(config, OutputConfig):
             return self.function(self.prepare(config, not dry_run).run())
-        if config.out is not None and not (force or dry_run or self.resumes):
+
+        def output_in(out: Path) -> Output:
+            return Output(command=self.name, config=config, out=out, force=force, dry_run=dry_run)
+
+        if config.out is not None and not (dry_run or self.resumes):
             # checked first, because the check of the settings may take minutes
-            check_free(config.out, force=False)
+            output_in(config.out).check_free()
         with fixed_date():
             job = self.prepare(config, not dry_run)
-            out = config.out or workspace.load().runs / job.name
-            output = Output(command=self.name, config=config, out=out, force=force, dry_run=dry_run)
+            output = output_in(config.out or workspace.load().runs / job.name)
             if dry_run:
                 return plan(output, job.facts())
             with output.locked(resumes=self.resumes):
                 if not self.resumes:
-                    check_free(out, force=force)
+                    output.check_free()
                 output.inputs()  # hashed before they are read, because a file may change meanwhile
                 return self.function(job.run(output), output)
 

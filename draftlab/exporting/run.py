@@ -84,6 +84,7 @@ def export(
     params = read_size(draft).params() if artifact.head is None else artifact.head.params()
     output.check_space(2 * params, "the export")
     file, verified = f"{draft.name}-{form.outtype}.gguf" if form.outtype else "", None
+    output.inputs([draft])
     with output.directory() as work, tempfile.TemporaryDirectory(dir=work) as temporary:
         directory = Path(temporary) if form.outtype else work
         changed = artifact.write(directory, form, chosen.k, serving)
@@ -138,7 +139,7 @@ def export(
             verified=verified.line() if verified else "",
         )
         (work / "README.md").write_text(card.text())
-        output.record(work, [draft], **notes)
+        output.record(work, **notes)
     return Exported(lines=lines, notes=notes, advice=advice(scores, draft))
 
 

@@ -128,6 +128,7 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
 
 def convert(source: ImportSource, output: Output) -> None:
     """Convert an import source to a Hugging Face directory. Raises UserError: load raises it."""
+    output.inputs([source.layout.path, *([source.base] if source.base else [])])
     with output.directory() as work:
         note(f"converting {source.layout.path} to {checkpoint.dtype_name(source.dtype)} weights")
         model = load(source)
@@ -152,7 +153,7 @@ def convert(source: ImportSource, output: Output) -> None:
             fields.pop(name, None)
         fields["dtype"] = checkpoint.dtype_name(model.dtype)
         (work / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True))
-        output.record(work, [source.layout.path, *([source.base] if source.base else [])])
+        output.record(work)
 
 
 def load(source: ImportSource) -> Any:

@@ -182,6 +182,7 @@ def profile_models(
         torch.set_num_threads(running.threads)
     remedy = "--dtype bfloat16, --device-map auto, or fewer or smaller values of --batch"
     devices.check_fits(needed_bytes(models, grid, running), running.device, remedy)
+    output.inputs([model.path for model in models if model.path is not None])
     decoders = _load(models, grid, running)
     warn_if_busy(read_environment())
     clock = steady_clock(running.device)
@@ -206,7 +207,7 @@ def profile_models(
     with output.directory() as work:
         for profile in profiles:
             write_profile(profile, work / f"{profile.name}.yaml")
-        output.record(work, [model.path for model in models if model.path is not None])
+        output.record(work)
     return profiles
 
 

@@ -174,6 +174,7 @@ def profile_servers(
     Raises:
         UserError: The first server drafts, the second server does not draft, or times contradict each other.
     """
+    output.inputs([model for model in models if model.is_dir()])
     warn_if_busy(read_environment())
     k = drafted_tokens(servers[1], prompt) if len(servers) > 1 else 0
     wider = {max(streams) * width for width in range(2, k + 3)}
@@ -211,7 +212,7 @@ def profile_servers(
     with output.directory() as work:
         for profile in profiles:
             write_profile(profile, work / f"{profile.name}.yaml")
-        output.record(work, [model for model in models if model.is_dir()])
+        output.record(work)
     return profiles
 
 

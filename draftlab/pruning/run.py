@@ -222,11 +222,13 @@ class Prune:
     def is_copy(self) -> bool:
         """Return whether draft and source have the same shape, apart from a trimmed head.
 
-        Also check that there is enough space on the disk and enough text, before work that may take hours.
+        Also hash the inputs, and check that there is enough space on the disk and enough text, before work that may
+        take hours.
 
         Raises:
-            UserError: There is too little space on the disk, or too little held-out text.
+            UserError: An input cannot be read, or there is too little space on the disk or too little held-out text.
         """
+        self.output.inputs([self.source.directory])
         self.output.check_space(
             self.shape.weight_bytes(self.source.stored_dtype.itemsize), "the draft"
         )
@@ -328,7 +330,7 @@ class Prune:
         if self._head is not None:
             write_head_ids(work, self._head.ids)
             notes |= {"draft_vocab": len(self._head.ids), "coverage": self._head.coverage}
-        self.output.record(work, [self.source.directory], **notes)
+        self.output.record(work, **notes)
         return PrunedDraft(
             source=self.source.shape,
             shape=self.shape,

@@ -54,13 +54,14 @@ def score(comparison: Comparison, output: Output) -> list[Score]:
     Raises:
         UserError: Memory is too small, or a text does not fit into a model's context.
     """
+    output.inputs(comparison.inputs)
     with with_rounded_drafts(comparison) as used:
         scores = measure(used, output.command_line)
     with output.directory() as work:
         for result in scores:
             (work / result.name).mkdir()
             (work / result.name / "score.json").write_text(result.model_dump_json(indent=1))
-        output.record(work, comparison.inputs)
+        output.record(work)
     return scores
 
 

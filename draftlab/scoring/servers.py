@@ -166,6 +166,8 @@ def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
             other server does not draft, or also answered other clients meanwhile; or the stored answers belong to other
             requests.
     """
+    drafts = [Path(comparison.draft)] if Path(comparison.draft).is_dir() else []
+    output.inputs([comparison.tokenizer, *drafts])
     for server in comparison.servers.values():
         check_server_tokenizer(server, comparison.tokenizer)
     comparison = with_turns(comparison)
@@ -186,8 +188,7 @@ def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
         file = "score.json"
     with output.directory() as work:
         (work / file).write_text(result.model_dump_json(indent=1))
-        drafts = [Path(comparison.draft)] if Path(comparison.draft).is_dir() else []
-        output.record(work, [comparison.tokenizer, *drafts])
+        output.record(work)
     return result
 
 

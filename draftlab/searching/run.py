@@ -135,7 +135,7 @@ def search(wanted: Wanted, steps: StepRunner, output: Output) -> Search:
         for part in ("texts", "score"):
             shutil.copytree(output.state / part, directory / part)
         write_search(result, directory)
-        output.record(directory, models, total_seconds=result.spent_seconds)
+        output.record(directory, total_seconds=result.spent_seconds)
     remove_state(output.state)
     return result
 

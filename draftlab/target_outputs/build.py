@@ -398,6 +398,7 @@ def build(target: Target, text: Rows | TargetAnswers, k: int, output: Output) ->
     if isinstance(text, Rows):
         output.check_space(text.tokens * bytes_per_token(text, k, served), "the outputs")
     inputs, facts = output.inputs(), dict[str, object]()
+    output.inputs([target.directory])
     if isinstance(target, ServedTarget):
         # the server has the weights, and draftlab the tokenizer with its chat template
         name = f"tokenizer of {hub.checkpoint_name(target.directory)}"
@@ -407,7 +408,7 @@ def build(target: Target, text: Rows | TargetAnswers, k: int, output: Output) ->
     manifest = text.write(output.out, target, k, inputs)
     if isinstance(target, ServedTarget) and target.left_out.rows:
         note(f"{output.out}: rows were left out: {target.left_out.describe()}")
-    output.record(output.out, [target.directory], tokens=manifest.tokens, **facts)
+    output.record(output.out, tokens=manifest.tokens, **facts)
     return manifest
 
 
@@ -449,7 +450,7 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
     manifest = write_store(
         output.out, manifest, shard, tokenizer=directory, heldout=lambda: log.outputs(heldout)
     )
-    output.record(output.out, [])
+    output.record(output.out)
     return manifest
 
 

@@ -211,6 +211,8 @@ def replay(
     Raises:
         UserError: A drafter or the rule does not fit the stored outputs.
     """
+    read = itertools.chain.from_iterable(spec.paths(None) for spec in drafters)
+    output.inputs([store.directory, *dict.fromkeys(read)])
     replays = {
         spec.name: replay_draft(store, spec, drafting, output.command_line) for spec in drafters
     }
@@ -218,8 +220,7 @@ def replay(
         for name, each in replays.items():
             (work / name).mkdir()
             (work / name / FILE).write_text(each.model_dump_json())
-        read = itertools.chain.from_iterable(spec.paths(None) for spec in drafters)
-        output.record(work, [store.directory, *dict.fromkeys(read)])
+        output.record(work)
     return replays
 
 

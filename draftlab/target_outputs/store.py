@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from draftlab import provenance
-from draftlab.atomic import check_free, differing, replacing, write_atomic
+from draftlab.atomic import check_free, differing, remove_temporary_files, replacing, write_atomic
 from draftlab.config.outputs import MANIFEST, check_store
 from draftlab.config.shared import LossOn
 from draftlab.console import note, note_once
@@ -337,9 +337,8 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
     Raises:
         UserError: `out` has other files, or a store with other settings.
     """
+    remove_temporary_files(out)
     if not (out / MANIFEST).exists():
-        # left by a build that was killed at once
-        (out / f".{MANIFEST}.new").unlink(missing_ok=True)
         check_free(out, force=False, remedy=", or remove it")
         return manifest
     existing = read_manifest(out)

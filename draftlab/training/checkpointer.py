@@ -186,7 +186,7 @@ class Training:
         content = load(state, f"{newest.name}/{CONTENT}")
         load(state, BEST)  # needed only at the end, but read now to check it
         self._restore_best(state, newest)
-        with reading(f"cannot resume from {newest} (add --force to start again)"):
+        with reading(f"cannot resume from {newest} (remove {state} to start again)"):
             for counter, values in zip(self.counters, content["counters"], strict=True):
                 counter.load_state_dict(values)
             if not content["ended"]:
@@ -228,7 +228,7 @@ class Training:
             if not trusts_remote_code():
                 raise UserError(
                     f"{folder} is a checkpoint of FSDP or DeepSpeed with pickle files, which can run code; if you made "
-                    "it, add --trust-remote-code; otherwise start again with --force"
+                    f"it, add --trust-remote-code; otherwise remove {folder.parent} to start again"
                 )
             self.accelerator.load_state(str(folder))
         else:
@@ -279,7 +279,7 @@ def load(state: Path, name: str) -> dict[str, Any]:
         UserError: The file is missing or damaged, or belongs to another run.
     """
     file = state / name
-    with reading(f"{file} cannot be read (add --force to start again)"):
+    with reading(f"{file} cannot be read (remove {state} to start again)"):
         with zipfile.ZipFile(file) as parts:
             if parts.testzip():  # checked here, because torch does not compare checksums
                 raise ValueError("the file is damaged")

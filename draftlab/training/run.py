@@ -209,7 +209,7 @@ def read_log(path: Path) -> list[StepRecord | EvalRecord]:
     Raises:
         UserError: A line is damaged, or the evaluation before the first step is missing.
     """
-    with reading(f"{path} is damaged (add --force to start again)"):
+    with reading(f"{path} is damaged (remove {path.parent} to start again)"):
         records = [RECORD.validate_json(line) for line in path.read_bytes().splitlines()]
         latest = {(record.step, isinstance(record, EvalRecord)): record for record in records}
         if (0, True) not in latest:
@@ -292,7 +292,7 @@ def distill(job: Distillation, output: Output) -> TrainingResult:
         with output.directory() as work:
             result = replace(result, notes=opened.write(work, state))
             shutil.copyfile(state / LOG_FILE, work / LOG_FILE)
-            output.record(work, paths, **result.as_dict())
+            output.record(work, **result.as_dict())
         remove_state(state)
     process_state().wait_for_everyone()
     return result

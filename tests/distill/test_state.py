@@ -100,7 +100,7 @@ def test_every_damaged_value_is_noticed(state):
             damaged.append(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
         for content in (*damaged, whole[:-1], b"", None):
             file.unlink() if content is None else file.write_bytes(content)
-            with raises_option("--force"):
+            with raises_option(f"remove {state}"):
                 training().restore(state)
         file.write_bytes(whole)
     assert training().restore(state) is not None
@@ -113,7 +113,7 @@ def test_the_checkpoint_of_another_run_is_not_resumed(state, tmp_path, moved):
     target = other / moved
     shutil.rmtree(target) if target.is_dir() else target.unlink()
     (state / moved).rename(target)
-    with raises_option("--force"):
+    with raises_option(f"remove {other}"):
         training().restore(other)
 
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_with_other_content_is_one_line(state, change):
         torch.save({"run": run_identity(state), "content": [1]}, state / file)
     else:
         checkpointer.save(state, file, content | change)
-    with raises_option("--force"):
+    with raises_option(f"remove {state}"):
         training().restore(state)
 
 
@@ -176,7 +176,7 @@ def test_code_in_a_checkpoint_is_not_run(state):
     torch.save(
         {"run": run_identity(state), "content": Bomb(ran)}, state / "step-00000001" / CONTENT
     )
-    with raises_option("--force"):
+    with raises_option(f"remove {state}"):
         training().restore(state)
     assert not ran.exists()
 
@@ -188,7 +188,7 @@ def test_a_damaged_log_is_one_line(tmp_path):
     assert [record.step for record in run.read_log(log)] == [0]
     for damaged in (line + "half\n" + line, ""):
         log.write_text(damaged)
-        with raises_option("log.jsonl", "--force"):
+        with raises_option("log.jsonl", f"remove {tmp_path}"):
             run.read_log(log)
 
 

@@ -120,7 +120,7 @@ def test_a_killed_build_resumes_to_the_same_bytes(family_dirs, text, tmp_path, m
     # safetensors' name for a file that it writes
     (tmp_path / "b/heldout/.tmp1a2B3c").write_bytes(b"half")
     (tmp_path / "c").mkdir()
-    (tmp_path / "c/.manifest.json.new").write_text("{")
+    (tmp_path / "c/.manifest.json.abc123_9.draftlab").write_text("{")
     for name in "bc":
         build_store(target, text, tmp_path / name)
         assert files_of(tmp_path / "a") == files_of(tmp_path / name)

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import json
 import reprlib
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
@@ -140,6 +141,14 @@ def read_yaml(path: Path, label: str) -> Any:
     """Return the content of a YAML file. label: Start of an error message. Raises UserError: it cannot be read."""
     with reading(label):
         return yaml.safe_load(path.read_bytes())
+
+
+def command_words(line: str) -> list[str]:
+    """Return the words of a command line that another run recorded. Raises UserError: a quote is open."""
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise UserError(f"{one_line(line, 80)} is not a command line: {error}") from None
 
 
 def validation_text(error: ValidationError) -> str:

@@ -77,6 +77,7 @@ def check_address(url: str) -> None:
             and bool(parts.hostname)
             and parts.port != 0
             and url.isprintable()
+            and url == url.strip()
         )
         # an @ after the host means that a password has an unescaped / ? or #
         good = good and "@" not in parts.path + parts.query + parts.fragment
@@ -89,11 +90,13 @@ def check_address(url: str) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """Return the address of a server without user, password, query and fragment.
+    """Return an address without user, password, query and fragment, whatever its scheme is and how it is written.
 
     Text that is no address is returned unchanged.
     """
-    scheme, _, address = text.partition("://")
-    if scheme not in ("http", "https"):
+    # as urlsplit and httpx, which strip what is not printed and ignore the case of the scheme
+    scheme = re.match(r"[\x00-\x20]*(?:(https?):[/\\]*|([a-z][a-z0-9+.-]+)://)", text, re.I)
+    if scheme is None:
         return text
-    return f"{scheme}://{re.split('[?#]', address.rpartition('@')[2])[0]}"
+    address = text[scheme.end() :].rpartition("@")[2]
+    return f"{(scheme[1] or scheme[2]).lower()}://{re.split('[?#]', address)[0]}"

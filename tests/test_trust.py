@@ -60,7 +60,19 @@ def test_a_manifest_cannot_lead_out_of_its_store():
 
 @pytest.mark.parametrize(
     "address",
-    ["http://user:SECRET@host:8000/v1", "https://host/x?token=SECRET", "http://host#SECRET"],
+    [
+        "http://user:SECRET@host:8000/v1",
+        "https://host/x?token=SECRET",
+        "http://host#SECRET",
+        "HTTP://user:SECRET@host",
+        "hTTps://user:SECRET@host",
+        " http://user:SECRET@host",
+        "\thttp://user:SECRET@host",
+        "http:/user:SECRET@host",
+        "http:\\\\user:SECRET@host",
+        "socks5h://user:SECRET@host:1080",
+        "http://user:SEC@RET:SECRET@host",
+    ],
 )
 def test_secrets_stay_out_of_what_is_written(address):
     config = ScoreConfig.build({"server": address, "speculative_server": address, "target": "tiny"})
@@ -72,7 +84,7 @@ def test_secrets_stay_out_of_what_is_written(address):
     assert "host" in written
 
 
-@pytest.mark.parametrize("rest", ["127.0.0.1:abc", "[::1", "host:1/\x1b[2J"])
+@pytest.mark.parametrize("rest", ["127.0.0.1:abc", "[::1", "host:1/\x1b[2J", "host:1 "])
 def test_an_address_with_a_typing_error_is_one_line(rest):
     with raises_option("HOST:PORT") as refused:
         check_address(f"http://{rest}")
@@ -253,3 +265,5 @@ def test_a_link_out_of_a_checkpoint_is_not_copied_but_those_of_the_hubs_cache_ar
     with raises_option("chat_template.jinja"):
         saving.copy_tokenizer(snapshot, out)
     assert not (out / "chat_template.jinja").exists()
+    with raises_option("chat_template.jinja"):  # as a store reads it
+        saving.tokenizer_files(snapshot)

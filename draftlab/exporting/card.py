@@ -10,6 +10,7 @@ from pathlib import Path
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.provenance import Record, read_record
+from draftlab.reading import command_words
 from draftlab.results.ranking import score_warnings
 from draftlab.results.score import Score
 from draftlab.trust import printable
@@ -65,18 +66,22 @@ def history(draft: Path) -> tuple[list[str], tuple[float, float] | None]:
     If a record is damaged or of another version of draftlab, return no commands and no acceptance.
     """
     try:
-        return _commands(draft), _heldout(draft)
+        return _commands(draft.resolve(), set()), _heldout(draft)
     except UserError as error:
         note(f"the model card does not list the commands that made {draft}: {error}")
         return [], None
 
 
-def _commands(draft: Path) -> list[str]:
-    """Return the commands that made a draft, the earliest first. Commands that left no record are missing."""
-    record = read_record(draft) if draft.is_dir() else None
+def _commands(output: Path, seen: set[Path]) -> list[str]:
+    """Return the commands that made an output, the earliest first. Commands that left no record are missing.
+
+    seen: Outputs whose commands are known. Outputs are added, so a record that names itself is read once.
+    """
+    record = read_record(output) if output.is_dir() and output not in seen else None
+    seen.add(output)
     if record is None:
         return []
-    before = [line for path in record.inputs for line in _commands(Path(path))]
+    before = [line for path in record.inputs for line in _commands(Path(path).resolve(), seen)]
     return list(dict.fromkeys([*before, _typed(record)]))
 
 
@@ -86,7 +91,7 @@ def _typed(record: Record) -> str:
     Source, target and data from draftlab.yaml are added, because readers do not have this file. Absolute paths are
     shortened to their last part, because their folders exist only on this machine.
     """
-    words = shlex.split(str(record.notes.get("command_line", f"draftlab {record.command}")))
+    words = command_words(str(record.notes.get("command_line", f"draftlab {record.command}")))
     for name in ("source", "target", "data"):
         value = record.config.get(name)
         if value is not None and f"--{name}" not in words and str(value) not in words:
@@ -96,11 +101,12 @@ def _typed(record: Record) -> str:
 
 def _heldout(draft: Path) -> tuple[float, float] | None:
     record = read_record(draft)
-    before, after = ((record.notes.get(name) if record else None) for name in ("before", "after"))
-    if (
-        not isinstance(before, Mapping)
-        or not isinstance(after, Mapping)
-        or after["acceptance"] is None
-    ):
-        return None
-    return float(before["acceptance"]), float(after["acceptance"])
+    found = []
+    for name in ("before", "after"):
+        evaluation = record.notes.get(name) if record is not None else None
+        acceptance = evaluation.get("acceptance") if isinstance(evaluation, Mapping) else None
+        if not isinstance(acceptance, float):
+            return None
+        found.append(acceptance)
+    before, after = found
+    return before, after

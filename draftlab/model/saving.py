@@ -95,7 +95,8 @@ def tokenizer_files(directory: Path) -> list[str]:
     tokenizer_config.json names the code of a tokenizer that has its own. The code is not run.
 
     Raises:
-        UserError: tokenizer_config.json is not a JSON object.
+        UserError: tokenizer_config.json is not a JSON object, or a file is a link that leads neither to its folder nor
+            to the hub's blobs.
     """
     config = directory / "tokenizer_config.json"
     classes = read_object(config).get("auto_map", {}) if config.is_file() else {}
@@ -105,22 +106,23 @@ def tokenizer_files(directory: Path) -> list[str]:
         str(name).partition(".")[0] for name in (own if isinstance(own, list) else [own]) if name
     }
     code = sorted(f"{module}.py" for module in modules if module.isidentifier())
-    return [name for name in (*TOKENIZER_FILES, *code) if (directory / name).is_file()]
+    names = [name for name in (*TOKENIZER_FILES, *code) if (directory / name).is_file()]
+    homes = (directory.resolve(), directory.resolve().parent.parent / "blobs")
+    for file in (directory / name for name in names):
+        if not any(file.resolve().is_relative_to(home) for home in homes):
+            raise UserError(
+                f"{file} is a link to a file in another folder; replace the link by the file"
+            )
+    return names
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
     """Copy the tokenizer's files and generation_config.json from one directory to another, unchanged.
 
     Raises:
-        UserError: a .json file is not JSON, or a file is a link that leads neither to its folder nor to the hub's
-            blobs.
+        UserError: a .json file is not JSON, or tokenizer_files raises it.
     """
-    homes = (source.resolve(), source.resolve().parent.parent / "blobs")
     for name in tokenizer_files(source):
-        if not any((source / name).resolve().is_relative_to(home) for home in homes):
-            raise UserError(
-                f"{source / name} is a link to a file in another folder; replace the link by the file"
-            )
         if name.endswith(".json"):
             read_json(source / name)
         shutil.copyfile(source / name, directory / name)

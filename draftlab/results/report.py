@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from draftlab.errors import UserError
 from draftlab.intervals import Interval
 from draftlab.model.shape import format_count
 from draftlab.provenance import Stage
+from draftlab.reading import command_words
 from draftlab.results.ranking import (
     NO_DRAFT,
     Ranked,
@@ -248,7 +250,11 @@ def target_named(score: Score) -> str | None:
 
 def _named(score: Score, option: str) -> list[str]:
     """Return all values of an option in the command that made a score."""
-    return [value for name, value in pairwise(shlex.split(score.command)) if name == option]
+    try:
+        words = command_words(score.command)
+    except UserError:  # the file is another's
+        return []
+    return [value for name, value in pairwise(words) if name == option]
 
 
 def json_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ from draftlab.engine.verify import rule_named
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, gguf_tokenizer, hf, run, verify
 from draftlab.exporting.artifact import DraftModel, Form, open_artifact
+from draftlab.exporting.card import history
 from draftlab.exporting.verify import running
 from draftlab.model import checkpoint, llama
 from draftlab.registry import SERVERS
@@ -602,3 +603,34 @@ def test_values_beyond_those_of_a_type_are_refused(family_dirs, tmp_path):
     with raises_option("--outtype f16", "mlp.up_proj"):
         gguf.write(model, tmp_path / "a.gguf", "f16")
     gguf.write(model, tmp_path / "b.gguf", "f32")
+
+
+RECORD = {
+    "command": "distill",
+    "config": {},
+    "versions": {},
+    "created": "2026-01-01",
+    "seconds": 1,
+    "peak_memory_bytes": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "notes"),
+    [
+        ({"dr": "x"}, {}),  # names itself
+        ({"other": "x"}, {}),  # names an output that names this one
+        ({}, {"command_line": "draftlab distill 'x"}),
+        ({}, {"before": {}, "after": {"acceptance": 0.5}}),
+        ({}, {"before": {"acceptance": "high"}, "after": {"acceptance": []}}),
+    ],
+)
+def test_records_of_others_end_in_a_card(inputs, notes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, named in (("dr", inputs), ("other", {"dr": "x"})):
+        record = RECORD | {"inputs": named, "notes": notes}
+        Path(name).mkdir()
+        (Path(name) / "draftlab.json").write_text(json.dumps(record))
+    commands, heldout = history(Path("dr"))
+    assert commands == ([] if "command_line" in notes else ["draftlab distill"])
+    assert heldout is None

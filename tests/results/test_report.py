@@ -14,7 +14,14 @@ from draftlab.model.shape import Shape
 from draftlab.provenance import Stage
 from draftlab.results.decoding import Generation
 from draftlab.results.ranking import rank, score_warnings
-from draftlab.results.report import export_command, html, json_rows, markdown, ranking_table
+from draftlab.results.report import (
+    export_command,
+    html,
+    json_rows,
+    markdown,
+    ranking_table,
+    target_named,
+)
 from draftlab.results.score import Conditions, Latency, Model, Score, TaskResult
 from draftlab.results.tables import Table
 
@@ -132,6 +139,11 @@ def markdown_rows(text: str) -> list[dict[str, str]]:
     heads = [cell.strip() for cell in lines[0]]
     board = [line for line in lines[2:] if len(line) == len(heads)]
     return [dict(zip(heads, (cell.strip() for cell in line), strict=True)) for line in board]
+
+
+@pytest.mark.parametrize("command", ["draftlab score --target 'x", "draftlab score --target \\"])
+def test_a_command_that_another_recorded_names_no_target(command):
+    assert target_named(score("a").model_copy(update={"command": command})) is None
 
 
 def board(*scores: Score) -> Table:

@@ -81,9 +81,9 @@ def typer_function(command: Command) -> Callable[..., None]:
 
 def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Outcome:
     file = wiring.get("config_file")
-    settings = command.config.of_file(file, command.name) if file else {}
+    settings = command.config.of_file(file, command.name, typed) if file else typed
     try:
-        config = command.config.build(settings | typed, f"--config {file}: " if file else "")
+        config = command.config.build(settings, f"--config {file}: " if file else "")
     except UsageError as error:
         raise UsageError(f"{error}; see draftlab {command.name} --help") from None
     if processes() > 1 and command.name not in LAUNCHED:

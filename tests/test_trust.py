@@ -11,9 +11,11 @@ import yaml
 from builders import build
 from errors import raises_option
 
+from draftlab import provenance
 from draftlab.commands import COMMANDS
 from draftlab.commands.distill import DistillConfig
 from draftlab.commands.score import ScoreConfig
+from draftlab.config.base import extra
 from draftlab.errors import UserError
 from draftlab.exporting import card
 from draftlab.model import native_cpu, saving
@@ -197,7 +199,71 @@ def test_trust_holds_for_one_command_and_is_not_written(tmp_path):
         "created": "", "seconds": 0.0, "peak_memory_bytes": 0,
     }  # fmt: skip
     (tmp_path / "draftlab.json").write_text(json.dumps(record))
-    assert DistillConfig.of_file(tmp_path, "distill") == {"draft": "tiny"}
+    assert DistillConfig.of_file(tmp_path, "distill", {}) == {"draft": "tiny"}
+
+
+# settings with text or a path: those that only name what is read as data, and those that act
+DATA = {
+    "acceptance", "base", "data", "device", "device_map", "directory", "draft", "draft_profile", "drafter", "from_file",
+    "gguf", "law", "loss", "models", "outputs", "outtype", "params", "prediction", "preset", "prompt_file", "source",
+    "reference_losses", "rule", "scores", "served_model_name", "server_rule", "servers", "shape", "system_prompt", "to",
+    "target", "target_profile", "text", "student", "k", "layers", "width", "batch", "context", "draft_vocab", "recipe",
+    "depth", "for", "shapes", "layer_ids",
+}  # fmt: skip
+ACTING = {
+    "api_key_file", "html", "include_path", "markdown", "out", "report_to", "scores_cache", "server",
+    "speculative_server", "tasks", "verify_with",
+}  # fmt: skip
+
+
+def settings_of_text() -> list[tuple[str, str]]:
+    """Every command with every setting whose value is free text or a path."""
+    return [
+        (command.name, name)
+        for command in COMMANDS.values()
+        for name, field in command.config.model_fields.items()
+        if re.search(r"\b(str|Path)\b", str(field.annotation))
+        # the server of auto is the name of a kind
+        and (command.name, name) != ("auto", "server")
+    ]
+
+
+@pytest.mark.parametrize(("command", "name"), settings_of_text())
+def test_every_setting_is_data_or_acts(command, name):
+    """A new setting belongs to one of the two sides: may the record of a stranger's run decide it?"""
+    assert (name in ACTING) != (name in DATA)
+    acts = extra(COMMANDS[command].config.model_fields[name])["acts"]
+    assert (acts is not None) == (name in ACTING)
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "acting"),
+    [
+        ("export", {"draft": "tiny", "to": "vllm", "verify_with": "theirs/vllm"}, "--verify-with"),
+        ("score", {"target": "tiny", "server": "http://127.0.0.1:1"}, "--server"),
+        ("score", {"target": "tiny", "server": "http://h", "api_key_file": "t"}, "--api-key-file"),
+        ("score", {"target": "tiny", "tasks": "py_choice,theirs/t.yaml"}, "--tasks"),
+        ("score", {"target": "tiny", "tasks": "own"}, "--tasks"),
+        ("prune", {"source": "tiny", "out": "elsewhere"}, "--out"),
+    ],
+)
+def test_a_record_does_not_act(command, settings, acting, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()  # a name without a suffix, which is a path here
+    provenance.write_record(tmp_path, command, settings, {}, 0.0)
+    config = COMMANDS[command].config
+    with raises_option(acting, config.build(settings).command_line(command)):
+        config.of_file(tmp_path, command, {})
+
+
+def test_typed_settings_stand_in_for_those_that_act(tmp_path):
+    config = COMMANDS["score"].config
+    recorded = {"target": "tiny", "tasks": "arc_easy", "out": "theirs", "k": [1, 2]}
+    provenance.write_record(tmp_path, "score", recorded, {}, 0.0)
+    typed = {"out": Path("mine")}
+    assert config.of_file(tmp_path, "score", typed) == recorded | typed
+    (tmp_path / "own.yaml").write_text("server: http://127.0.0.1:1\n")
+    assert config.of_file(tmp_path / "own.yaml", "score", typed)["server"]  # written to be read
 
 
 @pytest.fixture

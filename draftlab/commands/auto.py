@@ -75,6 +75,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         "the "
         "PATH, if there is one.",
         reads="nothing",
+        acts="always",
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
     device: str = shared.device()

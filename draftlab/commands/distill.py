@@ -178,6 +178,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
         factory=list,
         help="Tracker to log to: tensorboard, trackio or wandb; repeat the option for several trackers.",
         panel=CHECKPOINTS,
+        acts="always",
     )
     device: str = shared.device()
     device_map: shared.DeviceMap = shared.device_map()

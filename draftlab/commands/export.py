@@ -66,6 +66,7 @@ class CheckConfig(DraftConfig):
         None,
         "Server that runs the draft, http://HOST:PORT. Its answers are compared with the draft's answers on this "
         "machine.",
+        acts="always",
     )
     temperature: float = option(0.0, "Temperature of the requests to the server.", ge=0)
     api_key_file: Path | None = api_key_file()
@@ -120,6 +121,7 @@ class ExportConfig(DraftConfig, OutputConfig):
         "Path of the program vllm or llama-server, in which the export is tested. The draft's acceptance there must "
         "equal its acceptance in draftlab's engine.",
         reads="nothing",
+        acts="always",
     )
     temperature: float = advanced_option(0.0, "Temperature with --verify-with; 0 is greedy.", ge=0)
     data: str = data("Text source of the prompts with --verify-with.", advanced=True)

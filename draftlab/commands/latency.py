@@ -68,6 +68,7 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
         help="vLLM server that runs the target alone, http://HOST:PORT; repeat the option for a second server, which "
         "runs the target with the draft.",
         panel=SERVER,
+        acts="always",
     )
     api_key_file: Path | None = api_key_file()
     served_model_name: str | None = served_model_name()

@@ -114,7 +114,9 @@ class DesignConfig(Config):
     )
     law: Path | None = option(None, "Latency law: an output of draftlab profile --law.")
     out: Path | None = option(
-        None, "Folder to write a file for each shape to. Default: shapes are shown and not written."
+        None,
+        "Folder to write a file for each shape to. Default: shapes are shown and not written.",
+        acts="always",
     )
     overwrite: bool = option(False, "Replace existing shape files.", flag="--force")
 

@@ -101,6 +101,7 @@ class PruneConfig(OutputConfig, CheckpointSettings):
         "File for the importance scores. If it exists, the scores are read from it, and no calibration is needed.",
         panel=CALIBRATION,
         reads="nothing",
+        acts="always",
     )
     steps: int = option(
         300, "Number of optimizer steps that train the masks.", ge=1, panel=TRAINING

@@ -30,9 +30,11 @@ class ReportConfig(Config):
         shown_default="runs/, or runs in draftlab.yaml",
     )
     html: Path | None = option(
-        None, "HTML file to write: a page with tables and plots.", panel=OUTPUT
+        None, "HTML file to write: a page with tables and plots.", panel=OUTPUT, acts="always"
     )
-    markdown: Path | None = option(None, "Markdown file to write: the tables.", panel=OUTPUT)
+    markdown: Path | None = option(
+        None, "Markdown file to write: the tables.", panel=OUTPUT, acts="always"
+    )
     min_speedup: float | None = option(
         None,
         "Exit with code 3 if the fastest draft has a lower speed-up over plain decoding than this, prefill included.",

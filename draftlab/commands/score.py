@@ -121,9 +121,13 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         "--speculative-server, the answers are stored for a later comparison.",
         panel=SERVER,
         reads="path",
+        acts="always",
     )
     speculative_server: str | None = option(
-        None, "Server that runs the target with the draft, http://HOST:PORT.", panel=SERVER
+        None,
+        "Server that runs the target with the draft, http://HOST:PORT.",
+        panel=SERVER,
+        acts="always",
     )
     api_key_file: Path | None = shared.api_key_file()
     served_model_name: str | None = shared.served_model_name()
@@ -132,6 +136,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         "Measure accuracy on these lm-eval tasks: names or YAML files, separated by commas.",
         panel=TASKS,
         reads="tasks",
+        acts="path",
     )
     task_limit: int = advanced_option(
         200, "Number of items of each task to evaluate, from the first item on.", ge=1, panel=TASKS
@@ -149,7 +154,11 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         panel=TASKS,
     )
     include_path: Path | None = advanced_option(
-        None, "Folder with YAML files of additional tasks.", panel=TASKS, reads="tasks"
+        None,
+        "Folder with YAML files of additional tasks.",
+        panel=TASKS,
+        reads="tasks",
+        acts="always",
     )
     min_speedup: float | None = option(
         None,

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,9 @@ OUTPUT, SERVER, TRAINING, CHECKPOINTS = (
 Value = TypeVar("Value")
 # text: a data mixture; tasks: lm-eval's tasks; path: a text that may be a path; nothing: a Path that is not read
 Reads = Literal["text", "tasks", "path", "nothing"]
+# always: the setting runs a program, reaches another machine, reads a secret or names a place to write; path: it does
+# so if it names a file, such as a task file with code
+Acts = Literal["always", "path"]
 TRUST = "trust_remote_code"
 # largest K (drafted tokens per step) that options accept; the cost of tables and loops grows with K
 MAX_K = 1_000
@@ -58,6 +61,7 @@ def option(
     shown_default: str | None = None,
     typed: Any = None,
     reads: Reads | None = None,
+    acts: Acts | None = None,
 ) -> Any:
     """Return a field of a config that is also an option of its command.
 
@@ -73,6 +77,7 @@ def option(
         typed: Type on the command line if it differs from the field's type.
         reads: What the command reads by this setting, so that the contents decide whether a run is the same
             (inputs.py). By default, a Path is a file or directory that is read, and any other value is none.
+        acts: Whether the setting must be typed, so that the record of a run cannot decide it (see of_file).
     """
     extra = {
         "flag": flag,
@@ -82,6 +87,7 @@ def option(
         "shown_default": shown_default,
         "typed": typed,
         "reads": reads,
+        "acts": acts,
     }
     given: dict[str, Any] = {"default_factory": factory} if factory else {"default": default}
     return Field(
@@ -218,17 +224,20 @@ class Config(BaseModel):
             raise
 
     @classmethod
-    def of_file(cls, path: Path, command: str) -> dict[str, Any]:
-        """Return the settings in a YAML file, or the settings that an output directory of a command records.
+    def of_file(cls, path: Path, command: str, typed: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings in a YAML file, or those that an output directory records, with typed settings over them.
 
-        trust_remote_code is left out of recorded settings.
+        trust_remote_code is left out of recorded settings. A record may be a stranger's: it repeats numbers and names
+        of data, but does not run a program, reach a server, read a secret or choose a place to write.
 
         Args:
             path: The YAML file, the output directory, or the record file in this directory.
             command: Name of the command, such as "outputs build".
+            typed: Settings of the command line.
 
         Raises:
             UserError: The file is not a mapping of names to values, or the directory is not an output of this command.
+                Or its record has a setting that acts (see option) and that is not typed.
         """
         if path.is_dir() or path.name == RECORD_FILE:
             record = read_record(path if path.is_dir() else path.parent)
@@ -237,13 +246,29 @@ class Config(BaseModel):
                     f"--config {path}: this directory is not an output of draftlab {command}; name an output of this "
                     "command, or a YAML file of its settings"
                 )
-            return {name: value for name, value in record.config.items() if name != TRUST}
+            recorded = {name: value for name, value in record.config.items() if name != TRUST}
+            cls._check_record(recorded, typed, path, command)
+            return recorded | dict(typed)
         settings = read_yaml(path, f"--config {path}")
         if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
             raise UserError(
                 f"--config {path}: the file must hold settings of draftlab {command}, one NAME: VALUE per line"
             )
-        return settings
+        return settings | dict(typed)
+
+    @classmethod
+    def _check_record(
+        cls, recorded: Mapping[str, Any], typed: Mapping[str, Any], path: Path, command: str
+    ) -> None:
+        """Check that a record leaves the settings that act to the user. Raises UserError: it does not."""
+        known = recorded.keys() & cls.model_fields.keys() - typed.keys()
+        acting = sorted(name for name in known if _acts(cls.model_fields[name], recorded[name]))
+        if acting:
+            config = cls.build({**recorded, **typed}, f"--config {path}: ")
+            raise UserError(
+                f"--config {path}: a record does not decide {', '.join(map(cls.flag, acting))}; give other values, or "
+                f"type the whole command if you trust it: {config.command_line(command)}"
+            )
 
     @model_validator(mode="after")
     def _numbers_in_range(self) -> Self:
@@ -348,6 +373,18 @@ class OutputConfig(Config):
         "Directory to write. Default: a directory in runs/ (see runs in draftlab.yaml).",
         panel=OUTPUT,
         reads="nothing",
+        acts="always",
+    )
+
+
+def _acts(field: FieldInfo, value: object) -> bool:
+    """Return whether a recorded value acts (see option). A setting that was not used has null, false or nothing."""
+    acts = extra(field)["acts"]
+    if acts is None or value in (None, False, "", []):
+        return False
+    names = str(value).split(",")
+    return acts == "always" or any(
+        "/" in name or Path(name).suffix or Path(name).exists() for name in names
     )
 
 

@@ -166,7 +166,7 @@ def system_prompt(**others: Any) -> Any:
 
 def api_key_file() -> Any:
     text = "File with the server's API key."
-    return advanced_option(None, text, panel=SERVER, reads="nothing")
+    return advanced_option(None, text, panel=SERVER, reads="nothing", acts="always")
 
 
 def served_model_name() -> Any:
@@ -239,6 +239,7 @@ class ServerSettings(BaseModel):
         None,
         "Server that runs the target, http://HOST:PORT, in place of a local checkpoint.",
         panel=SERVER,
+        acts="always",
     )
     api_key_file: Path | None = api_key_file()
     served_model_name: str | None = served_model_name()

@@ -81,7 +81,9 @@ def open_bytes(file: Path) -> BinaryIO:
 
 
 def check_downloaded(file: Path) -> None:
-    """Raise UserError if a file is a pointer that Git LFS has not replaced by the data."""
+    """Raise UserError if a file is a pointer that Git LFS has not replaced by the data, or no regular file."""
+    if file.exists() and not file.is_file():  # opening a pipe would wait for its writer
+        raise UserError(f"{file} is no regular file, but it is read several times; name a file")
     with reading(file), file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
             raise UserError(

@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from draftlab.errors import UserError
@@ -62,6 +63,22 @@ def folder_name(text: str, label: str) -> str:
     if name in ("", ".", ".."):
         raise UserError(f"{label} cannot be used as the name of a folder: {text!r}")
     return name
+
+
+def check_own(file: Path, folder: Path) -> None:
+    """Check that a file of a folder is no link to another place, because an output would hold a copy of that file.
+
+    A folder in the hub's cache has links to the blobs of its repository.
+
+    Raises:
+        UserError: The file leads neither to its folder nor to these blobs.
+    """
+    home = folder.resolve()
+    blobs = (each.parent / "blobs" for each in home.parents if each.name == "snapshots")
+    if not any(file.resolve().is_relative_to(place) for place in (home, *blobs)):
+        raise UserError(
+            f"{file} is a link to a file in another folder; name that file itself, or replace the link by the file"
+        )
 
 
 def check_address(url: str) -> None:

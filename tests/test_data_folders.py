@@ -1,6 +1,7 @@
 """Folders of data as people clone or make them. The package datasets says which rows and splits they have."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,37 @@ def test_a_clone_without_git_lfs_is_named_as_such(name, tmp_path, plain):  # noq
     if name != "a.txt":
         with raises_option(file, "git lfs pull"):
             file_prompts(file, plain)
+
+
+@pytest.mark.parametrize("at", ["folder", "snapshots/0123", "snapshots/0123/data"])
+def test_a_link_out_of_a_folder_is_no_text_of_it_but_those_of_the_hubs_cache_are(at, tmp_path):
+    folder = tmp_path / "set" / at
+    folder.mkdir(parents=True)
+    (tmp_path / "set/blobs").mkdir()
+    (tmp_path / "set/blobs/77").write_text("a line of text\n" * 20)
+    (folder / "n.txt").symlink_to(tmp_path / "set/blobs/77")
+    (folder / "dangling.md").symlink_to("nowhere")
+    (folder / "sub.md").mkdir()
+    if "snapshots" in at:
+        assert data_files(folder).read == [folder / "n.txt"]
+    else:
+        with raises_option(folder / "n.txt"):
+            data_files(folder)
+
+
+def test_odd_names_and_kinds_of_files(tmp_path):
+    """Square brackets are no pattern, and a pipe is not waited for."""
+    file = tmp_path / "a[1].parquet"
+    Dataset.from_list(talks(0, 3)).to_parquet(file)
+    assert len(documents(str(file))) == 3
+    for name in ("pipe.txt", "pipe.jsonl"):
+        os.mkfifo(tmp_path / name)
+        with raises_option(tmp_path / name):
+            documents(str(tmp_path / name))
+
+
+def test_the_cost_of_blank_lines_grows_with_their_number(tmp_path):
+    (tmp_path / "a.txt").write_text("\n" * 1_000_000 + "a line of text\n")
+    assert [document.text.strip() for document in documents(str(tmp_path / "a.txt"))] == [
+        "a line of text"
+    ]

@@ -292,6 +292,39 @@ def test_a_native_build_is_used_only_as_it_was_compiled(cache):
         assert file.read_bytes() == whole
 
 
+@pytest.mark.parametrize("change", ["owner", "mode", "folder"])
+def test_a_build_of_another_user_is_compiled_again(change, cache, monkeypatch):
+    """With a checksum that fits."""
+    compile = small_build(cache.parents[1])
+    file = native_cpu._private_folder() / "native-x.so"
+    native_cpu._compiled(compile, file)
+    whole = file.read_bytes()
+    theirs = cache / "theirs"
+    theirs.write_bytes(whole + b"x")
+    theirs.replace(file)
+    file.with_suffix(".sha256").write_text(provenance.file_sha256(file))
+    if change == "owner":
+        other = os.geteuid() + 1
+        stat = Path.stat
+        monkeypatch.setattr(
+            Path, "stat", lambda self, **flags: owned_by(stat(self, **flags), other)
+        )
+    elif change == "mode":
+        file.chmod(0o666)
+    else:
+        file.unlink()
+        file.mkdir()
+        with pytest.raises(OSError, match=file.name):  # it is in the way, and not loaded
+            native_cpu._compiled(compile, file)
+        return
+    native_cpu._compiled(compile, file)
+    assert file.read_bytes() == whole
+
+
+def owned_by(info: os.stat_result, user: int) -> os.stat_result:
+    return os.stat_result((*info[:4], user, *info[5:]))
+
+
 def test_a_folder_that_others_write_to_is_no_cache(cache):
     cache.mkdir(parents=True)
     cache.chmod(0o777)

@@ -39,6 +39,7 @@ from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.model.hub import ROW_FILES
 from draftlab.reading import check_downloaded, open_bytes, parse_json, read_lines, reading
+from draftlab.trust import check_own
 
 Split = Literal["train", "heldout"]
 HELDOUT_SHARE = 0.08  # expected share of held-out documents, which a hash of their keys selects
@@ -320,6 +321,9 @@ def data_files(folder: Path) -> DataFiles:
 
     Hidden files are not looked at. If the name of any file has the word train, files of test and validation splits are
     left out. Otherwise the folder has a single split, and all files are read.
+
+    Raises:
+        UserError: A file is a link out of the folder, or _may_have_rows raises it.
     """
     found = DataFiles([], [], [])
     names = {
@@ -328,6 +332,8 @@ def data_files(folder: Path) -> DataFiles:
         if hub.has_suffix(file, hub.TEXT_SUFFIXES) and file.is_file()
     }
     names = {file: name.lower() for file, name in names.items() if not re.search(r"(^|/)\.", name)}
+    for file in names:
+        check_own(file, folder)
     may_be_split = {file for file in names if hub.has_suffix(file, SPLIT_SUFFIXES)}
     has_train = any(TRAIN_SPLIT.search(names[file]) for file in may_be_split)
     for file, name in names.items():
@@ -436,7 +442,7 @@ def _text_file(path: Path) -> Iterator[Document]:
     paragraphs, separator = re.split(r"\n[ \t]*\n", text), "\n\n"
     if len(paragraphs) == 1:
         paragraphs, separator = text.split("\n"), "\n"
-    part: list[str] = []
+    part, length = list[str](), 0
     rows = BadRows(str(path))
 
     def document() -> Document:
@@ -446,9 +452,10 @@ def _text_file(path: Path) -> Iterator[Document]:
 
     for paragraph in paragraphs:
         part.append(paragraph)
-        if sum(map(len, part)) > 4000:
+        length += len(paragraph)
+        if length > 4000:
             yield document()
-            part = []
+            part, length = [], 0
     if "".join(part).strip():
         yield document()
 

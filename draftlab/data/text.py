@@ -6,6 +6,7 @@ of parts, whose texts are joined. All other fields of a message go to the chat t
 text and without tool calls are left out. data/rendering.py renders conversations to train on.
 """
 
+import glob
 import json
 import re
 from collections import Counter, deque
@@ -157,7 +158,9 @@ def _parquet_rows(file: Path) -> Iterator[Any]:
     from datasets import load_dataset
 
     with reading(file):
-        rows = load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+        rows = load_dataset(
+            "parquet", data_files=glob.escape(str(file)), split="train", streaming=True
+        )
         yield from map(without_padding, rows)
 
 

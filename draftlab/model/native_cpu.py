@@ -382,17 +382,22 @@ def _private_folder() -> Path:
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftlab"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    info = folder.lstat()
-    if info.st_uid != os.geteuid() or info.st_mode & 0o022 or folder.is_symlink():
+    if folder.is_symlink() or not _is_ours(folder):
         raise PermissionError(f"other users can write to {folder}")
     return folder
 
 
+def _is_ours(path: Path) -> bool:
+    """Return whether a file or folder belongs to this user, and no other user can write to it."""
+    info = path.stat()
+    return info.st_uid == os.geteuid() and not info.st_mode & 0o022
+
+
 def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
-    """Load the library from a file. Compile it first if the file is missing or changed."""
+    """Load the library from a file. Compile it first if the file is missing, changed, or not the user's own."""
     digest = file.with_suffix(".sha256")
     with FileLock(file.with_suffix(".lock")):
-        known = file.exists() and digest.exists()
+        known = all(path.is_file() and _is_ours(path) for path in (file, digest))
         if not known or digest.read_text() != provenance.file_sha256(file):
             note(f"compiling {SOURCE.name} for mode native, once per machine")
             with replacing(file) as part:

@@ -13,6 +13,7 @@ from draftlab.atomic import replacing
 from draftlab.errors import UserError, one_line
 from draftlab.model.checkpoint import dtype_name
 from draftlab.reading import read_json, read_object
+from draftlab.trust import check_own
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -107,12 +108,8 @@ def tokenizer_files(directory: Path) -> list[str]:
     }
     code = sorted(f"{module}.py" for module in modules if module.isidentifier())
     names = [name for name in (*TOKENIZER_FILES, *code) if (directory / name).is_file()]
-    homes = (directory.resolve(), directory.resolve().parent.parent / "blobs")
-    for file in (directory / name for name in names):
-        if not any(file.resolve().is_relative_to(home) for home in homes):
-            raise UserError(
-                f"{file} is a link to a file in another folder; replace the link by the file"
-            )
+    for name in names:
+        check_own(directory / name, directory)
     return names
 
 

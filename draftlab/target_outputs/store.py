@@ -58,6 +58,14 @@ TOP: dict[str, type] = {  # arrays of StoredLogprobs in a shard, in the order of
     "token_logprob": np.float16,
     "normalizers": np.float32,
 }
+DTYPES: dict[str, type] = {  # of all arrays in a shard
+    **dict.fromkeys(("number", "prompt_offsets", "offsets"), np.int64),
+    "category": np.uint16,
+    **dict.fromkeys(("stopped", "counted"), np.uint8),
+    **dict.fromkeys(("prompt_ids", "ids"), np.uint32),
+    "logprobs": np.float32,
+    **TOP,
+}
 FolderName = Annotated[
     str, AfterValidator(lambda name: folder_name(name, "the target of stored outputs"))
 ]
@@ -277,7 +285,7 @@ def read_shard(directory: Path, manifest: Manifest, number: int) -> list[TargetO
         if not manifest.shards[number].sequences:
             return []
         arrays = load_file(file)
-        _check(arrays, manifest)
+        _check(arrays, manifest, manifest.shards[number].sequences)
         return _outputs(arrays, manifest)
 
 
@@ -378,7 +386,7 @@ def _add_shard(out: Path, manifest: Manifest, rows: Sequence[TargetOutput | None
     if outputs:
         arrays = _arrays(outputs, manifest)
         with reading(f"the output of {manifest.target} cannot be stored"):
-            _check(arrays, manifest)
+            _check(arrays, manifest, len(outputs))
     with replacing(out / name) as part:
         save_file(arrays, part)
         sha256 = provenance.file_sha256(part)
@@ -475,12 +483,38 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
     return outputs
 
 
-def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest) -> None:
-    """Check the values in the arrays of a shard.
+def _check_layout(arrays: Mapping[str, np.ndarray], sequences: int) -> None:
+    """Check the dtypes and lengths of the arrays of a shard. Raises ValueError: one is not as `_arrays` makes it."""
+    for name, values in arrays.items():
+        if values.dtype != DTYPES.get(name):
+            raise ValueError(
+                f"the array {name} has the dtype {values.dtype}, not {DTYPES.get(name)}"
+            )
+    tokens = len(arrays["ids"])
+    listed = int(arrays["counted"].sum()) if "counted" in arrays else tokens
+    lengths = dict.fromkeys(("number", "category", "stopped"), sequences)
+    lengths |= dict.fromkeys(("prompt_offsets", "offsets"), sequences + 1)
+    lengths |= dict.fromkeys(("counted", "logprobs"), tokens) | dict.fromkeys(TOP, listed)
+    for name, length in lengths.items():
+        if name in arrays and len(arrays[name]) != length:
+            raise ValueError(
+                f"the array {name} has {len(arrays[name])} entries, but must have {length}"
+            )
+    for name, ends in (("ids", arrays["offsets"]), ("prompt_ids", arrays["prompt_offsets"])):
+        if ends[0] or ends[-1] != len(arrays[name]) or (np.diff(ends) < 0).any():
+            raise ValueError(
+                f"the offsets of {name} are not those of its {len(arrays[name])} entries"
+            )
+
+
+def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, sequences: int) -> None:
+    """Check the arrays of a shard.
 
     Raises:
-        ValueError: A value is impossible, or the log-probability of a token differs from the list at its position.
+        ValueError: An array has another layout, a value is impossible, or the log-probability of a token differs from
+            the list at its position.
     """
+    _check_layout(arrays, sequences)
     if manifest.sampling is not None:
         ends = zip(np.diff(arrays["offsets"]).tolist(), arrays["stopped"].tolist(), strict=True)
         if not all(

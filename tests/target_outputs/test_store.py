@@ -156,6 +156,14 @@ def first(name: str, value: float) -> Callable[[Shard], None]:
         (lambda shard: shard.pop("token_logprob"), "token_logprob"),
         (first("rest_logprob", 0), "not 1"),
         (first("rest_logprob", np.nan), "rest_logprob"),
+        (lambda shard: shard.update(ids=shard["ids"].astype(np.int64)), "ids"),
+        (lambda shard: shard.update(ids=shard["ids"].astype(np.float32)), "ids"),
+        (lambda shard: shard.update(ids=shard["ids"][:0]), "entries"),
+        (lambda shard: shard.update(prompt_ids=shard["prompt_ids"][:-1]), "prompt_ids"),
+        (lambda shard: shard.update(number=shard["number"][1:]), "number"),
+        (lambda shard: shard.update(offsets=shard["offsets"][::-1].copy()), "ids"),
+        (first("offsets", 10**12), "ids"),
+        (lambda shard: shard.update(other=shard["ids"]), "other"),
     ],
 )
 def test_arrays_that_no_target_has_given_are_refused_with_the_right_checksum(

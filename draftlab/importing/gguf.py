@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from draftlab.errors import UserError
+from draftlab.errors import UserError, one_line
 from draftlab.exporting.gguf import ROPE_FACTORS, library
 from draftlab.exporting.gguf_tokenizer import (
     PRE_TOKENIZERS,
@@ -111,7 +111,8 @@ def read_header(file: Path) -> GGUFHeader:
     """Read the metadata of a GGUF file.
 
     Raises:
-        UserError: The file is not a GGUF file, is truncated, or is only a part of a model.
+        UserError: The file is not a GGUF file, is truncated, or is only a part of a model. Or its sizes contradict its
+            tensors.
     """
     gguf = library()
     with reading(f"{file} is not a readable GGUF file"):
@@ -138,6 +139,14 @@ def read_header(file: Path) -> GGUFHeader:
         raise UserError(
             f"{file} has embeddings for {rows:,} ids, but a tokenizer of {len(tokens.data):,} ids; download the file "
             "again"
+        )
+    # transformers builds this number of layers before it looks at the tensors
+    said = settings.get(f"{settings.get('general.architecture')}.block_count")
+    blocks = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
+    if said != len(blocks):
+        raise UserError(
+            f"{file} has tensors of {len(blocks)} layers, but its block_count is {one_line(said, 40)}; download the "
+            "file again"
         )
     types: Counter[str] = Counter()
     weights = 0

@@ -13,6 +13,7 @@ import gguf as library
 import pytest
 import torch
 from builders import FAMILIES, assert_rounds, build, logits_by_transformers
+from errors import raises_option
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from small_files import copy_tokenizer, edit
 from test_export import sentencepiece as sentencepiece
@@ -404,6 +405,16 @@ def test_the_model_that_a_package_ships_is_imported(tmp_path, monkeypatch):
             model(**reader("The capital of France is", return_tensors="pt")).logits[0, -1].argmax()
         )
     assert reader.decode(best) == " Paris"
+
+
+@pytest.mark.parametrize("blocks", [3, 10**9])
+def test_a_number_of_layers_is_compared_with_the_tensors_before_any_is_built(
+    blocks, family_dirs, tmp_path
+):
+    gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "f32")
+    _change(tmp_path / "a.gguf", tmp_path / "b.gguf", "llama.block_count", blocks)
+    with raises_option("b.gguf", "block_count", blocks):
+        read_header(tmp_path / "b.gguf")
 
 
 def _named(file: Path, name: str, value: str | float | list[str]) -> None:

@@ -15,6 +15,16 @@ def test_generated_docs_are_current():
     assert pages.PAGE.read_text() == pages.page(pages.PAGE.read_text())
 
 
+def test_every_promise_of_trust_has_its_test():
+    """Each row of the table of SECURITY.md names a test that exists."""
+    text = (pages.ROOT / "SECURITY.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 8
+    for named in [row.rpartition("`")[0].rpartition("`")[2] for row in rows]:
+        file, _, function = named.partition("::")
+        assert f"def {function or 'test_'}" in (pages.ROOT / file).read_text(), named
+
+
 def anchors(text: str) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
@@ -22,7 +32,12 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", *(f"docs/{p.name}" for p in sorted((pages.ROOT / "docs").glob("*.md")))]
+    "page",
+    [
+        "README.md",
+        "SECURITY.md",
+        *(f"docs/{p.name}" for p in sorted((pages.ROOT / "docs").glob("*.md"))),
+    ],
 )
 def test_links_between_pages_lead_somewhere(page):
     file = pages.ROOT / page

@@ -16,9 +16,10 @@ from draftlab.commands import COMMANDS
 from draftlab.commands.distill import DistillConfig
 from draftlab.commands.score import ScoreConfig
 from draftlab.config.base import extra
+from draftlab.data.text import chat_text
 from draftlab.errors import UserError
 from draftlab.exporting import card
-from draftlab.model import native_cpu, saving
+from draftlab.model import checkpoint, native_cpu, saving
 from draftlab.registry import SERVERS
 from draftlab.servers.kinds import Launch
 from draftlab.target_outputs.store import Manifest
@@ -185,6 +186,25 @@ def test_prune_runs_the_code_of_a_tokenizer_only_where_it_is_trusted(tmp_path, t
     COMMANDS["prune"](**cut, trust_remote_code=True, out=tmp_path / "out")
     assert (folder / "ran").exists()
     assert (tmp_path / "out/code.py").read_text() == (folder / "code.py").read_text()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('touch ran') }}",
+        "{% include 'ran' %}",
+        "{% import 'ran' as x %}{{ x }}",
+    ],
+)
+def test_a_template_does_not_leave_its_sandbox(template, tmp_path, monkeypatch, tokenizer_dir):
+    monkeypatch.chdir(tmp_path)
+    tokenizer = checkpoint.load_tokenizer(tokenizer_dir)
+    tokenizer.chat_template = template
+    with raises_option("row 1"):
+        chat_text([{"role": "user", "content": "a"}], tokenizer, "row 1")
+    assert not Path("ran").exists()
 
 
 def test_trust_holds_for_one_command_and_is_not_written(tmp_path):

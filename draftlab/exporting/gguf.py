@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.exporting.gguf_rope import EVERY_TENSOR, ROPE_FACTORS, Rope, read_rope
 from draftlab.exporting.gguf_tokenizer import GGUFTokenizer, read_tokenizer
 from draftlab.model import checkpoint
 from draftlab.model.eagle import HeadShape
 from draftlab.model.shape import Shape
 
-EAGLE3 = "eagle3"  # llama.cpp's architecture of EAGLE-3 heads
 UNQUANTIZED = "f16"  # type of a matrix whose rows cannot be divided into blocks
-ROPE_FACTORS = "rope_freqs.weight"
 DEFAULT_CONTEXT = 2048  # tokens, if config.json names no context
 
 
@@ -31,16 +30,19 @@ class Architecture:
         names: Architecture of the gguf package whose table gives the names of the tensors.
         neighbours: Whether rotary embeddings pair neighbouring rows of q and k. Otherwise they pair row i with row i +
             head_dim / 2.
+        rope_tensors: Tensors of rotary scaling that llama.cpp reads for this architecture.
         scales: Name in GGUF of each scaling factor, by its name in config.json.
     """
 
     name: str
     names: str = "QWEN3"  # the table also has every name of llama and qwen2
     neighbours: bool = False
+    rope_tensors: frozenset[str] = frozenset()
     scales: Mapping[str, str] = field(default_factory=dict)
 
 
-LLAMA = Architecture("llama", neighbours=True)
+LLAMA = Architecture("llama", neighbours=True, rope_tensors=EVERY_TENSOR)
+HEAD = Architecture("eagle3", neighbours=True, rope_tensors=frozenset({ROPE_FACTORS}))
 # keys: model_type of config.json
 ARCHITECTURES = {
     "llama": LLAMA,
@@ -51,6 +53,7 @@ ARCHITECTURES = {
     "granite": Architecture(
         "granite",
         neighbours=True,
+        rope_tensors=EVERY_TENSOR,
         scales={
             "embedding_multiplier": "embedding_scale",
             "attention_multiplier": "attention.scale",
@@ -110,11 +113,12 @@ def library() -> Any:
 def architecture(directory: Path) -> Architecture:
     """Return the architecture of llama.cpp for a checkpoint.
 
-    llama.cpp's "qwen2" requires that heads x head_dim equals the width. A Qwen2 model with another width is written as
-    a "llama" with biases.
+    llama.cpp's "qwen2" requires that heads x head_dim equals the width, and reads no tensor of rotary scaling. A Qwen2
+    model that needs another width or such a tensor is written as a "llama" with biases.
 
     Raises:
-        UserError: GGUF export does not support the architecture, or llama.cpp computes another activation for it.
+        UserError: GGUF export does not support the architecture, or llama.cpp computes another activation or other
+            rotary embeddings for it.
     """
     config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
     model_type = str(config.get("model_type"))
@@ -128,9 +132,20 @@ def architecture(directory: Path) -> Architecture:
             f"{directory} has the activation {config.get('hidden_act')!r}, but llama.cpp computes silu for this "
             "architecture; use --to hf"
         )
-    if model_type == "qwen2" and shape.sizes["q"] != shape.hidden:
-        return LLAMA
-    return ARCHITECTURES[model_type]
+    kind, rope = ARCHITECTURES[model_type], read_rope(directory, shape.head_dim)
+    if model_type == "qwen2" and (shape.sizes["q"] != shape.hidden or rope.tensors):
+        kind = LLAMA
+    _check_rope(directory, kind, rope)
+    return kind
+
+
+def _check_rope(directory: Path, kind: Architecture, rope: Rope) -> None:
+    """Raise UserError if llama.cpp does not read the tensors of rotary scaling for an architecture."""
+    if not rope.tensors.keys() <= kind.rope_tensors:
+        raise UserError(
+            f"{directory} has {rope.needs}, which llama.cpp does not compute for the architecture {kind.name}; use "
+            "--to hf"
+        )
 
 
 def pre_tokenizer(directory: Path, vocab: int) -> tuple[str, float]:
@@ -180,8 +195,7 @@ def write_head(directory: Path, target: Path, config: HeadShape, file: Path, qty
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
     }
-    kind = Architecture(EAGLE3, neighbours=True)
-    return _write(directory, file, qtype, kind, config.shape, target, infos, weights, settings)
+    return _write(directory, file, qtype, HEAD, config.shape, target, infos, weights, settings)
 
 
 def _write(
@@ -197,25 +211,25 @@ def _write(
 ) -> Written:
     """Write a GGUF file. directory: Directory with config.json. settings: Settings that only this architecture has."""
     tokenizer = read_tokenizer(tokenizer_from, shape.vocab)
-    gguf, rope = library(), _rope(directory)
+    gguf, rope = library(), read_rope(directory, shape.head_dim)
+    _check_rope(directory, kind, rope)
     unquantized = [info.name for info in infos if len(info.dims) == 2 and info.qtype != qtype]
-    if rope["rope_type"] == "llama3":
-        factors = _rope_factors(directory, shape)
-        weights = ChainMap({ROPE_FACTORS: factors}, cast(Any, weights))  # only read, never written
-        infos = [
-            TensorInfo(
-                name=ROPE_FACTORS, source=ROPE_FACTORS, dims=tuple(factors.shape), qtype="f32"
-            ),
-            *infos,
-        ]
+    # the maps are only read, never written
+    weights = ChainMap(cast(Any, rope.tensors), cast(Any, weights))
+    factors = [
+        TensorInfo(name=name, source=name, dims=tuple(tensor.shape), qtype="f32")
+        for name, tensor in rope.tensors.items()
+    ]
+    infos = [*factors, *infos]
     writer = gguf.GGUFWriter(file, kind.name)
-    _add_settings(writer, directory, file.stem, shape, rope, qtype)
-    for key, value in settings.items():
+    _add_settings(writer, directory, file.stem, shape, qtype)
+    for key, value in (*rope.settings.items(), *settings.items()):
         add = {
             list: writer.add_array,
             bool: writer.add_bool,
             int: writer.add_uint32,
             float: writer.add_float32,
+            str: writer.add_string,
         }
         add[type(value)](f"{kind.name}.{key}", value)
     _add_tokenizer(writer, tokenizer)
@@ -301,9 +315,7 @@ def fake_quantize(tensor: Tensor, qtype: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(back)).to(tensor.dtype)
 
 
-def _add_settings(
-    writer: Any, directory: Path, name: str, shape: Shape, rope: dict[str, Any], qtype: str
-) -> None:
+def _add_settings(writer: Any, directory: Path, name: str, shape: Shape, qtype: str) -> None:
     gguf, config = library(), checkpoint.read_config(directory)
     writer.add_type("model")
     writer.add_name(name)
@@ -322,12 +334,6 @@ def _add_settings(
     writer.add_vocab_size(shape.vocab)
     writer.add_layer_norm_rms_eps(float(str(config["rms_norm_eps"])))
     writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(float(rope["rope_theta"]))
-    if rope["rope_type"] in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
-        writer.add_rope_scaling_factor(float(rope["factor"]))
-    if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(int(rope["original_max_position_embeddings"]))
 
 
 def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
@@ -367,26 +373,3 @@ def _context(directory: Path, config: dict[str, object]) -> int:
     if not isinstance(window, int) or window < 1 or not config.get("use_sliding_window", True):
         return context
     return min(context, window)
-
-
-def _rope(directory: Path) -> dict[str, Any]:
-    rope = {"rope_type": "default", **checkpoint.auto_config(directory).rope_parameters}
-    if rope["rope_type"] not in ("default", "linear", "llama3", "yarn"):
-        raise UserError(
-            f"{directory} has rotary scaling {rope['rope_type']!r}, but GGUF export supports only linear, llama3 and "
-            "yarn; use --to hf"
-        )
-    return rope
-
-
-def _rope_factors(directory: Path, shape: Shape) -> Tensor:
-    """Return Llama 3's rotary scaling as divisors of the unscaled rotary frequencies, [head_dim / 2].
-
-    GGUF stores the scaling in this form.
-    """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    config: Any = checkpoint.auto_config(directory)
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, checkpoint.CPU)
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    return float(config.rope_parameters["rope_theta"]) ** -exponents / scaled

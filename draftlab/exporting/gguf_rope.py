@@ -1,0 +1,161 @@
+"""Rotary embeddings in GGUF: settings and tensors from which llama.cpp computes what transformers computes.
+
+F rotary frequencies: half of head_dim.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftlab.errors import UserError
+from draftlab.model import checkpoint
+from draftlab.model.llama import rotary
+from draftlab.reading import reading
+
+ROPE_FACTORS = "rope_freqs.weight"
+SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+EVERY_TENSOR = frozenset({ROPE_FACTORS, SHORT, LONG})
+BETA_FAST, BETA_SLOW = 32.0, 1.0  # llama.cpp's constants of YaRN
+CLOSE = 1e-4  # relative difference of frequencies; llama.cpp computes them in float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """The rotary embeddings of a checkpoint in GGUF's form.
+
+    Attributes:
+        settings: Settings of the architecture, by name without the architecture.
+        tensors: Divisors of the unscaled frequencies, [F], by name in the GGUF file.
+        needs: Fields of config.json for which the tensors are needed.
+        short: If not None, texts of more tokens have other frequencies than shorter texts.
+    """
+
+    settings: Mapping[str, int | float | str]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    needs: str = ""
+    short: int | None = None
+
+
+def read_rope(directory: Path, head_dim: int) -> Rope:
+    """Return the rotary embeddings of a checkpoint in GGUF's form.
+
+    transformers computes the frequencies and the factor of the tables. Where llama.cpp computes other frequencies from
+    its settings, the frequencies become a tensor.
+
+    Raises:
+        UserError: GGUF cannot hold the rotary scaling.
+    """
+    config: Any = checkpoint.auto_config(directory)
+    rope: Mapping[str, Any] = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "linear", "llama3", "yarn", "longrope"):
+        raise UserError(
+            f"{directory} has rotary scaling {kind!r}, but GGUF export supports only linear, llama3, yarn and "
+            "longrope; use --to hf"
+        )
+    with reading(f"{directory}: rope_parameters"):
+        theta = float(rope["rope_theta"])
+        unscaled = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        settings: dict[str, int | float | str] = {"rope.freq_base": theta}
+        if kind == "longrope":
+            return _longrope(config, settings, unscaled, directory)
+        frequencies, attention_factor = rotary(config, head_dim, directory)
+        _check_size(frequencies, unscaled, directory)
+        if kind == "linear":
+            settings |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+        elif kind == "yarn":
+            settings |= _yarn_settings(config, attention_factor)
+            if not torch.allclose(_yarn_frequencies(settings, head_dim), frequencies, rtol=CLOSE):
+                kind, settings = "yarn by a tensor", {"rope.freq_base": theta}
+                if attention_factor != 1:
+                    settings["rope.scaling.attn_factor"] = attention_factor
+    if kind not in ("llama3", "yarn by a tensor"):
+        return Rope(settings=settings)
+    return Rope(
+        settings=settings,
+        tensors={ROPE_FACTORS: unscaled / frequencies},
+        needs="rotary scaling 'llama3'" if kind == "llama3" else _unusual(rope),
+    )
+
+
+def _longrope(
+    config: Any, settings: dict[str, int | float | str], unscaled: Tensor, directory: Path
+) -> Rope:
+    """Return LongRoPE in GGUF's form: divisors for short texts and for long texts, and the factor of the tables."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    original = int(config.rope_parameters["original_max_position_embeddings"])
+    tensors: dict[str, Tensor] = {}
+    attention_factor = 1.0
+    for name, length in ((SHORT, original), (LONG, original + 1)):
+        frequencies, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](
+            config, checkpoint.CPU, length
+        )
+        _check_size(frequencies, unscaled, directory)
+        tensors[name] = unscaled / frequencies
+    settings |= {
+        "rope.scaling.type": "longrope",
+        "rope.scaling.original_context_length": original,
+        "rope.scaling.attn_factor": float(attention_factor),
+    }
+    return Rope(
+        settings=settings, tensors=tensors, needs="rotary scaling 'longrope'", short=original
+    )
+
+
+def _check_size(frequencies: Tensor, unscaled: Tensor, directory: Path) -> None:
+    if len(frequencies) != len(unscaled):
+        raise UserError(
+            f"{directory}: rope_parameters turn {2 * len(frequencies)} of the {2 * len(unscaled)} numbers of a head "
+            "(partial_rotary_factor), but llama.cpp turns all of them for this architecture; use --to hf"
+        )
+
+
+def _yarn_settings(config: Any, attention_factor: float) -> dict[str, int | float | str]:
+    """Return YaRN's settings.
+
+    llama.cpp multiplies attn_factor by 0.1 ln(factor) + 1. For the architectures of gguf.py it reads neither
+    yarn_attn_factor nor yarn_beta_fast and yarn_beta_slow.
+    """
+    rope = config.rope_parameters
+    original = int(rope["original_max_position_embeddings"])
+    factor = rope["factor"]  # transformers allows None
+    factor = config.max_position_embeddings / original if factor is None else float(factor)
+    settings: dict[str, int | float | str] = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": factor,
+        "rope.scaling.original_context_length": original,
+    }
+    relative = attention_factor / (0.1 * math.log(max(factor, 1)) + 1)
+    if not math.isclose(relative, 1, rel_tol=1e-6):
+        settings["rope.scaling.attn_factor"] = relative
+    return settings
+
+
+def _yarn_frequencies(settings: Mapping[str, Any], head_dim: int) -> Tensor:
+    """Return the frequencies that llama.cpp computes from YaRN's settings, [F]. ggml_rope_yarn_corr_dims, rope_yarn."""
+    theta = settings["rope.freq_base"]
+    original = settings["rope.scaling.original_context_length"]
+
+    def boundary(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(0, math.floor(boundary(BETA_FAST)))
+    high = min(head_dim - 1, math.ceil(boundary(BETA_SLOW)))
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    kept = 1 - ((pairs - low) / max(0.001, high - low)).clamp(0, 1)
+    return theta ** -(2 * pairs / head_dim) * (kept + (1 - kept) / settings["rope.scaling.factor"])
+
+
+def _unusual(rope: Mapping[str, Any]) -> str:
+    """Return the names of YaRN's fields that llama.cpp does not read."""
+    usual = {"beta_fast": BETA_FAST, "beta_slow": BETA_SLOW, "truncate": True}
+    fields = [
+        f"{name} {rope[name]}" for name, value in usual.items() if rope.get(name, value) != value
+    ]
+    return f"rotary scaling 'yarn' with {', '.join(fields) or 'an unusual range'}"

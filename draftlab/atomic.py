@@ -259,6 +259,10 @@ def claim_state(
     """
     record = state / STATE_RECORD
     this_run = json.loads(json.dumps(dict(identity), default=str))
+    if state.is_symlink():
+        raise UserError(
+            f"{state} is a link, but draftlab keeps unfinished work there; move or remove it"
+        )
     before = None
     with contextlib.suppress(UserError):
         before = read_object(record)

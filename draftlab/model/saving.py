@@ -2,8 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from draftlab.atomic import replacing
 from draftlab.errors import UserError, one_line
-from draftlab.model.checkpoint import dtype_name
+from draftlab.model.checkpoint import dtype_name, read_by_transformers
+from draftlab.model.hf_files import CONFIG, context_of
 from draftlab.reading import read_json, read_object
 
 TOKENIZER_FILES = (
@@ -25,6 +27,14 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+FULL, SLIDING = "full_attention", "sliding_attention"
+# fields of rope_parameters that transformers 4 has beside rope_scaling, with their names there
+ROPE_NAMES = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
+OLD_ROPE_NAMES = {
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+}
+# models whose layers with a sliding window have a rotary base of their own in transformers 4
+LOCAL_ROPE = ("gemma3_text", "gemma3n_text")
 SHARD_BYTES = 1_000_000_000  # largest size of a shard; only one shard is in memory at a time
 
 
@@ -69,7 +79,7 @@ def write_checkpoint(
     """Write config.json, safetensors shards and a copy of the tokenizer. Return the size of the weights in bytes.
 
     Args:
-        config: Content of config.json; the dtype is added.
+        config: Content of config.json, see portable_config.
         weights: Names and tensors. They may come from a generator, because only one shard is in memory at a time.
         tokenizer_from: Directory whose tokenizer is copied. None: no tokenizer is written.
 
@@ -81,12 +91,66 @@ def write_checkpoint(
         dtypes, size = _save_sharded(directory, weights)
     except SafetensorError as error:  # a full disk
         raise OSError(str(error)) from error
-    (directory / "config.json").write_text(
-        json.dumps(config | {"dtype": min(dtypes)}, indent=2, sort_keys=True)
-    )
+    write_config(directory, config, min(dtypes))
     if tokenizer_from is not None:
         copy_tokenizer(tokenizer_from, directory)
     return size
+
+
+def write_config(directory: Path, config: Mapping[str, object], dtype: str) -> None:
+    """Write config.json. See portable_config."""
+    text = json.dumps(portable_config(config, dtype), indent=2, sort_keys=True)
+    (directory / CONFIG).write_text(text)
+
+
+def portable_config(config: Mapping[str, object], dtype: str) -> dict[str, Any]:
+    """Return a config with the fields of transformers 4 and 5, so that both, and all servers, read the same values.
+
+    transformers 5 calls torch_dtype dtype, and has rope_theta and rope_scaling in rope_parameters. Both are written,
+    with the values that the installed transformers reads. transformers 4.51 to 4.57 read the original context of
+    LongRoPE beside rope_scaling, and 4.51 computes YaRN's factor from max_position_embeddings. Where this length was
+    left at the original context, as in Qwen2.5's instructions, it becomes original context x factor. Parts such as
+    text_config are treated alike. Rotary fields of a model_type that transformers does not know stay as they are.
+
+    dtype: Name of the dtype of the weights.
+
+    Raises:
+        UserError: transformers cannot read the config.
+    """
+    from transformers import CONFIG_MAPPING
+
+    both: dict[str, Any] = {
+        name: portable_config(part, dtype)
+        if isinstance(part, dict) and "model_type" in part
+        else part
+        for name, part in config.items()
+    } | {"dtype": dtype, "torch_dtype": dtype}
+    kind = str(config.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        return both
+    rope = read_by_transformers(config).to_dict().get("rope_parameters")
+    if not rope:
+        return both
+    both["rope_parameters"] = rope
+    by_layer_type = isinstance(rope.get(FULL), dict)
+    if by_layer_type and kind not in LOCAL_ROPE:
+        return both  # transformers 4 has no such model
+    names = OLD_ROPE_NAMES.get(kind, ROPE_NAMES)
+    main = rope[FULL] if by_layer_type else rope
+    both |= {names[field]: main[field] for field in names if field in main}
+    if by_layer_type:
+        both["rope_local_base_freq"] = rope[SLIDING]["rope_theta"]
+    both.pop("rope_scaling", None)
+    if main["rope_type"] == "default":
+        return both
+    both["rope_scaling"] = {name: value for name, value in main.items() if name not in ROPE_NAMES}
+    original = main.get("original_max_position_embeddings")
+    if main["rope_type"] == "longrope":
+        both["original_max_position_embeddings"] = original
+    if main["rope_type"] == "yarn":
+        length = context_of(both)
+        both["max_position_embeddings"] = max(length, both.get("max_position_embeddings", length))
+    return both
 
 
 def tokenizer_files(directory: Path) -> list[str]:

@@ -172,11 +172,19 @@ def test_ids_that_end_a_text_come_from_tokenizer_and_every_config(tokenizer_dir,
 
 def test_per_layer_lists_are_sliced_to_the_kept_layers(family_dirs):
     shape = checkpoint.read_shape(family_dirs["qwen3"]).model_copy(update={"layers": 2})
-    lists = {"layer_types": ["a", "b", "c", "d", "e"], "other": [1, 2]}
+    full, sliding = "full_attention", "sliding_attention"
+    lists = {
+        "layer_types": [full, sliding, full, full, full],
+        "unknown": [1, 2, 3, 4, 5],
+        "short": [1, 2],
+        "eos_token_id": [1, 2, 3, 4, 5],
+        "suppress_tokens": [1, 2, 3, 4, 5],
+    }
     config = checkpoint.config_for(
         shape, checkpoint.read_config(family_dirs["qwen3"]) | lists, [1, 4]
     )
-    assert (config["layer_types"], config["other"]) == (["b", "e"], [1, 2])
+    kept = {"layer_types": [sliding, full], "unknown": [2, 5]}
+    assert {name: config[name] for name in lists} == lists | kept
 
 
 def test_a_fingerprint_sees_the_weights_and_not_the_notes(family_dirs, tmp_path):

@@ -33,8 +33,15 @@ ROPE_NAMES = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rota
 OLD_ROPE_NAMES = {
     "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 }
-# models whose layers with a sliding window have a rotary base of their own in transformers 4
-LOCAL_ROPE = ("gemma3_text", "gemma3n_text")
+# names in transformers 4 of the rotary base of layers with a sliding window
+LOCAL_ROPE_NAMES = {
+    "gemma3_text": "rope_local_base_freq",
+    "gemma3n_text": "rope_local_base_freq",
+    "olmo3": "rope_theta",
+}
+# models for which transformers 4 refuses a rope_scaling with other fields than type and LONGROPE
+THREE_FIELDS = ("phi3", "phi4_multimodal")
+LONGROPE = ("short_factor", "long_factor")
 SHARD_BYTES = 1_000_000_000  # largest size of a shard; only one shard is in memory at a time
 
 
@@ -129,28 +136,36 @@ def portable_config(config: Mapping[str, object], dtype: str) -> dict[str, Any]:
     if kind not in CONFIG_MAPPING:
         return both
     rope = read_by_transformers(config).to_dict().get("rope_parameters")
-    if not rope:
-        return both
-    both["rope_parameters"] = rope
-    by_layer_type = isinstance(rope.get(FULL), dict)
-    if by_layer_type and kind not in LOCAL_ROPE:
-        return both  # transformers 4 has no such model
-    names = OLD_ROPE_NAMES.get(kind, ROPE_NAMES)
-    main = rope[FULL] if by_layer_type else rope
-    both |= {names[field]: main[field] for field in names if field in main}
-    if by_layer_type:
-        both["rope_local_base_freq"] = rope[SLIDING]["rope_theta"]
-    both.pop("rope_scaling", None)
-    if main["rope_type"] == "default":
-        return both
-    both["rope_scaling"] = {name: value for name, value in main.items() if name not in ROPE_NAMES}
-    original = main.get("original_max_position_embeddings")
-    if main["rope_type"] == "longrope":
-        both["original_max_position_embeddings"] = original
-    if main["rope_type"] == "yarn":
-        length = context_of(both)
-        both["max_position_embeddings"] = max(length, both.get("max_position_embeddings", length))
+    if rope:
+        both |= {"rope_parameters": rope}
+        both.pop("rope_scaling", None)
+        both |= _old_rope_fields(kind, both)
     return both
+
+
+def _old_rope_fields(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary fields of transformers 4 for a config with the fields of transformers 5."""
+    rope = config["rope_parameters"]
+    fields: dict[str, Any] = {}
+    by_layer_type = isinstance(rope.get(FULL), dict)
+    if by_layer_type:
+        if kind not in LOCAL_ROPE_NAMES:
+            return fields  # transformers 4 has no such model
+        fields[LOCAL_ROPE_NAMES[kind]] = rope[SLIDING]["rope_theta"]
+        rope = rope[FULL]
+    names = OLD_ROPE_NAMES.get(kind, ROPE_NAMES)
+    fields |= {names[name]: rope[name] for name in names if name in rope}
+    if rope["rope_type"] == "default":
+        return fields
+    scaling = {name: value for name, value in rope.items() if name not in (*ROPE_NAMES, "type")}
+    if rope["rope_type"] == "longrope":
+        fields["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    if rope["rope_type"] == "yarn":
+        stated = config.get("max_position_embeddings", 0)
+        fields["max_position_embeddings"] = max(stated, context_of(config))
+    if kind in THREE_FIELDS:
+        scaling = {"type": rope["rope_type"]} | {name: scaling[name] for name in LONGROPE}
+    return fields | {"rope_scaling": scaling}
 
 
 def tokenizer_files(directory: Path) -> list[str]:

@@ -157,7 +157,7 @@ def _old_rope_fields(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
     fields |= {names[name]: rope[name] for name in names if name in rope}
     if rope["rope_type"] == "default":
         return fields
-    scaling = {name: value for name, value in rope.items() if name not in (*ROPE_NAMES, "type")}
+    scaling = {name: value for name, value in rope.items() if name not in ROPE_NAMES}
     if rope["rope_type"] == "longrope":
         fields["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     if rope["rope_type"] == "yarn":

@@ -342,17 +342,19 @@ def _wrong_size(
     for other, axes in shape.axes().items():
         for axis, length in zip(axes, sizes[other], strict=False):
             stored[axis].add(length)
+    by_axis: dict[Axis, int] = {"q": shape.heads, "kv": shape.kv_heads}
+    needed_dim = max(stored["q"]) // shape.heads
     for axis, has in zip(shape.axes()[name], expected, strict=True):
         if len(stored[axis]) > 1 or has in stored[axis]:
             continue
         (needed,) = stored[axis]
         if axis in FIELDS:
             return contradiction(directory, FIELDS[axis], has, needed, said)
-        heads = has // shape.head_dim
+        if all(stored[other] == {heads * needed_dim} for other, heads in by_axis.items()):
+            return contradiction(directory, "head_dim", shape.head_dim, needed_dim, said)
         if needed % shape.head_dim == 0:
-            return contradiction(directory, HEADS[axis], heads, needed // shape.head_dim, said)
-        if needed % heads == 0:
-            return contradiction(directory, "head_dim", shape.head_dim, needed // heads, said)
+            heads = needed // shape.head_dim
+            return contradiction(directory, HEADS[axis], by_axis[axis], heads, said)
     return UserError(
         f"{directory}: the tensor {said}, but config.json requires {expected}; download or export the checkpoint again"
     )

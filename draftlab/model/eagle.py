@@ -24,6 +24,7 @@ from typing_extensions import Self
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, hub
 from draftlab.model.checkpoint import check_finite, check_weight
+from draftlab.model.hf_files import context_of
 from draftlab.model.llama import ROPE_KINDS
 from draftlab.model.saving import save_finite, write_config
 from draftlab.model.shape import Shape
@@ -284,7 +285,10 @@ class HeadShape(HeadSizes):
 
     def layer_json(self) -> dict[str, Any]:
         """Return the fields of the layer's LlamaConfig that this shape determines, by transformers' names."""
-        return {name: getattr(self, field) for field, name in LAYER_FIELDS.items()} | {
+        fields = {name: getattr(self, field) for field, name in LAYER_FIELDS.items()}
+        if self.rope.get("rope_type") == "linear":  # the factor lengthens the context
+            fields["max_position_embeddings"] = round(self.context / self.rope["factor"])
+        return fields | {
             "num_hidden_layers": self.shape.layers,
             "rope_parameters": dict(self.rope),
             "tie_word_embeddings": False,
@@ -330,7 +334,8 @@ def layer_config(kind: type["PreTrainedConfig"], content: Mapping[str, Any]) -> 
 
 def sizes_of(layer: Any) -> dict[str, Any]:
     """Return the fields of HeadSizes that are in LAYER_FIELDS. layer: transformers' configuration of the layers."""
-    return {field: getattr(layer, name) for field, name in LAYER_FIELDS.items()}
+    sizes = {field: getattr(layer, name) for field, name in LAYER_FIELDS.items()}
+    return sizes | {"context": context_of(layer.to_dict())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

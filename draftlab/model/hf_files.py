@@ -357,8 +357,9 @@ def read_headers(directory: Path) -> dict[str, Header]:
                 and header.stored != "BOOL"
             ):
                 tensors[name] = header
-    tied = HEAD in tensors and EMBEDDING not in tensors and (directory / CONFIG).is_file()
-    if tied and read_config(directory).get("tie_word_embeddings"):
+    # an EAGLE-3 head has no norm of this name; it may be said to be tied, but has other rows than the embedding
+    alone = HEAD in tensors and EMBEDDING not in tensors and "model.norm.weight" in tensors
+    if alone and read_config(directory).get("tie_word_embeddings"):
         tensors[EMBEDDING] = tensors.pop(HEAD)
     return tensors
 

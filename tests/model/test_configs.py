@@ -256,6 +256,28 @@ def test_a_head_rotates_all_dimensions_as_full_attention_does(rope, rows, family
     assert "partial_rotary_factor" not in head.rope
 
 
+@pytest.mark.parametrize("factors", [{"rope_type": "linear"}, YARN, {"rope_type": "default"}])
+def test_a_head_reads_as_far_as_its_target(factors, family_dirs, tmp_path):
+    rope = {"rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 64} | factors
+    fields = {"model_type": "llama"} | SIZES | {"max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"rope_parameters": rope}))
+    head = eagle.head_config(tmp_path, [1, 2, 4], 307)
+    written = saving.portable_config(eagle.layer_config_json(head), "float32")
+    read = eagle.sizes_of(eagle.layer_config(LlamaConfig, written))
+    assert read["context"] == head.context == (64 if factors["rope_type"] == "default" else 256)
+
+
+def test_a_head_that_is_said_to_be_tied_keeps_its_lm_head(family_dirs, tmp_path):
+    """SpecForge#139: the config of a head for Qwen3-4B had tie_word_embeddings true."""
+    shape = eagle.head_config(family_dirs["llama"], None, 307)
+    weights = {name: torch.zeros(size) for name, size in shape.sizes().items()}
+    head = eagle.Head(config=shape, weights=weights, ids=torch.arange(307), embedding=None)
+    eagle.write(tmp_path, head, "native", target=family_dirs["llama"], k=3)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert "lm_head.weight" in checkpoint.Weights(tmp_path)
+
+
 # vLLM 0.33, vllm/config/model.py:_get_and_verify_max_len
 LENGTHS = [
     ({"max_position_embeddings": 512, "sliding_window": 8, "use_sliding_window": True}, 512),

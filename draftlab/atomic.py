@@ -27,6 +27,10 @@ TEMPORARY = ".draftlab"
 UNFINISHED, REPLACED = ".unfinished", ".replaced"
 
 
+class FinishedElsewhere(UserError):
+    """A finished output could not be put in its place. The message says where it is."""
+
+
 def write_atomic(path: Path, text: str | bytes) -> None:
     """Write a file completely or not at all. Raises OSError."""
     with replacing(path) as part:
@@ -78,6 +82,7 @@ def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
 
     Raises:
         UserError: `out` has files and force is off, or `out` cannot be written.
+        FinishedElsewhere: The finished directory cannot be renamed.
     """
     check_free(out, force=force)
     place = _place(out)
@@ -91,8 +96,9 @@ def new_directory(out: Path, *, force: bool) -> Iterator[Path]:
                 sync(work)
                 _publish(work, place, force=force)
             except OSError as error:
-                (temporary / UNFINISHED).unlink(missing_ok=True)  # so that nobody removes it
-                raise UserError(
+                with contextlib.suppress(OSError):  # so that the next run does not remove it
+                    (temporary / UNFINISHED).unlink()
+                raise FinishedElsewhere(
                     f"cannot write {out}: {error.strerror or error}; the finished output is in {work}: move it "
                     "to its place"
                 ) from error
@@ -114,14 +120,17 @@ def _publish(work: Path, place: Path, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def _temporary_directory(path: Path) -> Iterator[Path]:
-    """Yield a new directory beside `path`. After the block it is removed, unless UNFINISHED is no longer in it."""
+    """Yield a new directory beside `path`, which is removed after the block, except after FinishedElsewhere."""
     made = Path(mkdtemp(prefix=f".{path.name}.", suffix=TEMPORARY, dir=path.parent))
     (made / UNFINISHED).touch()
     try:
         yield made
-    finally:
-        if (made / UNFINISHED).exists():
-            shutil.rmtree(made, ignore_errors=True)
+    except FinishedElsewhere:
+        raise
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    shutil.rmtree(made, ignore_errors=True)
 
 
 def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace it") -> None:
@@ -250,6 +259,10 @@ def claim_state(
     """
     record = state / STATE_RECORD
     this_run = json.loads(json.dumps(dict(identity), default=str))
+    if state.is_symlink():
+        raise UserError(
+            f"{state} is a link, but draftlab keeps unfinished work there; move or remove it"
+        )
     before = None
     with contextlib.suppress(UserError):
         before = read_object(record)

@@ -17,6 +17,7 @@ from draftlab.config.base import Config, extra
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.provenance import fingerprint, joint_sha256
+from draftlab.reading import parse_yaml
 
 
 def inputs_of(config: Config) -> dict[str, str]:
@@ -141,8 +142,8 @@ def task_files(path: Path) -> Iterator[Path]:
 
 def _named_files(file: Path) -> list[Path]:
     try:
-        content = yaml.load(file.read_text("utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = parse_yaml(file.read_text("utf-8"), _Loader)
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
     # lm-eval finds included files next to the file, and data from the folder of the command
     paths = (folder / text for text in _texts(content) for folder in (file.parent, Path()))

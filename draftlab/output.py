@@ -26,6 +26,9 @@ from draftlab.inputs import inputs_of, paths_of
 FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
 
+LEAST_SPACE = 1 << 24  # bytes that any output may need
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
     """The directory that a command writes, with the command's settings.
@@ -53,10 +56,11 @@ class Output:
         """Check that the output can be written, and that force replaces nothing but an earlier output.
 
         Raises:
-            UserError: `out` is a file, cannot be written, or has files and force is off. Or it has files and no
-                draftlab.json, or holds an input or the current folder.
+            UserError: `out` is a file, cannot be written, has files and force is off, or its disk is full. Or it has
+                files and no draftlab.json, or holds an input or the current folder.
         """
         check_free(self.out, force=self.force)
+        check_space(self.out, LEAST_SPACE, "the output")
         if not self._replaces:
             return
         if not (self.out / provenance.RECORD_FILE).is_file():

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from draftlab.errors import UserError, one_line, plain_words
 
 Kind = TypeVar("Kind", bound=BaseModel)
+MOST_ITEMS = 1_000_000  # of a YAML file, whose aliases can repeat a list a billion times
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -135,14 +136,34 @@ def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> 
         raise UserError(f"{file}: {error.strerror}{hint}") from None
     with reading(f"{file} is not a {kind.__name__.lower()}"):
         return kind.model_validate(
-            yaml.safe_load(data) if file.suffix in (".yaml", ".yml") else parse_json(data)
+            parse_yaml(data) if file.suffix in (".yaml", ".yml") else parse_json(data)
         )
 
 
 def read_yaml(path: Path, label: str) -> Any:
     """Return the content of a YAML file. label: Start of an error message. Raises UserError: it cannot be read."""
     with reading(label):
-        return yaml.safe_load(path.read_bytes())
+        return parse_yaml(path.read_bytes())
+
+
+def parse_yaml(text: bytes | str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """Return the value of a YAML text.
+
+    Raises:
+        ValueError: It has more than MOST_ITEMS items, each counted wherever an alias repeats it.
+        yaml.YAMLError: It is not YAML.
+    """
+    value = yaml.load(text, loader)
+    waiting, count = [value], 0
+    while waiting:
+        item = waiting.pop()
+        parts = list(item.values()) if isinstance(item, dict) else item
+        if isinstance(parts, list):
+            count += len(parts)
+            if count > MOST_ITEMS:
+                raise ValueError(f"it has more than {MOST_ITEMS:,} items")
+            waiting += parts
+    return value
 
 
 def command_words(line: str) -> list[str]:

@@ -22,6 +22,7 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -111,6 +112,16 @@ def build(family: str, seed: int = 0, noise: float = 0.0, **changes: int) -> Pre
         for parameter in model.parameters() if noise else ():
             parameter.add_(torch.randn_like(parameter) * noise * parameter.std())
     return model.eval()
+
+
+def random_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A random model of a config, in which norms and biases matter too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.08))
+    return model
 
 
 def save_neox(out: Path, tokenizer: Path, layers: int = 1, hidden: int = 32) -> Path:

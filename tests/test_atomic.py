@@ -247,6 +247,15 @@ def test_a_state_belongs_to_one_run(tmp_path):
     assert not (state / "work").exists()
 
 
+def test_a_state_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "victim").mkdir()
+    (tmp_path / ".out.state").symlink_to("victim")
+    for force in (False, True):
+        with raises_option(tmp_path / ".out.state"):
+            atomic.claim_state(tmp_path / ".out.state", {}, force=force)
+    assert not list((tmp_path / "victim").iterdir())
+
+
 def test_a_claim_without_work_is_removed_with_the_lock(tmp_path):
     with atomic.locked(tmp_path / "out"):
         atomic.claim_state(tmp_path / ".out.state", {"lr": 1.0})

@@ -1,8 +1,12 @@
 """Messages are one line that a terminal shows as it is, and suggest what could have been meant."""
 
+from itertools import pairwise
+
 import pytest
+from errors import raises_option
 
 from draftlab.errors import did_you_mean, one_line
+from draftlab.reading import read_yaml
 
 
 @pytest.mark.parametrize(
@@ -24,3 +28,15 @@ def test_any_text_is_one_short_line(text):
     line = one_line(text)
     assert line.isprintable()
     assert len(line) <= 300
+
+
+@pytest.mark.parametrize("bomb", ["aliases", "cycle"])
+def test_yaml_that_repeats_itself_without_end_is_one_line(bomb, tmp_path):
+    lines = ["a: &a [x]"] if bomb == "aliases" else ["a: &a [*a]"]
+    for name, before in pairwise("abcdefghij"):
+        lines.append(f"{before}: &{before} [{', '.join([f'*{name}'] * 9)}]")
+    (tmp_path / "own.yaml").write_text("\n".join(lines))
+    with raises_option("own.yaml"):
+        read_yaml(tmp_path / "own.yaml", "own.yaml")
+    (tmp_path / "own.yaml").write_text("a: &a [x]\nb: [*a, *a]\n")
+    assert read_yaml(tmp_path / "own.yaml", "own.yaml") == {"a": ["x"], "b": [["x"], ["x"]]}

@@ -1,7 +1,6 @@
 """Conversion of GGUF files, .bin files and PEFT adapters to Hugging Face directories; helpers of draftlab init."""
 
 import importlib.util
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,10 +148,8 @@ def convert(source: ImportSource, output: Output) -> None:
             # an adapter's own tokenizer replaces the base's
             for folder in (directory, source.layout.path):
                 saving.copy_tokenizer(folder, work)
-        for name in ("torch_dtype", "quantization_config"):
-            fields.pop(name, None)
-        fields["dtype"] = checkpoint.dtype_name(model.dtype)
-        (work / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True))
+        fields.pop("quantization_config", None)
+        saving.write_config(work, fields, checkpoint.dtype_name(model.dtype))
         output.record(work)
 
 

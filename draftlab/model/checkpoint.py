@@ -3,10 +3,14 @@
 Functions read their files on every call. Only the headers of tensor files and the results of compute_dtype are cached.
 """
 
+import copy
 import functools
 import inspect
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import itertools
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -36,7 +40,7 @@ from draftlab.model.hf_files import (
     read_headers,
     vocab_size,
 )
-from draftlab.model.shape import Shape, block_options
+from draftlab.model.shape import Axis, Shape, block_options
 from draftlab.model.tokenizer import load_tokenizer, special_ids
 from draftlab.model.trimmed_head import trim_model
 from draftlab.reading import read_object, reading
@@ -49,6 +53,16 @@ CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 PIECE_BYTES = 1 << 25
+FIELDS: dict[Axis, str] = {
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+}  # names of a tensor's axes in config.json
+HEADS: dict[Axis, str] = {"q": "num_attention_heads", "kv": "num_key_value_heads"}
+# fields of config.json that are not true of a cut model
+STALE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+ROPE_FIELDS = ("rope_parameters", "rope_scaling")  # names in transformers 5 and 4
 
 
 @dataclass(frozen=True)
@@ -178,9 +192,12 @@ def read_shape(directory: Path) -> Shape:
         weights = Weights(directory)
         # transformers would untie a head that differs
         if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
-            raise UserError(
-                f"{directory}: config.json ties the LM head to the embedding, but their stored weights differ; set "
-                "tie_word_embeddings to false in config.json"
+            raise contradiction(
+                directory,
+                "tie_word_embeddings",
+                True,
+                False,
+                "lm_head.weight is no copy of the embedding",
             )
     ids = read_head_ids(directory, shape.vocab)
     return shape if ids is None else shape.model_copy(update={"draft_vocab": len(ids)})
@@ -268,42 +285,108 @@ def _fitting_shape(
     names = set(sizes) - ({"lm_head.weight"} if shape.tied else set())
     odd = sorted(names - set(expected))[:1] or sorted(set(expected) - names)[:1]
     if odd:
+        _check_depth(directory, shape, names)
+        if set(expected) - names == {"lm_head.weight"}:
+            raise contradiction(
+                directory, "tie_word_embeddings", False, True, "there is no lm_head.weight"
+            )
         kind = "an unknown" if odd[0] in names else "no"
         raise OtherArchitecture(
             f"{directory} ({config.get('model_type')}) is not LLaMA-like, because it has {kind} tensor {odd[0]!r}"
         )
     for name, axes in expected.items():
         if sizes[name] != shape.dims(axes):
-            raise UserError(
-                f"{directory}: the tensor {name} has the size {sizes[name]}, but config.json requires "
-                f"{shape.dims(axes)}; download or export the checkpoint again"
-            )
+            raise _wrong_size(directory, shape, sizes, name)
     for key, has in (("attention_bias", shape.qkv_bias), ("mlp_bias", shape.mlp_bias)):
         # a Qwen2 has biases whatever attention_bias is
         if config.get(key) is (not has) and (not has or config["model_type"] == "llama"):
-            raise UserError(
-                f"{directory}: config.json has {key} {str(not has).lower()}, but the weights have "
-                f"{'' if has else 'no '}biases; set {key} to {str(has).lower()} in config.json"
+            raise contradiction(
+                directory, key, not has, has, f"there are {'' if has else 'no '}biases"
             )
+    if any(isinstance(value, list) for name, value in config.items() if name != "architectures"):
+        with reading(directory / CONFIG):
+            per_layer_lists(config)
     return shape
 
 
-def config_for(
-    shape: Shape, base: dict[str, object], kept_layers: list[int] | None = None
-) -> dict[str, object]:
-    """Return the config `base` with the sizes of a shape.
+def contradiction(
+    directory: Path, field: str, has: object, needed: object, because: str
+) -> UserError:
+    """Return the error that a field of config.json contradicts the weights. because: Fact about the weights."""
+    return UserError(
+        f"{directory}: config.json has {field} {json.dumps(has)}, but the weights need {json.dumps(needed)}, because "
+        f"{because}; set {field} to {json.dumps(needed)}, or download the checkpoint again"
+    )
 
-    kept_layers: Indices of the layers of `base` that the new model keeps. Lists with a value per layer are reduced to
-    these layers. Default: the first layers, as many as the shape has.
+
+def _check_depth(directory: Path, shape: Shape, names: AbstractSet[str]) -> None:
+    """Raise UserError if tensors of more or fewer layers are all that config.json and the weights differ in."""
+    stored = len({layer_of(name) for name in names} - {None})
+    if stored and set(shape.model_copy(update={"layers": stored}).axes()) == names:
+        raise contradiction(
+            directory, "num_hidden_layers", shape.layers, stored, f"there are {stored} layers"
+        )
+
+
+def _wrong_size(
+    directory: Path, shape: Shape, sizes: Mapping[str, tuple[int, ...]], name: str
+) -> UserError:
+    """Return the error that a tensor has another size than config.json gives.
+
+    If all tensors have the same other size on an axis, config.json is wrong, and the error names the field and both
+    values. sizes: Size of each tensor by name.
     """
-    layers = range(shape.layers) if kept_layers is None else kept_layers
-    config: dict[str, object] = {}
-    for key, value in base.items():
-        if key in ("_name_or_path", "transformers_version", "torch_dtype"):
+    expected, size = shape.dims(shape.axes()[name]), sizes[name]
+    said = f"{name} has the size {size}"
+    stored: dict[Axis, set[int]] = defaultdict(set)
+    for other, axes in shape.axes().items():
+        for axis, length in zip(axes, sizes[other], strict=False):
+            stored[axis].add(length)
+    by_axis: dict[Axis, int] = {"q": shape.heads, "kv": shape.kv_heads}
+    needed_dim = max(stored["q"]) // shape.heads
+    for axis, has in zip(shape.axes()[name], expected, strict=True):
+        if len(stored[axis]) > 1 or has in stored[axis]:
             continue
-        config[key] = value
-        if isinstance(value, list) and len(value) == base.get("num_hidden_layers"):
-            config[key] = value if key == "architectures" else [value[i] for i in layers]
+        (needed,) = stored[axis]
+        if axis in FIELDS:
+            return contradiction(directory, FIELDS[axis], has, needed, said)
+        if all(stored[other] == {heads * needed_dim} for other, heads in by_axis.items()):
+            return contradiction(directory, "head_dim", shape.head_dim, needed_dim, said)
+        if needed % shape.head_dim == 0:
+            heads = needed // shape.head_dim
+            return contradiction(directory, HEADS[axis], by_axis[axis], heads, said)
+    return UserError(
+        f"{directory}: the tensor {said}, but config.json requires {expected}; download or export the checkpoint again"
+    )
+
+
+def config_for(
+    shape: Shape, base: dict[str, object], kept_layers: Sequence[int] | None = None
+) -> dict[str, object]:
+    """Return the config `base` with the sizes of a shape, as transformers would have it for the layers that are kept.
+
+    Lists with a value per layer, lists that transformers derives from other fields included, are reduced to these
+    layers. max_window_layers counts the kept layers among the first layers. The factors of LongRoPE follow head_dim.
+
+    kept_layers: Ascending indices of the layers of `base` that the new model keeps. Default: the first layers, as many
+    as the shape has.
+    """
+    layers = list(range(shape.layers) if kept_layers is None else kept_layers)
+    config = {key: value for key, value in base.items() if key not in STALE}
+    for name, values in per_layer_lists(base).items():
+        config[name] = [values[i] for i in layers]
+    full_below = base.get("max_window_layers")  # layers from this index on have a sliding window
+    if isinstance(full_below, int):
+        config["max_window_layers"] = sum(i < full_below for i in layers)
+    for name in ROPE_FIELDS:
+        rope, head_dim = base.get(name), base.get("head_dim") or _head_dim(base)
+        if isinstance(rope, dict) and isinstance(head_dim, int):
+            config[name] = {
+                key: _resized(value, len(value) * shape.head_dim // head_dim)
+                if isinstance(value, list) and "factor" in key
+                else value
+                for key, value in rope.items()
+            }
     return config | {
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -314,6 +397,84 @@ def config_for(
         "vocab_size": shape.vocab,
         "tie_word_embeddings": shape.tied,
     }
+
+
+def per_layer_lists(config: Mapping[str, object]) -> dict[str, list[Any]]:
+    """Return the lists of a config that have a value per layer, by name, as transformers reads them.
+
+    A list has a value per layer if it is as long as the model is deep, and one of these holds: transformers' default
+    for the field grows with the number of layers; transformers refuses the list for another number of layers; or
+    transformers does not know the field. The ids of tokens, for example, are in a list that may have this length by
+    chance.
+
+    Raises:
+        UserError: transformers cannot read the config, or a list with a value per layer has another length.
+    """
+    layers = config.get("num_hidden_layers")
+    if not isinstance(layers, int) or config.get("model_type") is None:
+        return {}
+    plain = {name: value for name, value in config.items() if not isinstance(value, list)}
+    deeper = plain | {"num_hidden_layers": layers + 1}
+    default = read_by_transformers(deeper).to_dict()
+    known = default.keys() | _generation_fields()
+    derived = {
+        name for name, value in default.items() if isinstance(value, list) and len(value) > layers
+    }
+    for name in derived:
+        value = config.get(name)
+        if isinstance(value, list) and len(value) != layers:
+            raise UserError(
+                f"config.json has num_hidden_layers {layers}, but {name} has {len(value)} values; "
+                f"{name} needs a value per layer"
+            )
+    lists = read_by_transformers(config).to_dict() | {
+        name: value for name, value in config.items() if isinstance(value, list)
+    }
+    return {
+        name: value
+        for name, value in lists.items()
+        if isinstance(value, list)
+        and len(value) == layers
+        and (name in derived or name not in known or _is_refused(deeper | {name: value}))
+    }
+
+
+def read_by_transformers(config: Mapping[str, object]) -> Any:
+    """Return a config of a model_type that transformers knows as an object of transformers.
+
+    Raises:
+        UserError: transformers cannot read the config.
+    """
+    from transformers import AutoConfig
+
+    fields = copy.deepcopy(dict(config))  # transformers writes into the objects that it is given
+    with reading("transformers cannot build this model"):
+        return AutoConfig.for_model(str(fields.pop("model_type")), **fields)
+
+
+def _is_refused(config: Mapping[str, object]) -> bool:
+    try:
+        read_by_transformers(config)
+    except UserError:
+        return True
+    return False
+
+
+@functools.cache
+def _generation_fields() -> frozenset[str]:
+    """Return the settings of generation, which old checkpoints have in config.json."""
+    from transformers import GenerationConfig
+
+    return frozenset(GenerationConfig().to_dict())
+
+
+def _head_dim(config: Mapping[str, object]) -> int | None:
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else None
+
+
+def _resized(values: list[Any], size: int) -> list[Any]:
+    return list(itertools.islice(itertools.cycle(values), size))
 
 
 def resolve_device(name: str) -> torch.device:
@@ -562,7 +723,8 @@ class Weights(Mapping[str, Tensor]):
         return {name: self._slice(name) for name in self}
 
     def _slice(self, name: str) -> Any:
-        return self._open_file(self._headers[name].file).get_slice(name)
+        header = self._headers[name]
+        return self._open_file(header.file).get_slice(header.name)
 
     @property
     def parameters(self) -> int:

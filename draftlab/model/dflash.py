@@ -9,7 +9,6 @@ tokens after it. Tokens of the block attend to the text and to each other. Each 
 position. If sample_from_anchor is set, each token of the block instead predicts the token after it.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from draftlab.model.eagle import (
     sizes_of,
 )
 from draftlab.model.llama import Cache, rms_norm, rotary, rotary_tables, spread
-from draftlab.model.saving import save_finite
+from draftlab.model.saving import save_finite, write_config
 from draftlab.model.size import ApproximateSize
 from draftlab.reading import reading
 
@@ -394,10 +393,8 @@ def new_json(
 
 
 def write(folder: Path, content: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
-    """Write config.json and the weights of a head. content: Content of config.json; the dtype is added."""
-    dtype = checkpoint.dtype_name(weights["fc.weight"].dtype)
-    whole = dict(content) | {"dtype": dtype, "torch_dtype": dtype}
-    (folder / "config.json").write_text(json.dumps(whole, indent=2))
+    """Write config.json and the weights of a head. content: Content of config.json, see saving.portable_config."""
+    write_config(folder, content, checkpoint.dtype_name(weights["fc.weight"].dtype))
     save_finite(
         folder / WEIGHTS, {name: weight.cpu().contiguous() for name, weight in weights.items()}
     )

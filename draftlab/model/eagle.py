@@ -8,7 +8,6 @@ norm of the head's output, and a sliding window.
 D hidden, E hidden of the target, V vocab, W draft vocab, A layers of the target that fc reads.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +24,9 @@ from typing_extensions import Self
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, hub
 from draftlab.model.checkpoint import check_finite, check_weight
+from draftlab.model.hf_files import context_of
 from draftlab.model.llama import ROPE_KINDS
-from draftlab.model.saving import save_finite
+from draftlab.model.saving import save_finite, write_config
 from draftlab.model.shape import Shape
 from draftlab.reading import FileModel, reading
 
@@ -285,7 +285,10 @@ class HeadShape(HeadSizes):
 
     def layer_json(self) -> dict[str, Any]:
         """Return the fields of the layer's LlamaConfig that this shape determines, by transformers' names."""
-        return {name: getattr(self, field) for field, name in LAYER_FIELDS.items()} | {
+        fields = {name: getattr(self, field) for field, name in LAYER_FIELDS.items()}
+        if self.rope.get("rope_type") == "linear":  # the factor lengthens the context
+            fields["max_position_embeddings"] = round(self.context / self.rope["factor"])
+        return fields | {
             "num_hidden_layers": self.shape.layers,
             "rope_parameters": dict(self.rope),
             "tie_word_embeddings": False,
@@ -331,7 +334,8 @@ def layer_config(kind: type["PreTrainedConfig"], content: Mapping[str, Any]) -> 
 
 def sizes_of(layer: Any) -> dict[str, Any]:
     """Return the fields of HeadSizes that are in LAYER_FIELDS. layer: transformers' configuration of the layers."""
-    return {field: getattr(layer, name) for field, name in LAYER_FIELDS.items()}
+    sizes = {field: getattr(layer, name) for field, name in LAYER_FIELDS.items()}
+    return sizes | {"context": context_of(layer.to_dict())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,6 +383,11 @@ def head_config(
         kv_heads = kv_heads if heads % kv_heads == 0 else heads
     rope: Any = getattr(config, "rope_parameters", None)  # GPT-2 has none, Gemma 3 several
     rope = rope if isinstance(rope, dict) else {}
+    rope = {
+        name: value
+        for name, value in (rope.get(FULL) or rope).items()
+        if name != "partial_rotary_factor"  # the head rotates all dimensions
+    }
     # frequencies that depend on the length of the text are not computed for heads
     computed = rope.get("rope_type") in ROPE_KINDS
     with reading(f"EAGLE-3 head for {target}"):
@@ -390,7 +399,7 @@ def head_config(
             ffn=getattr(config, "intermediate_size", None) or 4 * sizes.hidden,
             eps=getattr(config, "rms_norm_eps", 1e-5),
             context=checkpoint.max_model_len(target, 2048),
-            rope=dict(rope)
+            rope=rope
             if computed
             else {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
             vocab=sizes.vocab,
@@ -527,21 +536,18 @@ def write(
     tensors |= {} if embedding is None else {"embed_tokens.weight": embedding}
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_finite(folder / WEIGHTS, whole)
-    dtype = checkpoint.dtype_name(head.weights["fc.weight"].dtype)
     content = {
         "draft_vocab_size": config.draft_vocab,
         "target_hidden_size": config.target_hidden,
         "norm_before_residual": config.norm_before_residual,
         "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
-        "dtype": dtype,
-        "torch_dtype": dtype,
     }
     content |= (
         _native_json(config)
         if layout == "native"
         else _speculators_json(config, target, k, verifier)
     )
-    (folder / "config.json").write_text(json.dumps(content, indent=2))
+    write_config(folder, content, checkpoint.dtype_name(head.weights["fc.weight"].dtype))
 
 
 def _target_embedding(target: Path, config: HeadShape) -> Tensor:
@@ -594,8 +600,6 @@ def _speculators_json(config: HeadShape, target: Path, k: int, verifier: str) ->
 
 def layer_config_json(config: HeadShape) -> dict[str, object]:
     """Return the configuration of a head's layer as fields of config.json."""
-    # older versions of servers read rope_theta outside rope_parameters
-    theta = {"rope_theta": config.rope["rope_theta"]} if "rope_theta" in config.rope else {}
     window: dict[str, object] = {}
     if config.sliding_window is not None:
         window = {
@@ -604,8 +608,7 @@ def layer_config_json(config: HeadShape) -> dict[str, object]:
             "layer_types": [SLIDING],
         }
     return (
-        theta
-        | window
+        window
         | config.layer_json()
         | {
             "model_type": "qwen3" if config.qk_norm else "llama",

@@ -26,7 +26,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.decoder import Decoder, Tree, end_of_pass
-from draftlab.model.hf_files import UNLIMITED, quantization_method
+from draftlab.model.hf_files import context_of, quantization_method
 from draftlab.model.llama import LayerStates
 
 # base class of cache layers that have a recurrent state instead of keys and values
@@ -153,9 +153,7 @@ class HFDecoder(Decoder):
         self.model, self.config = model, model.config.get_text_config()
         self.one_length, self.trained = one_length, trained
         self.arguments = frozenset(inspect.signature(model.forward).parameters)
-        # GPT-2: n_positions
-        name = self.config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-        self.context = int(self.config.to_dict().get(name) or UNLIMITED)
+        self.context = context_of(self.config.to_dict())
         # states of the last pass by layer id: the states of id i are the residual stream after i layers
         self._states: dict[int, Tensor] = {}
 

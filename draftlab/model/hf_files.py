@@ -18,6 +18,7 @@ from draftlab.errors import Quantised, UserError, one_line
 from draftlab.reading import read_json, read_object, reading
 
 CONFIG, GENERATION, HEAD_IDS = "config.json", "generation_config.json", "head_ids.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 VOCABULARY_FILES = (
     "tokenizer.json",
@@ -28,6 +29,7 @@ VOCABULARY_FILES = (
     "tekken.json",
 )
 CONTEXT_NAMES = (
+    "model_max_length",  # Command R
     "max_position_embeddings",
     "n_positions",
     "max_sequence_length",
@@ -35,6 +37,8 @@ CONTEXT_NAMES = (
     "seq_length",
 )
 UNLIMITED = 1 << 30
+# kinds of rotary scaling whose factor is already in the context length
+WHOLE_LENGTHS = ("default", "llama3", "longrope", "su")
 # Families whose forward pass is exactly that of llama.py, and whose tensors transformers never renames. Some other
 # families have the same tensors, but scale or gate values in the pass. Granite's scales are in llama.MULTIPLIERS.
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2")
@@ -222,10 +226,32 @@ def vocab_size(directory: Path) -> int:
 
 
 def max_model_len(directory: Path, default: int = UNLIMITED) -> int:
-    """Return the context length in tokens. default: Result if config.json has no context length."""
-    config = text_config(directory)
+    """Return the context length in tokens, see context_of. default: Result if config.json has no context length."""
+    return context_of(text_config(directory), default)
+
+
+def context_of(config: Mapping[str, Any], default: int = UNLIMITED) -> int:
+    """Return the context length in tokens that vLLM derives from a config in the layout of transformers 4 or 5.
+
+    Scaled rotary frequencies lengthen the context by their factor, with YaRN from the original context. The lengths of
+    LLaMA 3.1, LongRoPE and Gemma 3 include the factor. A sliding window is no limit. Source: vLLM 0.33,
+    _get_and_verify_max_len in vllm/config/model.py.
+
+    default: Result if the config has no context length.
+    """
     lengths = [config[name] for name in CONTEXT_NAMES if isinstance(config.get(name), int)]
-    return int(str(lengths[0])) if lengths else default
+    if not lengths:
+        return default
+    length, factor = lengths[0], 1.0
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
+    for part in by_layer_type or [rope]:
+        kind = part.get("rope_type", part.get("type", "default"))
+        if kind not in WHOLE_LENGTHS and "gemma3" not in str(config.get("model_type")):
+            factor = part.get("factor") or factor
+            if kind == "yarn":
+                length = part.get("original_max_position_embeddings") or length
+    return int(length * factor)
 
 
 def check_length(model: Path | None, seq_len: int) -> None:
@@ -288,9 +314,15 @@ def check_trimmable(draft: Path, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The file, shape and dtype of a tensor. stored: Name of the dtype in safetensors, such as BF16."""
+    """The place, shape and dtype of a tensor.
+
+    Args:
+        file, name: File, and name of the tensor in the file.
+        stored: Name of the dtype in safetensors, such as BF16.
+    """
 
     file: Path
+    name: str
     shape: tuple[int, ...]
     stored: str
 
@@ -302,7 +334,8 @@ class Header:
 def read_headers(directory: Path) -> dict[str, Header]:
     """Return the header of each tensor of a checkpoint by name.
 
-    Bool tensors, and buffers in old checkpoints that transformers computes itself, are left out.
+    Bool tensors, and buffers in old checkpoints that transformers computes itself, are left out. The head of a
+    checkpoint that ties head and embedding, but stores only the head, has the name of the embedding.
 
     Raises:
         UserError: a file is missing, truncated or not safetensors; or a tensor is missing.
@@ -324,6 +357,10 @@ def read_headers(directory: Path) -> dict[str, Header]:
                 and header.stored != "BOOL"
             ):
                 tensors[name] = header
+    # an EAGLE-3 head has no norm of this name; it may be said to be tied, but has other rows than the embedding
+    alone = HEAD in tensors and EMBEDDING not in tensors and "model.norm.weight" in tensors
+    if alone and read_config(directory).get("tie_word_embeddings"):
+        tensors[EMBEDDING] = tensors.pop(HEAD)
     return tensors
 
 
@@ -370,5 +407,6 @@ def _headers(file: Path, modified: int, size: int) -> Mapping[str, Header]:
     with reading(file), safe_open(file, framework="np") as handle:
         slices: dict[str, Any] = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
         return {
-            name: Header(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()
+            name: Header(file, name, tuple(s.get_shape()), s.get_dtype())
+            for name, s in slices.items()
         }

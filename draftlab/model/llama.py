@@ -27,7 +27,7 @@ from draftlab.model.decoder import (
     pinned_backends,
 )
 from draftlab.model.devices import staged
-from draftlab.model.hf_files import read_head_ids
+from draftlab.model.hf_files import context_of, read_head_ids
 from draftlab.model.shape import Shape
 from draftlab.reading import reading
 
@@ -357,6 +357,7 @@ class Llama(Decoder):
         return whole.unflatten(2, (x.shape[1], -1)).transpose(1, 2)
 
 
+SLIDING = "sliding_attention"
 # Multipliers in Granite's config.json, each with the roles of the weights that it multiplies.
 MULTIPLIERS: dict[str, tuple[str, ...]] = {
     "embedding_multiplier": ("embed",),
@@ -409,24 +410,23 @@ def check_supported(directory: Path) -> Shape:
 
 def load(directory: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Llama:
     """Load a checkpoint into draftlab's engine. Raises UserError: the errors of check_supported."""
-    shape, config, (inv_freq, scale) = _supported(directory)
-    context = int(str(config.get("max_position_embeddings", 2048)))
-    window = config.get("sliding_window")
-    if isinstance(window, int) and config.get("use_sliding_window", True):
-        # up to this length, the sliding window covers the whole text
-        context = min(context, window)
+    shape, config, (inv_freq, scale), window = _supported(directory)
+    context = context_of(config, 2048)
     weights: Mapping[str, Tensor] = checkpoint.Weights(directory, dtype, device)
     if MULTIPLIERS.keys() & config.keys():
         shape = shape.model_copy(update={"tied": False})
         weights = Multiplied(weights, shape, config)
     model = Llama(shape, weights, inv_freq, scale, float(str(config["rms_norm_eps"])), context)
+    model.window = window
     if (ids := read_head_ids(directory, shape.vocab)) is not None:
         model.trim_head(ids)
     return model
 
 
-def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor, float]]:
-    """Return a checkpoint's shape, its config, and its rotary frequencies with their scale.
+def _supported(
+    directory: Path,
+) -> tuple[Shape, dict[str, object], tuple[Tensor, float], int | None]:
+    """Return a checkpoint's shape, its config, its rotary frequencies with their scale, and its sliding window.
 
     Raises:
         UserError: the errors of check_supported.
@@ -444,7 +444,29 @@ def _supported(directory: Path) -> tuple[Shape, dict[str, object], tuple[Tensor,
     with reading(f"{directory}/config.json cannot be used"):
         full = checkpoint.auto_config(directory)
         eps = {"rms_norm_eps": full.rms_norm_eps}  # transformers' default
-    return shape, config | eps, rotary(full, shape.head_dim, directory)
+    window = _window(full, directory)
+    return shape, config | eps, rotary(full, shape.head_dim, directory), window
+
+
+def _window(config: Any, directory: Path) -> int | None:
+    """Return the sliding window of all layers in tokens, or None if every layer reads the whole text.
+
+    config: transformers' config, with layer_types if its layers may differ.
+
+    Raises:
+        OtherArchitecture: only some of the layers have a sliding window.
+    """
+    fields = type(config).__dataclass_fields__  # a field that the class does not declare is ignored
+    window = config.sliding_window if "sliding_window" in fields else None
+    kinds = set(config.layer_types) if "layer_types" in fields else {SLIDING}
+    if window is None or window >= context_of(config.to_dict()) or SLIDING not in kinds:
+        return None
+    if len(kinds) > 1:
+        raise OtherArchitecture(
+            f"{directory} has a sliding window of {window} tokens in some layers only, but draftlab's engine runs only "
+            "one kind of attention"
+        )
+    return window
 
 
 def _block(shape: Shape, weights: Mapping[str, Tensor], layer: int) -> Block:

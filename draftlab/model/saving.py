@@ -2,8 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from draftlab.atomic import replacing
 from draftlab.errors import UserError, one_line
-from draftlab.model.checkpoint import dtype_name
+from draftlab.model.checkpoint import dtype_name, read_by_transformers
+from draftlab.model.hf_files import CONFIG, context_of
 from draftlab.reading import read_json, read_object
 from draftlab.trust import check_own
 
@@ -26,6 +28,21 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+FULL, SLIDING = "full_attention", "sliding_attention"
+# fields of rope_parameters that transformers 4 has beside rope_scaling, with their names there
+ROPE_NAMES = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
+OLD_ROPE_NAMES = {
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+}
+# names in transformers 4 of the rotary base of layers with a sliding window
+LOCAL_ROPE_NAMES = {
+    "gemma3_text": "rope_local_base_freq",
+    "gemma3n_text": "rope_local_base_freq",
+    "olmo3": "rope_theta",
+}
+# models for which transformers 4 refuses a rope_scaling with other fields than type and LONGROPE
+THREE_FIELDS = ("phi3", "phi4_multimodal")
+LONGROPE = ("short_factor", "long_factor")
 SHARD_BYTES = 1_000_000_000  # largest size of a shard; only one shard is in memory at a time
 
 
@@ -70,7 +87,7 @@ def write_checkpoint(
     """Write config.json, safetensors shards and a copy of the tokenizer. Return the size of the weights in bytes.
 
     Args:
-        config: Content of config.json; the dtype is added.
+        config: Content of config.json, see portable_config.
         weights: Names and tensors. They may come from a generator, because only one shard is in memory at a time.
         tokenizer_from: Directory whose tokenizer is copied. None: no tokenizer is written.
 
@@ -82,12 +99,74 @@ def write_checkpoint(
         dtypes, size = _save_sharded(directory, weights)
     except SafetensorError as error:  # a full disk
         raise OSError(str(error)) from error
-    (directory / "config.json").write_text(
-        json.dumps(config | {"dtype": min(dtypes)}, indent=2, sort_keys=True)
-    )
+    write_config(directory, config, min(dtypes))
     if tokenizer_from is not None:
         copy_tokenizer(tokenizer_from, directory)
     return size
+
+
+def write_config(directory: Path, config: Mapping[str, object], dtype: str) -> None:
+    """Write config.json. See portable_config."""
+    text = json.dumps(portable_config(config, dtype), indent=2, sort_keys=True)
+    (directory / CONFIG).write_text(text)
+
+
+def portable_config(config: Mapping[str, object], dtype: str) -> dict[str, Any]:
+    """Return a config with the fields of transformers 4 and 5, so that both, and all servers, read the same values.
+
+    transformers 5 calls torch_dtype dtype, and has rope_theta and rope_scaling in rope_parameters. Both are written,
+    with the values that the installed transformers reads. transformers 4.51 to 4.57 read the original context of
+    LongRoPE beside rope_scaling, and 4.51 computes YaRN's factor from max_position_embeddings. Where this length was
+    left at the original context, as in Qwen2.5's instructions, it becomes original context x factor. Parts such as
+    text_config are treated alike. Rotary fields of a model_type that transformers does not know stay as they are.
+
+    dtype: Name of the dtype of the weights.
+
+    Raises:
+        UserError: transformers cannot read the config.
+    """
+    from transformers import CONFIG_MAPPING
+
+    both: dict[str, Any] = {
+        name: portable_config(part, dtype)
+        if isinstance(part, dict) and "model_type" in part
+        else part
+        for name, part in config.items()
+    } | {"dtype": dtype, "torch_dtype": dtype}
+    kind = str(config.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        return both
+    rope = read_by_transformers(config).to_dict().get("rope_parameters")
+    if rope:
+        both |= {"rope_parameters": rope}
+        both.pop("rope_scaling", None)
+        both |= _old_rope_fields(kind, both)
+    return both
+
+
+def _old_rope_fields(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary fields of transformers 4 for a config with the fields of transformers 5."""
+    rope = config["rope_parameters"]
+    fields: dict[str, Any] = {}
+    by_layer_type = isinstance(rope.get(FULL), dict)
+    if by_layer_type:
+        if kind not in LOCAL_ROPE_NAMES:
+            return fields  # transformers 4 has no such model
+        fields[LOCAL_ROPE_NAMES[kind]] = rope[SLIDING]["rope_theta"]
+        rope = rope[FULL]
+    names = OLD_ROPE_NAMES.get(kind, ROPE_NAMES)
+    fields |= {names[name]: rope[name] for name in names if name in rope}
+    if rope["rope_type"] == "default":
+        return fields
+    scaling = {name: value for name, value in rope.items() if name not in ROPE_NAMES}
+    if rope["rope_type"] == "longrope":
+        fields["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    if rope["rope_type"] == "yarn":
+        stated = config.get("max_position_embeddings", 0)
+        fields["max_position_embeddings"] = max(stated, context_of(config))
+    if kind in THREE_FIELDS:
+        scaling = {"type": rope["rope_type"]} | {name: scaling[name] for name in LONGROPE}
+    return fields | {"rope_scaling": scaling}
 
 
 def tokenizer_files(directory: Path) -> list[str]:

@@ -287,7 +287,9 @@ def distill(job: Distillation, output: Output) -> TrainingResult:
         )
     if result.after.step < job.loop.steps:
         best = f"after step {result.after.step}" if result.after.step else "before the first step"
-        note(f"the best evaluation was {best}, so the output has the weights of that step")
+        note(
+            f"the best evaluation by {result.after.criterion[0]} was {best}, so the output has the weights of that step"
+        )
     if process_state().is_main_process:
         with output.directory() as work:
             result = replace(result, notes=opened.write(work, state))

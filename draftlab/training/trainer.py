@@ -133,16 +133,23 @@ class EvalRecord:
 
     @property
     def selection_metric(self) -> float:
-        """Return the number by which the best evaluation is chosen. Higher is better.
+        """Return the number by which the best evaluation is chosen. Higher is better."""
+        return self.criterion[1]
+
+    @property
+    def criterion(self) -> tuple[str, float]:
+        """Return the name of the number by which the best evaluation is chosen, and the number. Higher is better.
 
         It is the acceptance length if this was measured. Otherwise it is the acceptance, or for a parallel draft the
         expected tokens per target pass (see expected_tokens). Without a teacher it is the negative loss.
         """
         if self.mean_acceptance_length is not None:
-            return self.mean_acceptance_length
+            return "tokens per target pass", self.mean_acceptance_length
         if self.acceptance is None:
-            return -self.loss
-        return expected_tokens(self.offsets) if self.offsets else self.acceptance
+            return "loss", -self.loss
+        if self.offsets:
+            return "expected tokens per target pass", expected_tokens(self.offsets)
+        return "acceptance", self.acceptance
 
 
 def train(

@@ -230,7 +230,8 @@ def test_bin_files_become_safetensors_bit_for_bit(bins, family_dirs, tmp_path):
     assert set(made) == set(source)
     assert all(made[name].equal(source[name].half()) for name in source)
     config = checkpoint.read_config(bins)
-    assert checkpoint.read_config(tmp_path / "out") == config | {"dtype": "float16"}
+    added = {"dtype": "float16", "torch_dtype": "float16", "rope_theta": 10000.0}
+    assert checkpoint.read_config(tmp_path / "out") == config | added
     for name in ("tokenizer.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (bins / name).read_bytes()
 

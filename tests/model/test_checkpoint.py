@@ -5,14 +5,14 @@ import shutil
 
 import pytest
 import torch
-from builders import build
+from builders import SIZES, assert_rounds, build, logits_by_transformers, random_model
 from errors import raises_option
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, SmolLM3Config
 
 from draftlab import provenance
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, saving
+from draftlab.model import checkpoint, llama, saving
 from draftlab.model.tokenizer import common_vocabulary
 
 
@@ -64,8 +64,6 @@ def configured(place, **changes):
         (lambda p: (p / SHARDS[1]).unlink(), SHARDS[1]),
         (lambda p: (p / SHARDS[1]).write_bytes((p / SHARDS[1]).read_bytes()[:-100]), SHARDS[1]),
         (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "index.json"),
-        (lambda p: configured(p, intermediate_size=96), "(96, 64)"),
-        (lambda p: configured(p, num_hidden_layers=7), "model.layers.5"),
     ],
 )
 def test_a_broken_checkpoint_is_one_line_that_says_what_and_where(
@@ -79,6 +77,66 @@ def test_a_broken_checkpoint_is_one_line_that_says_what_and_where(
         assert "\n" not in str(error.value)
     with pytest.raises(UserError):
         checkpoint.load_model(place, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "stored"),
+    [
+        ("num_hidden_layers", 7, 5),
+        ("num_hidden_layers", 3, 5),
+        ("hidden_size", 32, 64),
+        ("intermediate_size", 96, 88),
+        ("vocab_size", 300, 307),
+        ("num_attention_heads", 16, 8),
+        ("num_key_value_heads", 8, 4),
+        ("head_dim", 8, 12),
+        ("tie_word_embeddings", True, False),
+        ("attention_bias", True, False),
+    ],
+)
+def test_a_config_that_contradicts_the_weights_is_named_with_both_values(
+    field, value, stored, family_dirs, tmp_path
+):
+    """stored: the value that the weights of tests/builders.py have."""
+    place = shutil.copytree(family_dirs["llama"], tmp_path / "m")
+    configured(place, **{field: value})
+    for read in (checkpoint.check, checkpoint.read_shape):
+        with raises_option(place, field, json.dumps(value), json.dumps(stored)) as error:
+            read(place)
+        assert "\n" not in str(error.value)
+
+
+def test_a_tied_head_that_is_said_to_be_its_own_is_named(family_dirs, tmp_path):
+    place = shutil.copytree(family_dirs["qwen2_tied"], tmp_path / "m")
+    configured(place, tie_word_embeddings=False)
+    with raises_option("tie_word_embeddings", "false", "true"):
+        checkpoint.read_shape(place)
+
+
+@pytest.mark.parametrize("name", ["layer_types", "no_rope_layers"])
+def test_a_list_with_too_few_layers_is_named_with_both_lengths(name, family_dirs, tmp_path):
+    place = tmp_path / "m"
+    random_model(SmolLM3Config(**SIZES)).save_pretrained(place)
+    values = json.loads((place / "config.json").read_text())[name]
+    configured(place, **{name: values[:3]})
+    with raises_option("num_hidden_layers 5", name, "3"):
+        checkpoint.read_shape(place)
+
+
+def test_a_tied_checkpoint_that_stores_only_the_head_is_read(family_dirs, tmp_path):
+    """Case B9: transformers ties the embedding to the head."""
+    source, place = family_dirs["qwen2_tied"], tmp_path / "m"
+    shutil.copytree(source, place)
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    ids = torch.arange(9).unsqueeze(0)
+    expected = logits_by_transformers(source, ids)
+    assert torch.equal(logits_by_transformers(place, ids), expected)
+    assert checkpoint.read_shape(place) == checkpoint.read_shape(source)
+    assert torch.equal(checkpoint.load_model(place, torch.float32)(ids).logits, expected)
+    engine = llama.load(place, torch.float32)
+    assert_rounds(engine.forward(ids, engine.new_cache(1, 9)), expected)
 
 
 @pytest.mark.parametrize(
@@ -172,11 +230,19 @@ def test_ids_that_end_a_text_come_from_tokenizer_and_every_config(tokenizer_dir,
 
 def test_per_layer_lists_are_sliced_to_the_kept_layers(family_dirs):
     shape = checkpoint.read_shape(family_dirs["qwen3"]).model_copy(update={"layers": 2})
-    lists = {"layer_types": ["a", "b", "c", "d", "e"], "other": [1, 2]}
+    full, sliding = "full_attention", "sliding_attention"
+    lists = {
+        "layer_types": [full, sliding, full, full, full],
+        "unknown": [1, 2, 3, 4, 5],
+        "short": [1, 2],
+        "eos_token_id": [1, 2, 3, 4, 5],
+        "suppress_tokens": [1, 2, 3, 4, 5],
+    }
     config = checkpoint.config_for(
         shape, checkpoint.read_config(family_dirs["qwen3"]) | lists, [1, 4]
     )
-    assert (config["layer_types"], config["other"]) == (["b", "e"], [1, 2])
+    kept = {"layer_types": [sliding, full], "unknown": [2, 5]}
+    assert {name: config[name] for name in lists} == lists | kept
 
 
 def test_a_fingerprint_sees_the_weights_and_not_the_notes(family_dirs, tmp_path):

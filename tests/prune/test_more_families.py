@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from builders import GRANITE, PASS_ROUNDING, SIZES
+from builders import GRANITE, PASS_ROUNDING, SIZES, random_model
 from errors import raises_option
 from test_masks import both, error, masks_for, smaller
 from test_refit import IDS, opened, random_rotation, walk_logits
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
@@ -44,15 +43,6 @@ def smaller_of(name: str, have: Shape) -> Shape:
     shape = smaller(have)
     hidden = shape.heads * shape.head_dim if name == "helium" else shape.hidden
     return shape.model_copy(update={"hidden": hidden})
-
-
-def random_model(config: hf.PreTrainedConfig) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.08))
-    return model
 
 
 @pytest.fixture(scope="module")

@@ -358,7 +358,9 @@ def fake_quantize(tensor: Tensor, qtype: str) -> Tensor:
 def _add_settings(writer: Any, directory: Path, name: str, shape: Shape, qtype: str) -> None:
     gguf, config = library(), checkpoint.read_config(directory)
     writer.add_type("model")
-    writer.add_name(name)
+    if not any(phi in name.lower() for phi in ("phi-3", "phi3")):
+        # by this name, llama.cpp skips the white space after special tokens, and needs those of Phi-3
+        writer.add_name(name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(
         gguf.LlamaFileType[{"f32": "ALL_F32"}.get(qtype, f"MOSTLY_{qtype.upper()}")]

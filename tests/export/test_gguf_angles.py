@@ -1,7 +1,7 @@
 """Rotary angles from GGUF files: what llama.cpp computes from the file is what transformers computes.
 
 llama.cpp's computation is written down here a second time, from ggml_rope_yarn and llama-model.cpp (xllamacpp
-2026.10.11549). test_a_real_llama_cpp_gives_the_log_probabilities_of_transformers (test_export.py) asks its server.
+2026.10.11549). test_gguf_rope.py asks its server for log-probabilities.
 """
 
 import json
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from builders import build
 from errors import raises_option
 from gguf_files import contents
 from transformers import AutoConfig
@@ -101,7 +100,8 @@ def by_llama_cpp(
 
 
 def by_transformers(folder: Path, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rotary = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))
+    config: Any = AutoConfig.from_pretrained(folder)
+    rotary = LlamaRotaryEmbedding(config)
     positions = POSITIONS[:, POSITIONS[0] < length]
     cos, sin = rotary(torch.zeros(1), positions)
     return cos[0, :, : HEAD_DIM // 2], sin[0, :, : HEAD_DIM // 2]
@@ -120,20 +120,6 @@ def test_angles_from_the_file_are_those_of_transformers(name, family_dirs, tmp_p
             torch.testing.assert_close(found[: len(value)].float(), value, atol=2e-4, rtol=0)
 
 
-def test_fields_are_those_of_llama_cpps_own_converter(family_dirs, tmp_path):
-    """conversion/base.py of llama.cpp; plain YaRN needs no tensor and no factor of the tables."""
-    folder = with_rope(tmp_path / "model", family_dirs["llama"], YARN)
-    gguf.write(folder, tmp_path / "a.gguf", "f32")
-    fields, tensors = contents(tmp_path / "a.gguf")
-    scaling = {name: value for name, value in fields.items() if ".rope.scaling." in name}
-    assert scaling == {
-        "llama.rope.scaling.type": "yarn",
-        "llama.rope.scaling.factor": 4.0,
-        "llama.rope.scaling.original_context_length": ORIGINAL,
-    }
-    assert not [name for name in tensors if name.startswith("rope_")]
-
-
 @pytest.mark.parametrize(
     ("rope", "names"),
     [
@@ -141,6 +127,10 @@ def test_fields_are_those_of_llama_cpps_own_converter(family_dirs, tmp_path):
         ({"mrope_section": [2, 2, 2]}, ["mrope_section"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
         (YARN | {"low_freq_factor": 1.0}, ["low_freq_factor"]),
+        (
+            YARN | {"attn_factor": 2.0},
+            ["attn_factor"],
+        ),  # unsloth#2984: transformers does not read it
         (LONGROPE | {"long_mscale": 1.2}, ["long_mscale"]),  # of Phi-3.5 MoE
         ({"rope_type": "dynamic", "factor": 2.0}, ["dynamic"]),
     ],
@@ -162,23 +152,6 @@ def test_thetas_by_layer_type_are_refused(family_dirs, tmp_path):
     file.write_text(json.dumps(config | {"rope_parameters": thetas, "layer_types": layer_types}))
     with raises_option("full_attention", "sliding_attention"):
         gguf.write(folder, tmp_path / "a.gguf", "f32")
-
-
-@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
-def test_tensors_that_llama_cpp_does_not_read_are_refused(family, family_dirs, tmp_path):
-    for name in ("llama3", "truncate"):
-        folder = with_rope(tmp_path / name, family_dirs[family], SCALINGS[name])
-        with raises_option(SCALINGS[name]["rope_type"], family):
-            gguf.write(folder, tmp_path / "a.gguf", "f32")
-
-
-def test_a_qwen2_that_needs_a_tensor_is_a_llama_with_biases(family_dirs, tmp_path):
-    folder = Path(shutil.copytree(family_dirs["qwen2"], tmp_path / "square"))
-    build("qwen2", head_dim=8).save_pretrained(folder)
-    assert gguf.architecture(folder).name == "qwen2"
-    for name, kind in {"yarn": "qwen2", "truncate": "llama"}.items():
-        scaled = with_rope(tmp_path / name, folder, SCALINGS[name])
-        assert gguf.architecture(scaled).name == kind
 
 
 @pytest.fixture

@@ -185,3 +185,11 @@ def test_a_tokenizer_without_merges_is_refused(tmp_path):
     file.write_text(json.dumps(spec))
     with raises_option("merges"):
         gguf.write(tmp_path, tmp_path / "a.gguf", "f32")
+
+
+@pytest.mark.parametrize("name", ["Phi-3-draft", "phi3-draft", "draft"])
+def test_a_name_that_changes_how_llama_cpp_tokenizes_is_left_out(name, family_dirs, tmp_path):
+    """llama-vocab.cpp: such a file does not load (_Map_base::at), or skips the white space after special tokens."""
+    gguf.write(family_dirs["llama"], tmp_path / f"{name}.gguf", "f32")
+    fields, _ = contents(tmp_path / f"{name}.gguf")
+    assert ("general.name" in fields) == (name == "draft")

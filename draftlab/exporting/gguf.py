@@ -118,6 +118,11 @@ class Written:
                 f"{tokenizer.match:.0%} of the probe texts, and for {tokenizer.match_special:.0%} of those with "
                 "special tokens; send token ids instead of text"
             )
+        if tokenizer.unheld_ends:
+            lines.append(
+                f"eos_token_id: {', '.join(tokenizer.unheld_ends)} also end a text, but GGUF has only three ids for "
+                "that, so llama.cpp may write on; cut its texts at these tokens"
+            )
         if tokenizer.chat_templates and "default" not in tokenizer.chat_templates:
             lines.append(
                 f"no chat template is the default ({', '.join(tokenizer.chat_templates)}), so llama.cpp's server "
@@ -391,12 +396,13 @@ def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
     add = {
         "bos": writer.add_bos_token_id,
         "eos": writer.add_eos_token_id,
+        "eot": writer.add_eot_token_id,
+        "eom": writer.add_eom_token_id,
         "pad": writer.add_pad_token_id,
         "unk": writer.add_unk_token_id,
     }
     for name, number in tokenizer.special.items():
-        if number is not None:
-            add[name](number)
+        add[name](number)
     writer.add_add_bos_token(tokenizer.add_bos)
     writer.add_add_eos_token(tokenizer.add_eos)
     if tokenizer.chat_templates:

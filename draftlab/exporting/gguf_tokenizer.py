@@ -15,6 +15,7 @@ from draftlab.model import checkpoint
 from draftlab.model.sentencepiece import PROBES
 
 FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")  # of an added token
+END_ROLES = ("eos", "eot", "eom")  # roles of GGUF whose tokens end a text
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama_token_type
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -69,6 +70,8 @@ class GGUFTokenizer:
     Attributes:
         match: Fraction of the probe texts to which llama.cpp gives the same ids as transformers.
         match_special: The same fraction of the probe texts that have special tokens.
+        special: Ids of the special tokens by role: bos, eos, eot, eom, pad, unk. A text ends at eos, eot and eom.
+        unheld_ends: Further tokens that end a text, for which GGUF has no role.
         chat_templates: Chat templates by name. The server renders the one named "default".
     """
 
@@ -80,7 +83,8 @@ class GGUFTokenizer:
     types: list[int]
     scores: list[float] | None
     merges: list[str] | None
-    special: dict[str, int | None]
+    special: dict[str, int]
+    unheld_ends: list[str]
     add_bos: bool
     add_eos: bool
     add_space_prefix: bool
@@ -145,6 +149,10 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
     bos, eos = wrapped.bos_token_id, wrapped.eos_token_id
     framed = wrapped("a")["input_ids"]
     roles = checkpoint.special_ids(wrapped) | {"unk": wrapped.unk_token_id}
+    ends = [eos] if isinstance(eos, int) else []
+    ends += [i for i in checkpoint.eos_token_ids(directory) if i not in ends]
+    ends = [i for i in ends if i < vocab]
+    roles |= dict(zip(END_ROLES, ends, strict=False))
     return GGUFTokenizer(
         model="llama" if byte_fallback else "gpt2",
         pre=pre,
@@ -154,7 +162,8 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
         types=types,
         scores=scores,
         merges=None if byte_fallback else merges,
-        special={name: i for name, i in roles.items() if i is None or i < vocab},
+        special={name: i for name, i in roles.items() if i is not None and i < vocab},
+        unheld_ends=[tokens[i] for i in ends[len(END_ROLES) :]],
         add_bos=bos is not None and framed[0] == bos,
         add_eos=eos is not None and framed[-1] == eos,
         add_space_prefix=space_prefix,

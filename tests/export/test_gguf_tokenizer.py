@@ -193,3 +193,29 @@ def test_a_name_that_changes_how_llama_cpp_tokenizes_is_left_out(name, family_di
     gguf.write(family_dirs["llama"], tmp_path / f"{name}.gguf", "f32")
     fields, _ = contents(tmp_path / f"{name}.gguf")
     assert ("general.name" in fields) == (name == "draft")
+
+
+@pytest.mark.parametrize(
+    ("ends", "wanted", "unheld"),
+    [
+        (1, [1], []),
+        ([7, 1], [1, 7], []),
+        ([7, 1, 8], [1, 7, 8], []),
+        ([7, 1, 8, 9], [1, 7, 8], [9]),
+    ],
+)
+def test_each_token_that_ends_a_text_is_in_the_file_or_named(
+    ends, wanted, unheld, family_dirs, tmp_path
+):
+    """llama.cpp#9606: a list of eos ids; 1 is the tokenizer's."""
+    folder = Path(shutil.copytree(family_dirs["llama"], tmp_path / "model"))
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": ends}))
+    lines = gguf.write(folder, tmp_path / "a.gguf", "f32").lines()
+    fields, _ = contents(tmp_path / "a.gguf")
+    roles = [f"tokenizer.ggml.{role}_token_id" for role in ("eos", "eot", "eom")]
+    assert [fields[role] for role in roles if role in fields] == wanted
+    said = [line for line in lines if "eos_token_id" in line]
+    names = AutoTokenizer.from_pretrained(folder).convert_ids_to_tokens(unheld)
+    assert len(said) == len(names)
+    assert all(name in line for name, line in zip(names, said, strict=True))

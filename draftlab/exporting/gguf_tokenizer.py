@@ -64,12 +64,24 @@ PRE_TOKENIZERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Probes:
+    """Probe texts, and their ids in transformers. The first `plain` texts have no special tokens."""
+
+    texts: Sequence[str]
+    ids: Sequence[Sequence[int]]
+    plain: int
+
+    def equal(self, encode: Callable[[str], list[int]]) -> list[bool]:
+        """Return for each text whether `encode` gives the ids of transformers."""
+        return [encode(text) == ids for text, ids in zip(self.texts, self.ids, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFTokenizer:
     """A tokenizer in GGUF's form.
 
     Attributes:
-        match: Fraction of the probe texts to which llama.cpp gives the same ids as transformers.
-        match_special: The same fraction of the probe texts that have special tokens.
+        equal: For each probe text, whether llama.cpp gives it the same ids as transformers.
         special: Ids of the special tokens by role: bos, eos, eot, eom, pad, unk. A text ends at eos, eot and eom.
         unheld_ends: Further tokens that end a text, for which GGUF has no role.
         chat_templates: Chat templates by name. The server renders the one named "default".
@@ -77,8 +89,8 @@ class GGUFTokenizer:
 
     model: str  # gpt2: byte-level BPE; llama: SentencePiece
     pre: str
-    match: float
-    match_special: float
+    probes: Probes
+    equal: list[bool]
     tokens: list[str]
     types: list[int]
     scores: list[float] | None
@@ -90,18 +102,16 @@ class GGUFTokenizer:
     add_space_prefix: bool
     chat_templates: Mapping[str, str]
 
+    @property
+    def match(self) -> float:
+        """Return the fraction of the probe texts to which llama.cpp gives the same ids as transformers."""
+        return sum(self.equal) / len(self.equal)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probes:
-    """Probe texts, and their ids in transformers. The first `plain` texts have no special tokens."""
-
-    texts: Sequence[str]
-    ids: Sequence[Sequence[int]]
-    plain: int
-
-    def equal(self, encode: Callable[[str], list[int]]) -> list[bool]:
-        """Return for each text whether `encode` gives the ids of transformers."""
-        return [encode(text) == ids for text, ids in zip(self.texts, self.ids, strict=True)]
+    @property
+    def match_special(self) -> float:
+        """Return the same fraction of the probe texts that have special tokens."""
+        beside = self.equal[self.probes.plain :]
+        return sum(beside) / max(1, len(beside))
 
 
 def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
@@ -136,8 +146,7 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
         for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
         if kind in (CONTROL, USER_DEFINED, UNKNOWN)
     }
-    beside = _beside_special(spec, special, templates)
-    texts = [*PROBES, *beside]
+    texts = [*PROBES, *_beside_special(spec, special, templates)]
     expected = [wrapped(text, add_special_tokens=False)["input_ids"] for text in texts]
     probes = Probes(texts=texts, ids=expected, plain=len(PROBES))
     pre, scores, space_prefix = "default", None, False
@@ -156,8 +165,8 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
     return GGUFTokenizer(
         model="llama" if byte_fallback else "gpt2",
         pre=pre,
-        match=sum(equal) / len(equal),
-        match_special=sum(equal[probes.plain :]) / max(1, len(beside)),
+        probes=probes,
+        equal=equal,
         tokens=tokens,
         types=types,
         scores=scores,

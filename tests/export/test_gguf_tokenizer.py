@@ -142,11 +142,16 @@ def test_a_real_server_gives_the_recorded_ids(name, tmp_path):
     program = os.environ.get("DRAFTLAB_TEST_LLAMA_SERVER")
     if program is None:
         pytest.skip("DRAFTLAB_TEST_LLAMA_SERVER does not name a llama-server")
-    gguf.write(saved(name, tmp_path), tmp_path / "a.gguf", "f32")
+    tokenizer = gguf.write(saved(name, tmp_path), tmp_path / "a.gguf", "f32").tokenizer
     with running([program, "--model", tmp_path / "a.gguf", "--threads", 1]) as (client, _):
-        asked = [{"content": text, "add_special": False, "parse_special": True} for text in TEXTS]
-        found = [client.http.json("POST", "/tokenize", each)["tokens"] for each in asked]
-    assert found == GOLDEN[name]
+
+        def tokenize(text: str) -> list[int]:
+            asked = {"content": text, "add_special": False, "parse_special": True}
+            return client.http.json("POST", "/tokenize", asked)["tokens"]
+
+        assert [tokenize(text) for text in TEXTS] == GOLDEN[name]
+        # the share that an export prints is that of the server
+        assert tokenizer.probes.equal(tokenize) == tokenizer.equal
 
 
 DEFAULT, TOOLS = "{{ messages[0].content }}", "{{ tools }}{{ messages[0].content }}"

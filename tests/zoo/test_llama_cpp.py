@@ -48,13 +48,12 @@ def test_a_real_server_gives_the_logits_and_tokens_of_transformers(name, tmp_pat
             found = torch.full_like(wanted, torch.nan)
             for top in answer["completion_probabilities"][0]["top_logprobs"]:
                 found[top["id"]] = top["logprob"]
-            torch.testing.assert_close(found, wanted, atol=0.005, rtol=0)
-        tokenized = [
-            client.http.json(
-                "POST", "/tokenize", {"content": text, "add_special": False, "parse_special": True}
-            )["tokens"]
-            for text in tokenizer.probes.texts
-        ]
-    # the share that an export prints is measured here; what differs there differs in the server
-    equal = [a == b for a, b in zip(tokenized, tokenizer.probes.ids, strict=True)]
-    assert equal == tokenizer.equal
+            # small random models say nearly the same of all tokens
+            torch.testing.assert_close(found, wanted, atol=0.002 * float(wanted.std()), rtol=0)
+
+        def tokenize(text: str) -> list[int]:
+            asked = {"content": text, "add_special": False, "parse_special": True}
+            return client.http.json("POST", "/tokenize", asked)["tokens"]
+
+        # the share that an export prints is that of the server
+        assert tokenizer.probes.equal(tokenize) == tokenizer.equal

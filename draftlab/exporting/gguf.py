@@ -3,7 +3,7 @@
 import math
 from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +31,9 @@ class Architecture:
         neighbours: Whether rotary embeddings pair neighbouring rows of q and k. Otherwise they pair row i with row i +
             head_dim / 2.
         rope_tensors: Tensors of rotary scaling that llama.cpp reads for this architecture.
+        biases: Biases that llama.cpp reads, by their names in Shape.
+        square: Whether heads x head_dim must equal the width.
+        own_head: Whether the file needs an LM head, also if it is tied to the embedding.
         scales: Name in GGUF of each scaling factor, by its name in config.json.
     """
 
@@ -38,22 +41,29 @@ class Architecture:
     names: str = "QWEN3"  # the table also has every name of llama and qwen2
     neighbours: bool = False
     rope_tensors: frozenset[str] = frozenset()
+    biases: frozenset[str] = frozenset()
+    square: bool = False
+    own_head: bool = False
     scales: Mapping[str, str] = field(default_factory=dict)
 
 
-LLAMA = Architecture("llama", neighbours=True, rope_tensors=EVERY_TENSOR)
+# fields of config.json with which a model has these biases
+BIASES = {"qkv_bias": "attention_bias", "o_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+EVERY_BIAS = frozenset(BIASES)
+LLAMA = Architecture("llama", neighbours=True, rope_tensors=EVERY_TENSOR, biases=EVERY_BIAS)
 HEAD = Architecture("eagle3", neighbours=True, rope_tensors=frozenset({ROPE_FACTORS}))
 # keys: model_type of config.json
 ARCHITECTURES = {
     "llama": LLAMA,
     "mistral": LLAMA,
-    "qwen2": Architecture("qwen2"),
+    "qwen2": Architecture("qwen2", biases=frozenset({"qkv_bias"}), square=True),
     "qwen3": Architecture("qwen3"),
-    "olmo2": Architecture("olmo2", names="OLMO2"),
+    "olmo2": Architecture("olmo2", names="OLMO2", square=True, own_head=True),
     "granite": Architecture(
         "granite",
         neighbours=True,
         rope_tensors=EVERY_TENSOR,
+        biases=EVERY_BIAS,
         scales={
             "embedding_multiplier": "embedding_scale",
             "attention_multiplier": "attention.scale",
@@ -81,24 +91,42 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A written GGUF file. unquantized: Matrices in f16, because their rows cannot be divided into blocks."""
+    """A written GGUF file.
+
+    Attributes:
+        unquantized: Matrices in f16, because their rows cannot be divided into blocks.
+        limits: Sentences about settings that llama.cpp computes only up to a length.
+    """
 
     path: Path
     tokenizer: GGUFTokenizer
     unquantized: list[str]
+    limits: list[str]
 
     def lines(self) -> list[str]:
-        """Return lines of text about the file: unquantized matrices, tokenizer, and size."""
+        """Return lines of text about the file: unquantized matrices, limits, tokenizer, and size."""
         lines, tokenizer = [], self.tokenizer
         if self.unquantized:
             lines.append(
                 f"{len(self.unquantized)} matrices stay f16, because the row length is not a multiple of the type's "
                 "block size"
             )
+        lines += self.limits
         if tokenizer.match < 1:
             lines.append(
-                "llama.cpp has no pre-tokenizer that splits text like this tokenizer; "
-                f"{tokenizer.pre!r} gives draft and target the right ids for {tokenizer.match:.0%} of the probe texts"
+                f"llama.cpp's tokenizer ({tokenizer.pre!r}) gives draft and target the right ids for "
+                f"{tokenizer.match:.0%} of the probe texts, and for {tokenizer.match_special:.0%} of those with "
+                "special tokens; send token ids instead of text"
+            )
+        if tokenizer.unheld_ends:
+            lines.append(
+                f"eos_token_id: {', '.join(tokenizer.unheld_ends)} also end a text, but GGUF has only three ids for "
+                "that, so llama.cpp may write on; cut its texts at these tokens"
+            )
+        if tokenizer.chat_templates and "default" not in tokenizer.chat_templates:
+            lines.append(
+                f"no chat template is the default ({', '.join(tokenizer.chat_templates)}), so llama.cpp's server "
+                "renders ChatML; name one with --chat-template-file"
             )
         return [*lines, f"{self.path.name}: {self.path.stat().st_size / 1e6:,.4g} MB"]
 
@@ -113,12 +141,12 @@ def library() -> Any:
 def architecture(directory: Path) -> Architecture:
     """Return the architecture of llama.cpp for a checkpoint.
 
-    llama.cpp's "qwen2" requires that heads x head_dim equals the width, and reads no tensor of rotary scaling. A Qwen2
-    model that needs another width or such a tensor is written as a "llama" with biases.
+    A Qwen2 model that needs what llama.cpp's "qwen2" lacks, such as another width of the heads or a tensor of rotary
+    scaling, is written as a "llama" with biases.
 
     Raises:
-        UserError: GGUF export does not support the architecture, or llama.cpp computes another activation or other
-            rotary embeddings for it.
+        UserError: GGUF export does not support the architecture, or llama.cpp does not compute a part of the model:
+            the activation, biases, the width of the heads or the rotary embeddings.
     """
     config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
     model_type = str(config.get("model_type"))
@@ -132,20 +160,29 @@ def architecture(directory: Path) -> Architecture:
             f"{directory} has the activation {config.get('hidden_act')!r}, but llama.cpp computes silu for this "
             "architecture; use --to hf"
         )
-    kind, rope = ARCHITECTURES[model_type], read_rope(directory, shape.head_dim)
-    if model_type == "qwen2" and (shape.sizes["q"] != shape.hidden or rope.tensors):
+    rope = read_rope(directory, shape.head_dim)
+    kind = ARCHITECTURES[model_type]
+    lacks = _lacks(kind, shape, rope)
+    if lacks and model_type == "qwen2":
         kind = LLAMA
-    _check_rope(directory, kind, rope)
+        lacks = _lacks(kind, shape, rope)
+    if lacks:
+        raise UserError(
+            f"{directory} has {lacks}, which llama.cpp does not compute for the architecture {kind.name}; use --to hf"
+        )
     return kind
 
 
-def _check_rope(directory: Path, kind: Architecture, rope: Rope) -> None:
-    """Raise UserError if llama.cpp does not read the tensors of rotary scaling for an architecture."""
+def _lacks(kind: Architecture, shape: Shape, rope: Rope) -> str:
+    """Return a field of config.json for which llama.cpp's architecture lacks a setting or tensor, or ""."""
     if not rope.tensors.keys() <= kind.rope_tensors:
-        raise UserError(
-            f"{directory} has {rope.needs}, which llama.cpp does not compute for the architecture {kind.name}; use "
-            "--to hf"
-        )
+        return rope.needs
+    for bias, field_name in BIASES.items():
+        if getattr(shape, bias) and bias not in kind.biases:
+            return f"{field_name} true"
+    if kind.square and shape.sizes["q"] != shape.hidden:
+        return f"{shape.heads} heads of head_dim {shape.head_dim} at hidden_size {shape.hidden}"
+    return ""
 
 
 def pre_tokenizer(directory: Path, vocab: int) -> tuple[str, float]:
@@ -212,7 +249,10 @@ def _write(
     """Write a GGUF file. directory: Directory with config.json. settings: Settings that only this architecture has."""
     tokenizer = read_tokenizer(tokenizer_from, shape.vocab)
     gguf, rope = library(), read_rope(directory, shape.head_dim)
-    _check_rope(directory, kind, rope)
+    if lacks := _lacks(kind, shape, rope):
+        raise UserError(
+            f"{directory} has {lacks}, which llama.cpp does not compute for EAGLE-3 heads; use --to vllm"
+        )
     unquantized = [info.name for info in infos if len(info.dims) == 2 and info.qtype != qtype]
     # the maps are only read, never written
     weights = ChainMap(cast(Any, rope.tensors), cast(Any, weights))
@@ -256,7 +296,9 @@ def _write(
         )
         writer.write_tensor_data(np.ascontiguousarray(data).view(np.uint8))
     writer.close()
-    return Written(path=file, tokenizer=tokenizer, unquantized=unquantized)
+    return Written(
+        path=file, tokenizer=tokenizer, unquantized=unquantized, limits=_limits(directory, rope)
+    )
 
 
 def _head_info(source: str, dims: tuple[int, ...], qtype: str) -> TensorInfo:
@@ -293,6 +335,9 @@ def tensor_infos(shape: Shape, qtype: str, kind: Architecture = LLAMA) -> list[T
         dims = shape.dims(axes)
         name = names.get_name(source, try_suffixes=(".weight", ".bias"))
         infos.append(TensorInfo(name=name, source=source, dims=dims, qtype=_type_of(dims, qtype)))
+    if shape.tied and kind.own_head:
+        embedding = next(info for info in infos if info.name == "token_embd.weight")
+        infos.append(replace(embedding, name="output.weight"))
     return infos
 
 
@@ -318,13 +363,15 @@ def fake_quantize(tensor: Tensor, qtype: str) -> Tensor:
 def _add_settings(writer: Any, directory: Path, name: str, shape: Shape, qtype: str) -> None:
     gguf, config = library(), checkpoint.read_config(directory)
     writer.add_type("model")
-    writer.add_name(name)
+    if not any(phi in name.lower() for phi in ("phi-3", "phi3")):
+        # by this name, llama.cpp skips the white space after special tokens, and needs those of Phi-3
+        writer.add_name(name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(
         gguf.LlamaFileType[{"f32": "ALL_F32"}.get(qtype, f"MOSTLY_{qtype.upper()}")]
     )
     writer.add_block_count(shape.layers)
-    writer.add_context_length(_context(directory, config))
+    writer.add_context_length(_context(directory))
     writer.add_embedding_length(shape.hidden)
     writer.add_feed_forward_length(shape.ffn)
     writer.add_head_count(shape.heads)
@@ -349,27 +396,51 @@ def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
     add = {
         "bos": writer.add_bos_token_id,
         "eos": writer.add_eos_token_id,
+        "eot": writer.add_eot_token_id,
+        "eom": writer.add_eom_token_id,
         "pad": writer.add_pad_token_id,
         "unk": writer.add_unk_token_id,
     }
     for name, number in tokenizer.special.items():
-        if number is not None:
-            add[name](number)
+        add[name](number)
     writer.add_add_bos_token(tokenizer.add_bos)
     writer.add_add_eos_token(tokenizer.add_eos)
-    if tokenizer.chat_template is not None:
-        writer.add_chat_template(tokenizer.chat_template)
+    if tokenizer.chat_templates:
+        named = [{"name": n, "template": t} for n, t in tokenizer.chat_templates.items()]
+        writer.add_chat_template(named)
 
 
-def _context(directory: Path, config: dict[str, object]) -> int:
-    """Return the context in tokens, but at most the model's sliding window.
+def _context(directory: Path) -> int:
+    """Return the context in tokens, but at most the model's sliding window."""
+    context, window = checkpoint.max_model_len(directory, DEFAULT_CONTEXT), _window(directory)
+    return context if window is None else min(context, window)
+
+
+def _window(directory: Path) -> int | None:
+    """Return the smallest sliding window of a model, or None if every layer has full attention.
 
     The GGUF file describes full attention, which equals the model's attention only up to the window.
     """
-    context, window = (
-        checkpoint.max_model_len(directory, DEFAULT_CONTEXT),
-        config.get("sliding_window"),
-    )
-    if not isinstance(window, int) or window < 1 or not config.get("use_sliding_window", True):
-        return context
-    return min(context, window)
+    config: Any = checkpoint.auto_config(directory)
+    fields = config.to_dict()
+    types = fields.get("layer_types") or ["sliding_attention"]
+    if not fields.get("use_sliding_window", True) or "sliding_attention" not in types:
+        return None
+    return fields.get("sliding_window") or None
+
+
+def _limits(directory: Path, rope: Rope) -> list[str]:
+    """Return sentences about settings that llama.cpp computes only up to a length."""
+    limits: list[str] = []
+    window = _window(directory)
+    if window is not None and window < checkpoint.max_model_len(directory, DEFAULT_CONTEXT):
+        limits.append(
+            f"sliding_window {window}: llama.cpp has full attention for this architecture, so the file has a context "
+            f"of {window} tokens, up to which both are equal"
+        )
+    if rope.short is not None:
+        limits.append(
+            f"LongRoPE: llama.cpp chooses the rotary frequencies by the server's context; with -c {rope.short} they "
+            f"are right for texts of up to {rope.short} tokens, with a larger context only for longer texts"
+        )
+    return limits

@@ -22,6 +22,36 @@ SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 EVERY_TENSOR = frozenset({ROPE_FACTORS, SHORT, LONG})
 BETA_FAST, BETA_SLOW = 32.0, 1.0  # llama.cpp's constants of YaRN
 CLOSE = 1e-4  # relative difference of frequencies; llama.cpp computes them in float32
+# fields of rope_parameters that transformers reads, by kind of rotary scaling
+FIELDS = {
+    "default": frozenset[str](),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+    "yarn": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+            "beta_fast",
+            "beta_slow",
+            "truncate",
+            "finetuned",  # a note of YaRN's authors, from which nobody computes anything
+        }
+    ),
+    "longrope": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "short_factor",
+            "long_factor",
+        }
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,25 +83,21 @@ def read_rope(directory: Path, head_dim: int) -> Rope:
     config: Any = checkpoint.auto_config(directory)
     rope: Mapping[str, Any] = config.rope_parameters
     kind = rope.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3", "yarn", "longrope"):
-        raise UserError(
-            f"{directory} has rotary scaling {kind!r}, but GGUF export supports only linear, llama3, yarn and "
-            "longrope; use --to hf"
-        )
+    _check_fields(rope, kind, directory)
     with reading(f"{directory}: rope_parameters"):
         theta = float(rope["rope_theta"])
         unscaled = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        settings: dict[str, int | float | str] = {"rope.freq_base": theta}
+        base: dict[str, int | float | str] = {"rope.freq_base": theta}
+        settings = dict(base)
         if kind == "longrope":
             return _longrope(config, settings, unscaled, directory)
         frequencies, attention_factor = rotary(config, head_dim, directory)
-        _check_size(frequencies, unscaled, directory)
         if kind == "linear":
             settings |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
         elif kind == "yarn":
             settings |= _yarn_settings(config, attention_factor)
             if not torch.allclose(_yarn_frequencies(settings, head_dim), frequencies, rtol=CLOSE):
-                kind, settings = "yarn by a tensor", {"rope.freq_base": theta}
+                kind, settings = "yarn by a tensor", base
                 if attention_factor != 1:
                     settings["rope.scaling.attn_factor"] = attention_factor
     if kind not in ("llama3", "yarn by a tensor"):
@@ -81,6 +107,27 @@ def read_rope(directory: Path, head_dim: int) -> Rope:
         tensors={ROPE_FACTORS: unscaled / frequencies},
         needs="rotary scaling 'llama3'" if kind == "llama3" else _unusual(rope),
     )
+
+
+def _check_fields(rope: Mapping[str, Any], kind: str, directory: Path) -> None:
+    """Raise UserError if rope_parameters have a field that the file would lose."""
+    if kind not in FIELDS:
+        raise UserError(
+            f"{directory} has rotary scaling {kind!r}, but GGUF export supports only linear, llama3, yarn and "
+            "longrope; use --to hf"
+        )
+    if (part := rope.get("partial_rotary_factor")) not in (None, 1):
+        raise UserError(
+            f"{directory}: rope_parameters turn a part of each head (partial_rotary_factor {part}), but llama.cpp "
+            "turns the whole head for this architecture; use --to hf"
+        )
+    known = FIELDS[kind] | {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    unknown = [name for name, value in rope.items() if value is not None and name not in known]
+    if unknown:
+        raise UserError(
+            f"{directory}: rope_parameters have {', '.join(unknown)}, which draftlab cannot write to a GGUF file for "
+            f"rotary scaling {kind!r}; remove what has no meaning there, or use --to hf"
+        )
 
 
 def _longrope(
@@ -96,7 +143,6 @@ def _longrope(
         frequencies, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](
             config, checkpoint.CPU, length
         )
-        _check_size(frequencies, unscaled, directory)
         tensors[name] = unscaled / frequencies
     settings |= {
         "rope.scaling.type": "longrope",
@@ -106,14 +152,6 @@ def _longrope(
     return Rope(
         settings=settings, tensors=tensors, needs="rotary scaling 'longrope'", short=original
     )
-
-
-def _check_size(frequencies: Tensor, unscaled: Tensor, directory: Path) -> None:
-    if len(frequencies) != len(unscaled):
-        raise UserError(
-            f"{directory}: rope_parameters turn {2 * len(frequencies)} of the {2 * len(unscaled)} numbers of a head "
-            "(partial_rotary_factor), but llama.cpp turns all of them for this architecture; use --to hf"
-        )
 
 
 def _yarn_settings(config: Any, attention_factor: float) -> dict[str, int | float | str]:

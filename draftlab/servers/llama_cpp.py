@@ -73,7 +73,7 @@ class LlamaCpp(ServerKind):
             yield error(self.name, f"cannot run it: {failure}")
             return
         if match < 1:
-            text = f"has no pre-tokenizer that splits text like this tokenizer; {pre!r} gives the same ids for "
+            text = f"splits some texts unlike this tokenizer; its {pre!r} gives the same ids for "
             fix = (
                 "the target has the same limitation; send token ids instead of text if this matters"
             )

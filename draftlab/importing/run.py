@@ -12,10 +12,10 @@ from transformers import GenerationConfig
 from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.importing import gguf
+from draftlab.importing import adapters, gguf
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.checkpoint import check_finite
-from draftlab.model.hf_files import NOUNS, Layout, read_head_ids, write_head_ids
+from draftlab.model.hf_files import NOUNS, Layout, bin_files, read_head_ids, write_head_ids
 from draftlab.output import Output
 from draftlab.reading import read_object, reading
 
@@ -113,16 +113,16 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
         return ImportSource(layout=layout, dtype=dtype or header.dtype(), header=header)
     if layout.kind == "bin":
         return ImportSource(layout=layout, dtype=dtype or _stored_dtype(layout.path))
-    named = base or read_object(layout.path / "adapter_config.json").get("base_model_name_or_path")
+    adapters.read_settings(layout.path)
     try:
-        directory = hub.locate(str(named))
+        directory = hub.locate(base or adapters.base_name(layout.path))
+        stored = checkpoint.Weights(directory).dtype
     except UserError as error:
         raise UserError(
             f"the base checkpoint of the adapter {layout.path} cannot be used: {error}; name another base with --base"
         ) from None
-    return ImportSource(
-        layout=layout, dtype=dtype or checkpoint.Weights(directory).dtype, base=directory
-    )
+    adapters.check_fits(layout.path, directory)
+    return ImportSource(layout=layout, dtype=dtype or stored, base=directory)
 
 
 def convert(source: ImportSource, output: Output) -> None:
@@ -144,7 +144,7 @@ def convert(source: ImportSource, output: Output) -> None:
                 write_head_ids(work, ids)
         else:
             directory = source.base or source.layout.path
-            fields = checkpoint.read_config(directory)
+            fields = _loaded_config(checkpoint.read_config(directory), model)
             # an adapter's own tokenizer replaces the base's
             for folder in (directory, source.layout.path):
                 saving.copy_tokenizer(folder, work)
@@ -162,7 +162,8 @@ def load(source: ImportSource) -> Any:
     if source.header is not None:
         model = gguf.load(source.header, source.dtype)
     elif source.base is not None:
-        model = _merged(checkpoint.load_model(source.base, source.dtype), source)
+        base = checkpoint.load_model(source.base, source.dtype)
+        model = adapters.merge(base, source.layout.path, source.base)
     else:
         model = checkpoint.load_any_files(source.layout.path, source.dtype)
     for name, weight in model.state_dict().items():
@@ -170,27 +171,25 @@ def load(source: ImportSource) -> Any:
     return model
 
 
+def _loaded_config(config: dict[str, object], model: Any) -> dict[str, object]:
+    """Return a config.json with the vocabulary and the tie of a model, which adapters and stored heads can change."""
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    vocab = model.config.get_text_config().vocab_size
+    part = config.get("text_config")
+    if isinstance(part, dict):
+        part = part | {"vocab_size": vocab, "tie_word_embeddings": tied}
+        return config | {"text_config": part, "tie_word_embeddings": tied}
+    return config | {"vocab_size": vocab, "tie_word_embeddings": tied}
+
+
 def _stored_dtype(directory: Path) -> torch.dtype:
-    """Return the dtype of the first matrix in the first .bin file. Raises UserError: that file has no float matrix."""
-    file = min(directory.glob("*.bin"))
-    with reading(file):
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-        return next(t.dtype for t in tensors.values() if t.ndim > 1 and t.is_floating_point())
-
-
-def _merged(model: Any, source: ImportSource) -> Any:
-    """Merge an adapter into the weights of a model. Raises UserError: the adapter's tensors do not fit the model."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from peft.utils import load_peft_weights
-
-    problem = f"the adapter {source.layout.path} does not fit its base {source.base}"
-    with reading(problem):
-        adapted: Any = PeftModel.from_pretrained(model, str(source.layout.path))
-        stored = load_peft_weights(str(source.layout.path), device="cpu")
-        expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        if odd := sorted(stored.keys() ^ expected.keys()):
-            raise UserError(
-                f"{problem}: only {'the adapter' if odd[0] in stored else 'the base'} has {odd[0]}; name another base "
-                "with --base"
-            )
-        return adapted.merge_and_unload()
+    """Return the dtype of the first matrix in the .bin files. Raises UserError: they are missing, or have no matrix."""
+    for file in bin_files(directory):
+        with reading(file):
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+            for tensor in tensors.values():
+                if tensor.ndim > 1 and tensor.is_floating_point():
+                    return tensor.dtype
+    raise UserError(
+        f"{directory} has no floating-point matrix in its .bin files; download the checkpoint again"
+    )

@@ -5,7 +5,7 @@ import math
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -65,7 +65,7 @@ NOUNS: dict[Kind, str] = {
     "bin": "a checkpoint in .bin files",
     "adapter": "a PEFT adapter",
 }
-BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+BIN_SINGLE, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ def other_layout(path: Path) -> Layout | None:
         return Layout(kind="adapter", path=path)
     if any(path.glob("*.safetensors")):
         return None
-    if any((path / name).is_file() for name in BIN_FILES):
+    if any((path / name).is_file() for name in (BIN_SINGLE, BIN_INDEX)):
         return Layout(kind="bin", path=path)
     files = sorted(path.glob("*.gguf"))
     return Layout(kind="gguf", path=files[0]) if len(files) == 1 else None
@@ -383,11 +383,20 @@ def weight_files(directory: Path) -> Mapping[Path, set[str] | None]:
     files: dict[Path, set[str]] = defaultdict(set)
     for tensor, name in read_index(directory / INDEX).items():
         files[directory / name].add(tensor)
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise UserError(
-            f"{directory} has no {missing[0]}, which is listed in its {INDEX}; download the checkpoint again"
-        )
+    _check_listed(files, directory / INDEX)
+    return files
+
+
+def bin_files(directory: Path) -> list[Path]:
+    """Return the .bin files of a checkpoint: pytorch_model.bin or, as in transformers, else the files in its index.
+
+    Raises:
+        UserError: the index cannot be read, or a file in the index is missing.
+    """
+    if (directory / BIN_SINGLE).is_file():
+        return [directory / BIN_SINGLE]
+    files = [directory / name for name in sorted(set(read_index(directory / BIN_INDEX).values()))]
+    _check_listed(files, directory / BIN_INDEX)
     return files
 
 
@@ -396,6 +405,15 @@ def read_index(file: Path) -> dict[str, str]:
     with reading(f"{file}: weight_map"):
         return TypeAdapter(dict[str, str]).validate_python(
             read_object(file).get("weight_map"), strict=True
+        )
+
+
+def _check_listed(files: Iterable[Path], index: Path) -> None:
+    """Raise UserError if a file that an index lists is missing."""
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise UserError(
+            f"{index.parent} has no {missing[0]}, which is listed in its {index.name}; download the checkpoint again"
         )
 
 

@@ -49,18 +49,16 @@ class Settings(BaseModel):
 
 MERGED = frozenset(Settings.model_fields)
 # fields that only say where an adapter comes from, or how it was trained
-IGNORED = frozenset(
-    [
-        "base_model_name_or_path",
-        "corda_config",
-        "eva_config",
-        "inference_mode",
-        "loftq_config",
-        "lora_dropout",
-        "lora_ga_config",
-        "peft_version",
-        "revision",
-    ]
+IGNORED = (
+    "base_model_name_or_path",
+    "corda_config",
+    "eva_config",
+    "inference_mode",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "peft_version",
+    "revision",
 )
 # accepted values of fields that are neither in MERGED nor in IGNORED; empty values of any field are accepted
 ACCEPTED: Mapping[str, tuple[object, ...]] = {
@@ -84,7 +82,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if "peft_type" not in content:
         raise UserError(f"{file} has no peft_type; save the adapter with PEFT's save_pretrained")
     for name, value in content.items():
-        if name in MERGED | IGNORED or _is_empty(value) or value in ACCEPTED.get(name, ()):
+        if name in (*MERGED, *IGNORED) or _is_empty(value) or value in ACCEPTED.get(name, ()):
             continue
         if name == "auto_mapping" and _names_transformers(value):
             continue

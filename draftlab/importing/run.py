@@ -15,7 +15,17 @@ from draftlab.errors import UserError
 from draftlab.importing import adapters, gguf
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.checkpoint import check_finite
-from draftlab.model.hf_files import NOUNS, Layout, bin_files, read_head_ids, write_head_ids
+from draftlab.model.hf_files import (
+    NOUNS,
+    Layout,
+    bin_files,
+    check_causal,
+    check_has_tokenizer,
+    has_tokenizer,
+    read_head_ids,
+    write_head_ids,
+)
+from draftlab.model.tokenizer import check_embeds
 from draftlab.output import Output
 from draftlab.reading import read_object, reading
 
@@ -112,21 +122,28 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
         header = gguf.read_header(layout.path)
         return ImportSource(layout=layout, dtype=dtype or header.dtype(), header=header)
     if layout.kind == "bin":
+        _check_complete(layout.path)
         return ImportSource(layout=layout, dtype=dtype or _stored_dtype(layout.path))
     adapters.read_settings(layout.path)
     try:
-        directory = hub.locate(base or adapters.base_name(layout.path))
+        directory = hub.locate_model(base or adapters.base_name(layout.path))
         stored = checkpoint.Weights(directory).dtype
     except UserError as error:
         raise UserError(
             f"the base checkpoint of the adapter {layout.path} cannot be used: {error}; name another base with --base"
         ) from None
+    if not has_tokenizer(layout.path):
+        check_has_tokenizer(directory)
     adapters.check_fits(layout.path, directory)
     return ImportSource(layout=layout, dtype=dtype or stored, base=directory)
 
 
 def convert(source: ImportSource, output: Output) -> None:
-    """Convert an import source to a Hugging Face directory. Raises UserError: load raises it."""
+    """Convert an import source to a Hugging Face directory, and check that it can be loaded.
+
+    Raises:
+        UserError: load raises it, or other commands could not use the directory.
+    """
     output.inputs([source.layout.path, *([source.base] if source.base else [])])
     with output.directory() as work:
         note(f"converting {source.layout.path} to {checkpoint.dtype_name(source.dtype)} weights")
@@ -150,6 +167,8 @@ def convert(source: ImportSource, output: Output) -> None:
                 saving.copy_tokenizer(folder, work)
         fields.pop("quantization_config", None)
         saving.write_config(work, fields, checkpoint.dtype_name(model.dtype))
+        checkpoint.check(work)
+        check_embeds(work)
         output.record(work)
 
 
@@ -169,6 +188,17 @@ def load(source: ImportSource) -> Any:
     for name, weight in model.state_dict().items():
         check_finite(weight, name, source.layout.path)
     return model
+
+
+def _check_complete(directory: Path) -> None:
+    """Raise UserError if a directory has a head, a model with an encoder, or no tokenizer. No command would use it."""
+    if (kind := hub.head_kind(directory)) is not None:
+        raise UserError(
+            f"{directory} is a head of kind {kind}, but draftlab import converts only complete models; save the head's "
+            "tensors as model.safetensors with safetensors.torch.save_file"
+        )
+    check_causal(directory)
+    check_has_tokenizer(directory)
 
 
 def _loaded_config(config: dict[str, object], model: Any) -> dict[str, object]:

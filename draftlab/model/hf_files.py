@@ -262,9 +262,13 @@ def check_length(model: Path | None, seq_len: int) -> None:
         )
 
 
+def has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in VOCABULARY_FILES)
+
+
 def check_has_tokenizer(directory: Path) -> None:
     """Raise UserError if the directory has no tokenizer. transformers would instead create an empty tokenizer."""
-    if not any((directory / name).is_file() for name in VOCABULARY_FILES):
+    if not has_tokenizer(directory):
         raise UserError(
             f"{directory} has no tokenizer; add one of these files: {', '.join(VOCABULARY_FILES)}"
         )

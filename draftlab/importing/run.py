@@ -1,4 +1,4 @@
-"""Conversion of GGUF files, .bin files and PEFT adapters to Hugging Face directories; helpers of draftlab init."""
+"""Conversion of checkpoints in other layouts to Hugging Face directories; helpers of draftlab init."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.importing import adapters, gguf
+from draftlab.importing import adapters, gguf, text_part
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.checkpoint import check_finite
 from draftlab.model.hf_files import (
@@ -22,6 +22,7 @@ from draftlab.model.hf_files import (
     check_causal,
     check_has_tokenizer,
     has_tokenizer,
+    is_multimodal,
     read_head_ids,
     write_head_ids,
 )
@@ -77,7 +78,7 @@ SHARD = "2GB"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportSource:
-    """A checkpoint to import: GGUF file, .bin files or adapter.
+    """A checkpoint to import, see hf_files.Layout.
 
     dtype: Type of the weights to write. base: Directory of the checkpoint that an adapter is merged into. header:
     Metadata of a GGUF file.
@@ -124,6 +125,9 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
     if layout.kind == "bin":
         _check_complete(layout.path)
         return ImportSource(layout=layout, dtype=dtype or _stored_dtype(layout.path))
+    if layout.kind == "multimodal":
+        text_part.check(layout.path)
+        return ImportSource(layout=layout, dtype=dtype or checkpoint.Weights(layout.path).dtype)
     adapters.read_settings(layout.path)
     try:
         directory = hub.locate_model(base or adapters.base_name(layout.path))
@@ -147,29 +151,37 @@ def convert(source: ImportSource, output: Output) -> None:
     output.inputs([source.layout.path, *([source.base] if source.base else [])])
     with output.directory() as work:
         note(f"converting {source.layout.path} to {checkpoint.dtype_name(source.dtype)} weights")
-        model = load(source)
-        # the file's own generation config may fail the validation of transformers
-        model.generation_config = GenerationConfig.from_model_config(model.config)
-        model.save_pretrained(work, max_shard_size=SHARD)
-        fields = read_object(work / "config.json")
-        if source.header is not None:
-            gguf.load_tokenizer(
-                source.header, model.config.max_position_embeddings
-            ).save_pretrained(work)
-            ids = read_head_ids(source.layout.path.parent, model.config.vocab_size)
-            if ids is not None:
-                write_head_ids(work, ids)
+        if source.layout.kind == "multimodal":
+            text_part.write(source.layout.path, work, source.dtype)
         else:
-            directory = source.base or source.layout.path
-            fields = _loaded_config(checkpoint.read_config(directory), model)
-            # an adapter's own tokenizer replaces the base's
-            for folder in (directory, source.layout.path):
-                saving.copy_tokenizer(folder, work)
-        fields.pop("quantization_config", None)
-        saving.write_config(work, fields, checkpoint.dtype_name(model.dtype))
+            _convert_model(source, work)
         checkpoint.check(work)
         check_embeds(work)
         output.record(work)
+
+
+def _convert_model(source: ImportSource, work: Path) -> None:
+    """Write the weights, config.json and tokenizer of an import source that transformers loads."""
+    model = load(source)
+    # the file's own generation config may fail the validation of transformers
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    model.save_pretrained(work, max_shard_size=SHARD)
+    fields = read_object(work / "config.json")
+    if source.header is not None:
+        gguf.load_tokenizer(source.header, model.config.max_position_embeddings).save_pretrained(
+            work
+        )
+        ids = read_head_ids(source.layout.path.parent, model.config.vocab_size)
+        if ids is not None:
+            write_head_ids(work, ids)
+    else:
+        directory = source.base or source.layout.path
+        fields = _loaded_config(checkpoint.read_config(directory), model)
+        # an adapter's own tokenizer replaces the base's
+        for folder in (directory, source.layout.path):
+            saving.copy_tokenizer(folder, work)
+    fields.pop("quantization_config", None)
+    saving.write_config(work, fields, checkpoint.dtype_name(model.dtype))
 
 
 def load(source: ImportSource) -> Any:
@@ -199,6 +211,11 @@ def _check_complete(directory: Path) -> None:
         )
     check_causal(directory)
     check_has_tokenizer(directory)
+    if is_multimodal(directory):
+        raise UserError(
+            f"{directory} is a multimodal model in .bin files, but draftlab import reads only safetensors of such "
+            "models; use a copy with safetensors"
+        )
 
 
 def _loaded_config(config: dict[str, object], model: Any) -> dict[str, object]:

@@ -59,18 +59,33 @@ ENCODERS = (
 # Buffers in old checkpoints of LLaMA 1 and 2, which are ignored because transformers computes them.
 BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|position_ids)$")
 
-Kind = Literal["gguf", "bin", "adapter"]
+Kind = Literal["gguf", "bin", "adapter", "multimodal"]
 NOUNS: dict[Kind, str] = {
     "gguf": "a GGUF file",
     "bin": "a checkpoint in .bin files",
     "adapter": "a PEFT adapter",
+    "multimodal": "a multimodal model",
 }
+# multimodal models whose text part is a causal language model of transformers, by their model_type
+MULTIMODAL = (
+    "internvl",
+    "llama4",
+    "llava",
+    "llava_next",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_vl",
+)
 BIN_SINGLE, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A file or directory that draftlab import can convert to a checkpoint: GGUF, .bin files or a PEFT adapter."""
+    """A file or directory that draftlab import can convert to a checkpoint.
+
+    Kinds are GGUF files, .bin files, PEFT adapters, and multimodal models, whose text part is converted.
+    """
 
     kind: Kind
     path: Path
@@ -95,7 +110,7 @@ def other_layout(path: Path) -> Layout | None:
     if (path / "adapter_config.json").is_file():
         return Layout(kind="adapter", path=path)
     if any(path.glob("*.safetensors")):
-        return None
+        return Layout(kind="multimodal", path=path) if is_multimodal(path) else None
     if any((path / name).is_file() for name in (BIN_SINGLE, BIN_INDEX)):
         return Layout(kind="bin", path=path)
     files = sorted(path.glob("*.gguf"))
@@ -107,6 +122,18 @@ def refuse_other_layout(path: Path) -> None:
     layout = other_layout(path)
     if layout is not None:
         raise UserError(f"{path} is {layout.advice()}")
+
+
+def is_multimodal(directory: Path) -> bool:
+    """Return whether config.json in a directory is that of a multimodal model in MULTIMODAL."""
+    file = directory / CONFIG
+    return file.is_file() and read_object(file).get("model_type") in MULTIMODAL
+
+
+def refuse_multimodal(directory: Path, name: str) -> None:
+    """Raise UserError if a checkpoint has more parts than its text part. name: Its name, to import it by."""
+    if is_multimodal(directory):
+        raise UserError(f"{name} is {Layout(kind='multimodal', path=Path(name)).advice()}")
 
 
 Positive = Annotated[float, Field(gt=0, le=3.4e38, strict=True)]  # finite in float32

@@ -99,6 +99,7 @@ def _passes(head: EagleLlama, places: int, k: int) -> list[AttentionMetadata]:
     places: Number of positions at which chains begin.
     """
     own = torch.eye(places, dtype=torch.bool, device=head.device)
+    head.rope.reach(min(places + k, head.context))
     passes, causal = [], torch.ones_like(own).tril()
     for age in range(k):
         read = causal if head.window is None else causal.triu(age - head.window + 1)
@@ -107,7 +108,7 @@ def _passes(head: EagleLlama, places: int, k: int) -> list[AttentionMetadata]:
         new, end = slice(age * places, (age + 1) * places), (age + 1) * places
         passes.append(
             AttentionMetadata(
-                head.cos[at], head.sin[at], mask, (slice(None), slice(None), new), end
+                head.rope.cos[at], head.rope.sin[at], mask, (slice(None), slice(None), new), end
             )
         )
     return passes

@@ -1,4 +1,4 @@
-"""Conversion of GGUF files, .bin files and PEFT adapters to Hugging Face directories; helpers of draftlab init."""
+"""Conversion of checkpoints in other layouts to Hugging Face directories; helpers of draftlab init."""
 
 import importlib.util
 from collections.abc import Mapping
@@ -12,10 +12,21 @@ from transformers import GenerationConfig
 from draftlab import provenance
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.importing import gguf
+from draftlab.importing import adapters, gguf, text_part
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.checkpoint import check_finite
-from draftlab.model.hf_files import NOUNS, Layout, read_head_ids, write_head_ids
+from draftlab.model.hf_files import (
+    NOUNS,
+    Layout,
+    bin_files,
+    check_causal,
+    check_has_tokenizer,
+    has_tokenizer,
+    is_multimodal,
+    read_head_ids,
+    write_head_ids,
+)
+from draftlab.model.tokenizer import check_embeds
 from draftlab.output import Output
 from draftlab.reading import read_object, reading
 
@@ -67,7 +78,7 @@ SHARD = "2GB"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportSource:
-    """A checkpoint to import: GGUF file, .bin files or adapter.
+    """A checkpoint to import, see hf_files.Layout.
 
     dtype: Type of the weights to write. base: Directory of the checkpoint that an adapter is merged into. header:
     Metadata of a GGUF file.
@@ -112,45 +123,65 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
         header = gguf.read_header(layout.path)
         return ImportSource(layout=layout, dtype=dtype or header.dtype(), header=header)
     if layout.kind == "bin":
+        _check_complete(layout.path)
         return ImportSource(layout=layout, dtype=dtype or _stored_dtype(layout.path))
-    named = base or read_object(layout.path / "adapter_config.json").get("base_model_name_or_path")
+    if layout.kind == "multimodal":
+        text_part.check(layout.path)
+        return ImportSource(layout=layout, dtype=dtype or checkpoint.Weights(layout.path).dtype)
+    adapters.read_settings(layout.path)
     try:
-        directory = hub.locate(str(named))
+        directory = hub.locate_model(base or adapters.base_name(layout.path))
+        stored = checkpoint.Weights(directory).dtype
     except UserError as error:
         raise UserError(
             f"the base checkpoint of the adapter {layout.path} cannot be used: {error}; name another base with --base"
         ) from None
-    return ImportSource(
-        layout=layout, dtype=dtype or checkpoint.Weights(directory).dtype, base=directory
-    )
+    if not has_tokenizer(layout.path):
+        check_has_tokenizer(directory)
+    adapters.check_fits(layout.path, directory)
+    return ImportSource(layout=layout, dtype=dtype or stored, base=directory)
 
 
 def convert(source: ImportSource, output: Output) -> None:
-    """Convert an import source to a Hugging Face directory. Raises UserError: load raises it."""
+    """Convert an import source to a Hugging Face directory, and check that it can be loaded.
+
+    Raises:
+        UserError: load raises it, or other commands could not use the directory.
+    """
     output.inputs([source.layout.path, *([source.base] if source.base else [])])
     with output.directory() as work:
         note(f"converting {source.layout.path} to {checkpoint.dtype_name(source.dtype)} weights")
-        model = load(source)
-        # the file's own generation config may fail the validation of transformers
-        model.generation_config = GenerationConfig.from_model_config(model.config)
-        model.save_pretrained(work, max_shard_size=SHARD)
-        fields = read_object(work / "config.json")
-        if source.header is not None:
-            gguf.load_tokenizer(
-                source.header, model.config.max_position_embeddings
-            ).save_pretrained(work)
-            ids = read_head_ids(source.layout.path.parent, model.config.vocab_size)
-            if ids is not None:
-                write_head_ids(work, ids)
+        if source.layout.kind == "multimodal":
+            text_part.write(source.layout.path, work, source.dtype)
         else:
-            directory = source.base or source.layout.path
-            fields = checkpoint.read_config(directory)
-            # an adapter's own tokenizer replaces the base's
-            for folder in (directory, source.layout.path):
-                saving.copy_tokenizer(folder, work)
-        fields.pop("quantization_config", None)
-        saving.write_config(work, fields, checkpoint.dtype_name(model.dtype))
+            _convert_model(source, work)
+        checkpoint.check(work)
+        check_embeds(work)
         output.record(work)
+
+
+def _convert_model(source: ImportSource, work: Path) -> None:
+    """Write the weights, config.json and tokenizer of an import source that transformers loads."""
+    model = load(source)
+    # the file's own generation config may fail the validation of transformers
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    model.save_pretrained(work, max_shard_size=SHARD)
+    fields = read_object(work / "config.json")
+    if source.header is not None:
+        gguf.load_tokenizer(source.header, model.config.max_position_embeddings).save_pretrained(
+            work
+        )
+        ids = read_head_ids(source.layout.path.parent, model.config.vocab_size)
+        if ids is not None:
+            write_head_ids(work, ids)
+    else:
+        directory = source.base or source.layout.path
+        fields = _loaded_config(checkpoint.read_config(directory), model)
+        # an adapter's own tokenizer replaces the base's
+        for folder in (directory, source.layout.path):
+            saving.copy_tokenizer(folder, work)
+    fields.pop("quantization_config", None)
+    saving.write_config(work, fields, checkpoint.dtype_name(model.dtype))
 
 
 def load(source: ImportSource) -> Any:
@@ -162,7 +193,8 @@ def load(source: ImportSource) -> Any:
     if source.header is not None:
         model = gguf.load(source.header, source.dtype)
     elif source.base is not None:
-        model = _merged(checkpoint.load_model(source.base, source.dtype), source)
+        base = checkpoint.load_model(source.base, source.dtype)
+        model = adapters.merge(base, source.layout.path, source.base)
     else:
         model = checkpoint.load_any_files(source.layout.path, source.dtype)
     for name, weight in model.state_dict().items():
@@ -170,27 +202,41 @@ def load(source: ImportSource) -> Any:
     return model
 
 
+def _check_complete(directory: Path) -> None:
+    """Raise UserError if a directory has a head, a model with an encoder, or no tokenizer. No command would use it."""
+    if (kind := hub.head_kind(directory)) is not None:
+        raise UserError(
+            f"{directory} is a head of kind {kind}, but draftlab import converts only complete models; save the head's "
+            "tensors as model.safetensors with safetensors.torch.save_file"
+        )
+    check_causal(directory)
+    check_has_tokenizer(directory)
+    if is_multimodal(directory):
+        raise UserError(
+            f"{directory} is a multimodal model in .bin files, but draftlab import reads only safetensors of such "
+            "models; use a copy with safetensors"
+        )
+
+
+def _loaded_config(config: dict[str, object], model: Any) -> dict[str, object]:
+    """Return a config.json with the vocabulary and the tie of a model, which adapters and stored heads can change."""
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    vocab = model.config.get_text_config().vocab_size
+    part = config.get("text_config")
+    if isinstance(part, dict):
+        part = part | {"vocab_size": vocab, "tie_word_embeddings": tied}
+        return config | {"text_config": part, "tie_word_embeddings": tied}
+    return config | {"vocab_size": vocab, "tie_word_embeddings": tied}
+
+
 def _stored_dtype(directory: Path) -> torch.dtype:
-    """Return the dtype of the first matrix in the first .bin file. Raises UserError: that file has no float matrix."""
-    file = min(directory.glob("*.bin"))
-    with reading(file):
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-        return next(t.dtype for t in tensors.values() if t.ndim > 1 and t.is_floating_point())
-
-
-def _merged(model: Any, source: ImportSource) -> Any:
-    """Merge an adapter into the weights of a model. Raises UserError: the adapter's tensors do not fit the model."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from peft.utils import load_peft_weights
-
-    problem = f"the adapter {source.layout.path} does not fit its base {source.base}"
-    with reading(problem):
-        adapted: Any = PeftModel.from_pretrained(model, str(source.layout.path))
-        stored = load_peft_weights(str(source.layout.path), device="cpu")
-        expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        if odd := sorted(stored.keys() ^ expected.keys()):
-            raise UserError(
-                f"{problem}: only {'the adapter' if odd[0] in stored else 'the base'} has {odd[0]}; name another base "
-                "with --base"
-            )
-        return adapted.merge_and_unload()
+    """Return the dtype of the first matrix in the .bin files. Raises UserError: they are missing, or have no matrix."""
+    for file in bin_files(directory):
+        with reading(file):
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
+            for tensor in tensors.values():
+                if tensor.ndim > 1 and tensor.is_floating_point():
+                    return tensor.dtype
+    raise UserError(
+        f"{directory} has no floating-point matrix in its .bin files; download the checkpoint again"
+    )

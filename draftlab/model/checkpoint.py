@@ -38,6 +38,7 @@ from draftlab.model.hf_files import (
     read_config,
     read_head_ids,
     read_headers,
+    refuse_multimodal,
     vocab_size,
 )
 from draftlab.model.shape import Axis, Shape, block_options
@@ -156,6 +157,7 @@ def check(directory: Path) -> None:
             rolled back, or tensors of a LLaMA-like model disagree with config.json.
     """
     config = read_config(directory)
+    refuse_multimodal(directory, str(directory))
     _check_code(directory, config)
     if is_quantised(config):
         check_quantised_runs(directory, config)
@@ -211,8 +213,9 @@ def _check_floats(directory: Path, headers: Mapping[str, Header]) -> None:
 
 
 def _check_code(directory: Path, config: Mapping[str, object]) -> None:
-    """Raise UserError if transformers lacks the model_type and --trust-remote-code is not set."""
+    """Raise UserError if transformers has no such causal language model and --trust-remote-code is not set."""
     from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING and not trusts_remote_code():
@@ -220,6 +223,11 @@ def _check_code(directory: Path, config: Mapping[str, object]) -> None:
         remedy = own if "auto_map" in config else "run pip install --upgrade transformers"
         raise UserError(
             f"{directory}: the installed transformers lacks the model_type {one_line(kind, 80)!r}; {remedy}"
+        )
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trusts_remote_code():
+        raise UserError(
+            f"{directory}: transformers has no causal language model of the model_type {one_line(kind, 80)!r}; use a "
+            "text model with the same tokenizer"
         )
 
 

@@ -86,6 +86,7 @@ class CudaGraphLlama(Llama):
 
     def __init__(self, model: Llama) -> None:
         vars(self).update(vars(model))
+        self.rope.reach(self.context)  # once, because a graph keeps the place of its tensors
         self._stores: list[_Store] = []
         # Graphs of passes can share one memory pool, because their logits are outside it. Each graph of draft() has
         # its own pool.

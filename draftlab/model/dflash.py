@@ -38,7 +38,7 @@ from draftlab.model.eagle import (
     read_tensors,
     sizes_of,
 )
-from draftlab.model.llama import Cache, rms_norm, rotary, rotary_tables, spread
+from draftlab.model.llama import Cache, RotaryTables, rms_norm, rotary, spread
 from draftlab.model.saving import save_finite, write_config
 from draftlab.model.size import ApproximateSize
 from draftlab.reading import reading
@@ -142,7 +142,7 @@ class DFlash:
             head,
             ids,
         )
-        self.cos, self.sin = rotary_tables(*rope, config.context, embed)
+        self.rope = RotaryTables(*rope, config.context, embed)
 
     @property
     def device(self) -> torch.device:
@@ -169,6 +169,7 @@ class DFlash:
         """
         c = self.config
         self.check_fits(capacity)
+        self.rope.reach(capacity + c.block_size)
         size = (c.layers, rows, c.kv_heads, capacity + c.block_size, c.head_dim)
         return Cache(self.embed.new_zeros(size), self.embed.new_zeros(size))
 
@@ -242,9 +243,8 @@ class DFlash:
 
     def _places(self, positions: Tensor) -> Places:
         rows = torch.arange(len(positions), device=self.device).unsqueeze(1)
-        return Places(
-            rows, positions, self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
-        )
+        cos, sin = (table[positions].unsqueeze(2) for table in (self.rope.cos, self.rope.sin))
+        return Places(rows, positions, cos, sin)
 
     def _mask(self, window: int | None, causal: bool, positions: Tensor, end: int) -> Tensor:
         """Return the attention mask of a block over the first `end` positions, bool [B, 1, T, end].

@@ -57,6 +57,8 @@ SUPPORTED: dict[str, tuple[object, ...]] = {
     "bias": (False,),
     "use_aux_norm": (False,),
 }
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+LM_HEADS = ("lm_head.weight", "embed_out.weight")
 LAYER = {"native": "midlayer.", "speculators": "layers.0."}
 
 
@@ -283,6 +285,12 @@ class HeadShape(HeadSizes):
             }
         return sizes
 
+    def check_tensors(self, sizes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+        """Check the tensors of a head, see HeadSizes. A head that predicts all ids may use the target's lm_head."""
+        if (self.draft_vocab, self.hidden) == (self.vocab, self.target_hidden):
+            sizes = {"lm_head.weight": (self.vocab, self.hidden)} | dict(sizes)
+        super().check_tensors(sizes, folder)
+
     def layer_json(self) -> dict[str, Any]:
         """Return the fields of the layer's LlamaConfig that this shape determines, by transformers' names."""
         fields = {name: getattr(self, field) for field, name in LAYER_FIELDS.items()}
@@ -450,16 +458,22 @@ def read(
     Raises:
         UserError: the errors of check and read_as.
     """
-    return read_as(check(folder, target), folder, dtype, device)
+    return read_as(check(folder, target), folder, target, dtype, device)
 
 
-def read_as(config: HeadShape, folder: Path, dtype: torch.dtype, device: torch.device) -> Head:
-    """Read the weights of a head that check() accepts. config: The result of check().
+def read_as(
+    config: HeadShape, folder: Path, target: Path, dtype: torch.dtype, device: torch.device
+) -> Head:
+    """Read the weights of a head that check() accepts. A head without lm_head has the target's.
+
+    config: The result of check().
 
     Raises:
         UserError: a weight is not finite, or draft_ids() refuses d2t and t2d.
     """
     tensors = read_tensors(folder, _plain)
+    if "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"] = _target_head(target, config)
     offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab, dtype=torch.long))
     ids = draft_ids(offsets, tensors.get("t2d"), config.vocab, folder)
     moved = {name: tensor.to(device, dtype) for name, tensor in tensors.items() if name != "t2d"}
@@ -552,14 +566,32 @@ def write(
 
 def _target_embedding(target: Path, config: HeadShape) -> Tensor:
     """Return the target's embedding, [V, E]. Raises UserError: no tensor has the name and size of an embedding."""
+    embedding = _target_matrix(target, config, EMBEDDINGS)
+    if embedding is None:
+        raise UserError(
+            f"{target} has no embed_tokens.weight, which a head in the layout of speculators needs; use --to vllm"
+        )
+    return embedding
+
+
+def _target_head(target: Path, config: HeadShape) -> Tensor:
+    """Return the target's LM head, [V, E]: its embedding if no other is stored. Raises UserError: neither is stored."""
+    for names in (LM_HEADS, EMBEDDINGS):
+        if (matrix := _target_matrix(target, config, names)) is not None:
+            return matrix
+    raise UserError(
+        f"the head has no lm_head.weight, and its target {target} has none of the size "
+        f"{(config.vocab, config.hidden)}; use a head with lm_head.weight"
+    )
+
+
+def _target_matrix(target: Path, config: HeadShape, names: tuple[str, ...]) -> Tensor | None:
+    """Return the tensor of a target that has the size [V, E] and one of the names, or None."""
     weights = checkpoint.Weights(target)
     for name in weights:
-        sized = weights.shape(name) == (config.vocab, config.hidden)
-        if sized and name.endswith(("embed_tokens.weight", "wte.weight")):
+        if weights.shape(name) == (config.vocab, config.hidden) and name.endswith(names):
             return weights[name]
-    raise UserError(
-        f"{target} has no embed_tokens.weight, which a head in the layout of speculators needs; use --to vllm"
-    )
+    return None
 
 
 def _native_json(config: HeadShape) -> dict[str, object]:

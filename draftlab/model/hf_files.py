@@ -5,7 +5,7 @@ import math
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -59,18 +59,33 @@ ENCODERS = (
 # Buffers in old checkpoints of LLaMA 1 and 2, which are ignored because transformers computes them.
 BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.masked_bias|position_ids)$")
 
-Kind = Literal["gguf", "bin", "adapter"]
+Kind = Literal["gguf", "bin", "adapter", "multimodal"]
 NOUNS: dict[Kind, str] = {
     "gguf": "a GGUF file",
     "bin": "a checkpoint in .bin files",
     "adapter": "a PEFT adapter",
+    "multimodal": "a multimodal model",
 }
-BIN_FILES = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+# multimodal models whose text part is a causal language model of transformers, by their model_type
+MULTIMODAL = (
+    "internvl",
+    "llama4",
+    "llava",
+    "llava_next",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_vl",
+)
+BIN_SINGLE, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A file or directory that draftlab import can convert to a checkpoint: GGUF, .bin files or a PEFT adapter."""
+    """A file or directory that draftlab import can convert to a checkpoint.
+
+    Kinds are GGUF files, .bin files, PEFT adapters, and multimodal models, whose text part is converted.
+    """
 
     kind: Kind
     path: Path
@@ -95,8 +110,8 @@ def other_layout(path: Path) -> Layout | None:
     if (path / "adapter_config.json").is_file():
         return Layout(kind="adapter", path=path)
     if any(path.glob("*.safetensors")):
-        return None
-    if any((path / name).is_file() for name in BIN_FILES):
+        return Layout(kind="multimodal", path=path) if is_multimodal(path) else None
+    if any((path / name).is_file() for name in (BIN_SINGLE, BIN_INDEX)):
         return Layout(kind="bin", path=path)
     files = sorted(path.glob("*.gguf"))
     return Layout(kind="gguf", path=files[0]) if len(files) == 1 else None
@@ -107,6 +122,18 @@ def refuse_other_layout(path: Path) -> None:
     layout = other_layout(path)
     if layout is not None:
         raise UserError(f"{path} is {layout.advice()}")
+
+
+def is_multimodal(directory: Path) -> bool:
+    """Return whether config.json in a directory is that of a multimodal model in MULTIMODAL."""
+    file = directory / CONFIG
+    return file.is_file() and read_object(file).get("model_type") in MULTIMODAL
+
+
+def refuse_multimodal(directory: Path, name: str) -> None:
+    """Raise UserError if a checkpoint has more parts than its text part. name: Its name, to import it by."""
+    if is_multimodal(directory):
+        raise UserError(f"{name} is {Layout(kind='multimodal', path=Path(name)).advice()}")
 
 
 Positive = Annotated[float, Field(gt=0, le=3.4e38, strict=True)]  # finite in float32
@@ -262,9 +289,13 @@ def check_length(model: Path | None, seq_len: int) -> None:
         )
 
 
+def has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in VOCABULARY_FILES)
+
+
 def check_has_tokenizer(directory: Path) -> None:
     """Raise UserError if the directory has no tokenizer. transformers would instead create an empty tokenizer."""
-    if not any((directory / name).is_file() for name in VOCABULARY_FILES):
+    if not has_tokenizer(directory):
         raise UserError(
             f"{directory} has no tokenizer; add one of these files: {', '.join(VOCABULARY_FILES)}"
         )
@@ -383,11 +414,20 @@ def weight_files(directory: Path) -> Mapping[Path, set[str] | None]:
     files: dict[Path, set[str]] = defaultdict(set)
     for tensor, name in read_index(directory / INDEX).items():
         files[directory / name].add(tensor)
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise UserError(
-            f"{directory} has no {missing[0]}, which is listed in its {INDEX}; download the checkpoint again"
-        )
+    _check_listed(files, directory / INDEX)
+    return files
+
+
+def bin_files(directory: Path) -> list[Path]:
+    """Return the .bin files of a checkpoint: pytorch_model.bin or, as in transformers, else the files in its index.
+
+    Raises:
+        UserError: the index cannot be read, or a file in the index is missing.
+    """
+    if (directory / BIN_SINGLE).is_file():
+        return [directory / BIN_SINGLE]
+    files = [directory / name for name in sorted(set(read_index(directory / BIN_INDEX).values()))]
+    _check_listed(files, directory / BIN_INDEX)
     return files
 
 
@@ -396,6 +436,15 @@ def read_index(file: Path) -> dict[str, str]:
     with reading(f"{file}: weight_map"):
         return TypeAdapter(dict[str, str]).validate_python(
             read_object(file).get("weight_map"), strict=True
+        )
+
+
+def _check_listed(files: Iterable[Path], index: Path) -> None:
+    """Raise UserError if a file that an index lists is missing."""
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise UserError(
+            f"{index.parent} has no {missing[0]}, which is listed in its {index.name}; download the checkpoint again"
         )
 
 

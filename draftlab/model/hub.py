@@ -20,8 +20,10 @@ from draftlab.model.hf_files import (
     Layout,
     check_causal,
     check_has_tokenizer,
+    is_multimodal,
     other_layout,
     read_index,
+    refuse_multimodal,
     refuse_other_layout,
     weight_files,
 )
@@ -90,6 +92,7 @@ def locate(name: str | Path, weights: bool = True, known: Iterable[str] = ()) ->
         check_causal(path)
         if weights:
             weight_files(path)
+            refuse_multimodal(path, name)
         return path
     if path.is_file():
         refuse_other_layout(path)
@@ -118,7 +121,7 @@ def _is_hub_name(name: str) -> bool:
 
 
 def import_source(name: str) -> Layout:
-    """Return the Layout of a checkpoint to import: a path, or a hub repository with .bin files or an adapter.
+    """Return the Layout of a checkpoint to import: a path, or a hub repository with anything but a GGUF file.
 
     The files of a hub repository are downloaded.
 
@@ -128,6 +131,7 @@ def import_source(name: str) -> Layout:
     path = Path(name)
     if not path.exists() and _is_hub_name(name):
         path = _fetch(name, [*PLAIN, "pytorch_model*.bin", "adapter_model.*"])
+        path = _with_weights(name, path) if is_multimodal(path) else path
     layout = other_layout(path) if path.exists() else None
     if layout is None:
         raise UserError(
@@ -297,7 +301,20 @@ def _from_hub(name: str, weights: bool) -> Path:
     if not (directory / "config.json").is_file():
         raise UserError(f"{name} is not a checkpoint, because it has no config.json; {IMPORTED}")
     check_causal(directory)
-    if not weights or (directory / SINGLE).is_file():
+    if weights:
+        refuse_multimodal(directory, name)
+    return _with_weights(name, directory) if weights else directory
+
+
+def _with_weights(name: str, directory: Path) -> Path:
+    """Download the weights of a hub repository.
+
+    directory: Its directory in the hub's cache, with config.json.
+
+    Raises:
+        UserError: the repository has no safetensors, or the errors of _fetch.
+    """
+    if (directory / SINGLE).is_file():
         return directory
     index = directory / INDEX
     files = sorted(set(read_index(index).values())) if index.is_file() else [SINGLE]

@@ -167,7 +167,7 @@ class Llama(Decoder):
         self.pard_token: int | None = None  # mask token of a parallel draft (model/parallel.py)
         self.norm = weights[names["norm"]]
         self.blocks = [_block(shape, weights, layer) for layer in range(shape.layers)]
-        self.cos, self.sin = rotary_tables(inv_freq, rope_scale, context, self.embed)
+        self.rope = RotaryTables(inv_freq, rope_scale, context, self.embed)
 
     @property
     def device(self) -> torch.device:
@@ -208,6 +208,7 @@ class Llama(Decoder):
             UserError: capacity exceeds the model's context.
         """
         self.check_fits(capacity)
+        self.rope.reach(capacity)
         s = self.shape
         size = (s.layers, rows, s.kv_heads, capacity, s.head_dim)
         return Cache(self.embed.new_zeros(size), self.embed.new_zeros(size))
@@ -282,7 +283,12 @@ class Llama(Decoder):
             mask = causal_lower_right(width, end)
         new = slice(start, end)
         return AttentionMetadata(
-            self.cos[new], self.sin[new], mask, (slice(None), slice(None), new), end, folded
+            self.rope.cos[new],
+            self.rope.sin[new],
+            mask,
+            (slice(None), slice(None), new),
+            end,
+            folded,
         )
 
     def attention_metadata(
@@ -309,7 +315,7 @@ class Llama(Decoder):
         attended = attended.unsqueeze(1)
         rows = torch.arange(len(used), device=used.device).unsqueeze(1)
         positions = used + own.depth
-        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        cos, sin = (table[positions].unsqueeze(1) for table in (self.rope.cos, self.rope.sin))
         slots = used + torch.arange(width, device=used.device)
         folded = width <= NARROW
         mask = self._folded_mask(attended) if folded else attended
@@ -505,22 +511,48 @@ def spread(logits: Tensor, ids: Tensor, vocab: int) -> Tensor:
     return full.index_copy_(-1, ids, logits)
 
 
+class RotaryTables:
+    """The rotary tables cos and sin, [length, C] each. They are as long as the longest text so far.
+
+    A context of a million tokens would need gigabytes, although most requests are short.
+    """
+
+    def __init__(self, inv_freq: Tensor, scale: float, context: int, like: Tensor) -> None:
+        """Make empty tables.
+
+        Args:
+            inv_freq: Rotary frequencies, [C / 2].
+            scale: Factor of both tables.
+            context: Largest length.
+            like: A tensor with the dtype and the device of the tables.
+        """
+        self._inv_freq, self._scale, self.context, self._like = inv_freq, scale, context, like
+        self.cos, self.sin = rotary_tables(inv_freq, scale, 0, like)
+
+    def reach(self, length: int) -> None:
+        """Make the tables long enough for texts of `length` tokens, which is at most the context."""
+        if length > len(self.cos):
+            longer = min(self.context, max(length, 2 * len(self.cos), LEAST_ROTARY))
+            self.cos, self.sin = rotary_tables(self._inv_freq, self._scale, longer, self._like)
+
+
 def rotary_tables(
-    inv_freq: Tensor, scale: float, context: int, like: Tensor
+    inv_freq: Tensor, scale: float, length: int, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the rotary tables cos and sin, [context, C] each, in the dtype and on the device of `like`.
+    """Return the rotary tables cos and sin, [length, C] each, in the dtype and on the device of `like`.
 
     The table sin includes the sign of rotate_half: the rotated x is x cos + x.roll(C / 2, -1) sin.
 
     inv_freq: Rotary frequencies, [C / 2]. scale: Factor of both tables.
     """
-    angles = torch.outer(torch.arange(context, dtype=torch.float32), inv_freq.float().cpu())
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), inv_freq.float().cpu())
     angles = torch.cat([angles, angles], -1)
     sign = torch.ones(angles.shape[1])
     sign[: len(inv_freq)] = -1
     return (angles.cos() * scale).to(like), (angles.sin() * scale * sign).to(like)
 
 
+LEAST_ROTARY = 4096  # tokens
 ROPE_KINDS = (
     "default",
     "linear",

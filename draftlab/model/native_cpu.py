@@ -125,7 +125,8 @@ class NativeLlama(Llama):
         self._tensors: list[
             Tensor
         ] = []  # these tensors must outlive the C structures that point to them
-        self._positions = len(self.cos)
+        self._positions = 0  # length of the rotary tables that C++ reads
+        self._tables: list[Tensor] = []
         self._model = self._structure()
 
     @property
@@ -158,6 +159,7 @@ class NativeLlama(Llama):
         last = last or width
         if not 0 < last <= width:
             raise ValueError(f"last is {last}, but must be from 0 to the {width} tokens of a row")
+        self._follow_tables()
         if end_of_pass(cache, width) > self._positions:
             raise ValueError(f"positions {cache.used} exceed the model's {self._positions}")
         if len(cache.used) != rows:
@@ -215,6 +217,18 @@ class NativeLlama(Llama):
         cache.used = [used + width for used in cache.used]
         return logits
 
+    def _follow_tables(self) -> None:
+        """Point C++ to the rotary tables, which a cache for longer texts makes longer."""
+        if self._positions == len(self.rope.cos):
+            return
+        self._positions = len(self.rope.cos)
+        size = (self._positions, self.shape.head_dim)
+        self._tables = [
+            _checked("rotary", table, (self.embed.dtype, torch.float32), size).float().contiguous()
+            for table in (self.rope.cos, self.rope.sin)
+        ]
+        self._model.cos, self._model.sin = (table.data_ptr() for table in self._tables)
+
     def _structure(self) -> _Model:
         s = self.shape
         outputs = s.vocab if self.head_ids is None else len(self.head_ids)
@@ -236,7 +250,8 @@ class NativeLlama(Llama):
                 _checked("embed", self.embed, (self.embed.dtype,), (len(self.embed), s.hidden))
             ),
             self._floats(self.norm, s.hidden),
-            *(self._floats(table, self._positions, s.head_dim) for table in (self.cos, self.sin)),
+            None,
+            None,
             self._matrix(self.head, None, outputs, s.hidden),
             layers,
             self._floats(self.hidden_norm, s.hidden),

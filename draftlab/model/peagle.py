@@ -74,4 +74,6 @@ def load(
 ) -> PEagle:
     """Load a P-EAGLE head in the dtype of its target. Raises UserError: the errors of check and eagle.read_as."""
     shape, embedding = check(folder, target_path), target.embed.to(device)
-    return PEagle(eagle.read_as(shape, folder, embedding.dtype, device), embedding, folder)
+    return PEagle(
+        eagle.read_as(shape, folder, target_path, embedding.dtype, device), embedding, folder
+    )

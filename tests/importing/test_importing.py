@@ -237,13 +237,18 @@ def test_bin_files_become_safetensors_bit_for_bit(bins, family_dirs, tmp_path):
 
 
 def test_one_old_bin_file_with_a_tied_head_and_a_buffer(family_dirs, tmp_path):
-    """As 2020's repositories have it: not a zip archive, the head beside the embedding, names without a use."""
+    """As 2020's repositories have it: not a zip archive, the head beside the embedding, names without a use.
+
+    accelerate's state of the optimizer lies beside it, whose name comes first in the alphabet.
+    """
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=307)).eval()
     model.config.save_pretrained(tmp_path / "old")
     buffer = torch.ones(1, 1, 8, 8, dtype=torch.bool)
     state = model.state_dict() | {"transformer.h.0.attn.bias": buffer}
     torch.save(state, tmp_path / "old/pytorch_model.bin", _use_new_zipfile_serialization=False)
+    torch.save({"state": {0: {"step": 3}}, "param_groups": []}, tmp_path / "old/optimizer.bin")
+    copy_tokenizer(family_dirs["llama"], tmp_path / "old")
     imported(tmp_path / "old", tmp_path / "out")
     with torch.no_grad():
         assert_rounds(logits(tmp_path / "out"), model(IDS).logits)
@@ -315,6 +320,11 @@ def test_code_in_a_pickle_is_not_run(bins, tmp_path):
     [
         lambda bins: (bins / "b.bin").write_bytes((bins / "b.bin").read_bytes()[:900]),
         lambda bins: edit(bins / "config.json", hidden_size=32),
+        lambda bins: (bins / "a.bin").unlink(),
+        lambda bins: edit(bins / "pytorch_model.bin.index.json", weight_map={}),
+        lambda bins: edit(bins / "config.json", draft_vocab_size=32),
+        lambda bins: edit(bins / "config.json", is_encoder_decoder=True),
+        lambda bins: (bins / "tokenizer.json").unlink(),
     ],
 )
 def test_bin_files_that_are_wrong_are_refused(spoil, bins, tmp_path):

@@ -63,8 +63,7 @@ def test_memory_and_graphs_serve_the_next_text_and_never_two_at_once(family_dirs
 def test_no_graph_is_captured_in_a_pass_that_counts(family_dirs, device, monkeypatch):
     """Prompts of several lengths, of which the longest needs a longer cache to speculate than to decode plainly."""
     model = llama.load(family_dirs["llama"], torch.float32, torch.device(device))
-    model.context = 3 * BUCKET
-    model.cos, model.sin = (table.repeat(3, 1) for table in (model.cos, model.sin))
+    model.context = model.rope.context = 3 * BUCKET
     target, draft = CudaGraphLlama(model), CudaGraphLlama(model)
     prompts, counts = [[5, 6, 7] * n for n in (3, 82, 10, 160, 40)], []
 

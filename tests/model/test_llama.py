@@ -131,3 +131,18 @@ def test_what_is_not_computed_is_known_before_weights_are_read(family_dirs, tmp_
     with raises_option(said):
         llama.check_supported(place)
     assert isinstance(modes.load(place, torch.float32, torch.device("cpu")), HFDecoder)
+
+
+def test_rotary_tables_are_as_long_as_the_request(family_dirs):
+    """A context of a million tokens costs nothing until a text needs it, and a longer text changes no value."""
+    model = llama.load(family_dirs["llama"], torch.float32)
+    model.context = model.rope.context = 1_000_000
+    both = (model, modes.with_mode(model, "native"))
+    before = [each.forward_uncached(IDS, 3) for each in both]
+    short, cos = len(model.rope.cos), model.rope.cos
+    assert short < 10_000
+    model.new_cache(1, short + 1)
+    assert len(model.rope.cos) > short
+    assert torch.equal(model.rope.cos[:short], cos)
+    for each, expected in zip(both, before, strict=True):
+        assert torch.equal(each.forward_uncached(IDS, 3), expected)

@@ -60,12 +60,13 @@ def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
         f'exec vllm serve {shlex.quote(config.target)} --speculative-config "{settings}" "$@"',
         "",
     ]
+    output.inputs([config.heads])
     with output.directory() as work:
         ready = {name: tensor.to(heads.dtype).contiguous() for name, tensor in tensors.items()}
         save_file(ready, work / "model.safetensors", metadata={"format": "pt"})
         (work / "config.json").write_text(json.dumps(content, indent=2))
         (work / "serve.sh").write_text("\n".join(script))
-        output.record(work, [config.heads], k=k)
+        output.record(work, k=k)
     path = str(output.out)
     return Outcome(
         path=output.out, show=[f"serve with: sh {path}/serve.sh", path], data={"path": path, "k": k}

@@ -81,8 +81,9 @@ def _write(config: ImportPaperTraceConfig, output: Output) -> "Manifest":
     def shard(number: int) -> "Sequence[TargetOutput]":
         return outputs[number * REPLAY_SHARD : (number + 1) * REPLAY_SHARD]
 
+    output.inputs([config.file, config.prompt_file])
     manifest = write_store(output.out, manifest, shard, tokenizer=directory)
-    output.record(output.out, [config.file, config.prompt_file])
+    output.record(output.out)
     return manifest
 
 

@@ -131,6 +131,7 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
     adapters.read_settings(layout.path)
     try:
         directory = hub.locate_model(base or adapters.base_name(layout.path))
+        checkpoint.check_unquantised(directory, checkpoint.read_config(directory))
         stored = checkpoint.Weights(directory).dtype
     except UserError as error:
         raise UserError(

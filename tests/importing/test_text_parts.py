@@ -48,7 +48,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def multimodal(kind: str, tokenizer: Path, out: Path, **fields: Any) -> torch.Tensor:
     """Save a small random model with an image part, and return its logits of IDS."""
     text, vision = MODELS[kind]
-    config = CONFIG_MAPPING[kind](text_config=text, vision_config=vision, **fields)
+    made: Any = CONFIG_MAPPING[kind]
+    config = made(text_config=text, vision_config=vision, **fields)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config).eval()
     with torch.no_grad():
@@ -127,8 +128,8 @@ def test_a_multimodal_model_is_refused_with_the_command_that_imports_it(tokenize
 def test_a_multimodal_model_without_a_text_part_is_refused_by_its_model_type(
     tokenizer_dir, tmp_path
 ):
-    config = CONFIG_MAPPING["paligemma"](text_config=TEXT | {"model_type": "gemma"})
-    config.save_pretrained(tmp_path)
+    made: Any = CONFIG_MAPPING["paligemma"]
+    made(text_config=TEXT | {"model_type": "gemma"}).save_pretrained(tmp_path)
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     copy_tokenizer(tokenizer_dir, tmp_path)
     with raises_option(tmp_path, "paligemma"):

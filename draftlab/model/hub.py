@@ -23,8 +23,8 @@ from draftlab.model.hf_files import (
     is_multimodal,
     other_layout,
     read_index,
-    refuse_unconverted,
     refuse_other_layout,
+    refuse_unconverted,
     weight_files,
 )
 from draftlab.reading import read_object

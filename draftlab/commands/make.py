@@ -180,7 +180,7 @@ def prepare_import(config: ImportConfig, weights: bool) -> "Job[ImportSource]":
 
 @command(ImportConfig, name="import", prepare=prepare_import, dry_run=True)
 def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
-    """Convert a GGUF file, .bin files, a LoRA adapter with its base, or a multimodal model to a Hugging Face directory."""
+    """Convert a GGUF file, .bin files, a LoRA adapter and its base, or a multimodal model to a text checkpoint."""
     data = {"path": str(output.out), **source.facts()}
     return Outcome(
         path=output.out,

@@ -137,9 +137,9 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
         raise UserError(
             f"the base checkpoint of the adapter {layout.path} cannot be used: {error}; name another base with --base"
         ) from None
+    adapters.check_fits(layout.path, directory)
     if not has_tokenizer(layout.path):
         check_has_tokenizer(directory)
-    adapters.check_fits(layout.path, directory)
     return ImportSource(layout=layout, dtype=dtype or stored, base=directory)
 
 

@@ -80,7 +80,7 @@ class ImportConfig(OutputConfig):
     """The settings of the command `import`, which converts checkpoints in other layouts to Hugging Face directories."""
 
     source: str = option(
-        help="A GGUF file, or a directory or hub name with pytorch_model.bin or a PEFT adapter.",
+        help="A GGUF file, or a directory or hub name with pytorch_model.bin, a LoRA adapter or a multimodal model.",
         argument=True,
     )
     base: str | None = option(
@@ -180,7 +180,7 @@ def prepare_import(config: ImportConfig, weights: bool) -> "Job[ImportSource]":
 
 @command(ImportConfig, name="import", prepare=prepare_import, dry_run=True)
 def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
-    """Convert a GGUF file, .bin files, or a PEFT adapter and its base to a Hugging Face directory."""
+    """Convert a GGUF file, .bin files, a LoRA adapter and its base, or a multimodal model to a text checkpoint."""
     data = {"path": str(output.out), **source.facts()}
     return Outcome(
         path=output.out,

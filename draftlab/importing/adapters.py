@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint
+from draftlab.model.hf_files import ADAPTER
 from draftlab.reading import read_object, reading
 
-CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."  # of the names of tensors in an adapter
 Names = list[str] | str
@@ -77,7 +77,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: the adapter is no LoRA adapter, or a field has a value that cannot be merged into a base.
     """
-    file = folder / CONFIG
+    file = folder / ADAPTER
     content = read_object(file)
     if "peft_type" not in content:
         raise UserError(f"{file} has no peft_type; save the adapter with PEFT's save_pretrained")
@@ -101,7 +101,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def base_name(folder: Path) -> str:
     """Return the name of the base in an adapter's config: a path, or a hub name with the revision, if it has one."""
-    content = read_object(folder / CONFIG)
+    content = read_object(folder / ADAPTER)
     name, revision = content.get("base_model_name_or_path"), content.get("revision")
     return f"{name}@{revision}" if revision and not Path(str(name)).exists() else str(name)
 
@@ -110,10 +110,9 @@ def check_fits(folder: Path, base: Path) -> None:
     """Check, without the base's weights, that an adapter can be merged into a base.
 
     Raises:
-        UserError: the base is quantised, the adapter is for another base, or it cannot be merged.
+        UserError: the adapter is for another base, or it cannot be merged.
     """
     config = checkpoint.read_config(base)
-    checkpoint.check_unquantised(base, config)
     merge(checkpoint.meta_model(config, torch.float32), folder, base)
 
 
@@ -164,7 +163,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if file is None:
         raise UserError(
-            f"{folder} has {CONFIG}, but no {WEIGHTS[0]}; download or save the adapter again"
+            f"{folder} has {ADAPTER}, but no {WEIGHTS[0]}; download or save the adapter again"
         )
     with reading(file):
         if file.suffix == ".safetensors":

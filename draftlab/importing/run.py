@@ -131,14 +131,15 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
     adapters.read_settings(layout.path)
     try:
         directory = hub.locate_model(base or adapters.base_name(layout.path))
+        checkpoint.check_unquantised(directory, checkpoint.read_config(directory))
         stored = checkpoint.Weights(directory).dtype
     except UserError as error:
         raise UserError(
             f"the base checkpoint of the adapter {layout.path} cannot be used: {error}; name another base with --base"
         ) from None
+    adapters.check_fits(layout.path, directory)
     if not has_tokenizer(layout.path):
         check_has_tokenizer(directory)
-    adapters.check_fits(layout.path, directory)
     return ImportSource(layout=layout, dtype=dtype or stored, base=directory)
 
 

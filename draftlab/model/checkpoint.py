@@ -38,7 +38,7 @@ from draftlab.model.hf_files import (
     read_config,
     read_head_ids,
     read_headers,
-    refuse_multimodal,
+    refuse_unconverted,
     vocab_size,
 )
 from draftlab.model.shape import Axis, Shape, block_options
@@ -157,7 +157,7 @@ def check(directory: Path) -> None:
             rolled back, or tensors of a LLaMA-like model disagree with config.json.
     """
     config = read_config(directory)
-    refuse_multimodal(directory, str(directory))
+    refuse_unconverted(directory, str(directory))
     _check_code(directory, config)
     if is_quantised(config):
         check_quantised_runs(directory, config)

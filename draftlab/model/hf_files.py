@@ -77,6 +77,7 @@ MULTIMODAL = (
     "qwen2_vl",
     "qwen3_vl",
 )
+ADAPTER = "adapter_config.json"
 BIN_SINGLE, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
@@ -107,7 +108,7 @@ def other_layout(path: Path) -> Layout | None:
         return Layout(kind="gguf", path=path)
     if path.suffix == ".bin":
         return other_layout(path.parent)
-    if (path / "adapter_config.json").is_file():
+    if (path / ADAPTER).is_file():
         return Layout(kind="adapter", path=path)
     if any(path.glob("*.safetensors")):
         return Layout(kind="multimodal", path=path) if is_multimodal(path) else None
@@ -130,10 +131,14 @@ def is_multimodal(directory: Path) -> bool:
     return file.is_file() and read_object(file).get("model_type") in MULTIMODAL
 
 
-def refuse_multimodal(directory: Path, name: str) -> None:
-    """Raise UserError if a checkpoint has more parts than its text part. name: Its name, to import it by."""
-    if is_multimodal(directory):
-        raise UserError(f"{name} is {Layout(kind='multimodal', path=Path(name)).advice()}")
+def refuse_unconverted(directory: Path, name: str) -> None:
+    """Raise UserError if a checkpoint is not only a text model: it is multimodal, or has an adapter beside its weights.
+
+    transformers would load the base of such an adapter in place of the weights. name: Name of the checkpoint to import.
+    """
+    kind: Kind = "adapter" if (directory / ADAPTER).is_file() else "multimodal"
+    if kind == "adapter" or is_multimodal(directory):
+        raise UserError(f"{name} is {Layout(kind=kind, path=Path(name)).advice()}")
 
 
 Positive = Annotated[float, Field(gt=0, le=3.4e38, strict=True)]  # finite in float32

@@ -23,8 +23,8 @@ from draftlab.model.hf_files import (
     is_multimodal,
     other_layout,
     read_index,
-    refuse_multimodal,
     refuse_other_layout,
+    refuse_unconverted,
     weight_files,
 )
 from draftlab.reading import read_object
@@ -92,7 +92,7 @@ def locate(name: str | Path, weights: bool = True, known: Iterable[str] = ()) ->
         check_causal(path)
         if weights:
             weight_files(path)
-            refuse_multimodal(path, name)
+            refuse_unconverted(path, name)
         return path
     if path.is_file():
         refuse_other_layout(path)
@@ -302,7 +302,7 @@ def _from_hub(name: str, weights: bool) -> Path:
         raise UserError(f"{name} is not a checkpoint, because it has no config.json; {IMPORTED}")
     check_causal(directory)
     if weights:
-        refuse_multimodal(directory, name)
+        refuse_unconverted(directory, name)
     return _with_weights(name, directory) if weights else directory
 
 

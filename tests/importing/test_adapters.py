@@ -12,13 +12,14 @@ import torch
 from builders import assert_rounds, build
 from errors import raises_option
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from small_files import copy_tokenizer, edit, write_functions
 from transformers import AutoModelForCausalLM
 from typed import call
 
 from draftlab.importing import adapters
 from draftlab.importing.run import inspect
-from draftlab.model import checkpoint
+from draftlab.model import checkpoint, hub
 
 IDS = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 BASES = {"tied": "qwen2_tied", "untied": "llama"}
@@ -90,7 +91,7 @@ def adapt(base: Path, out: Path, **settings: Any) -> torch.Tensor:
         for parameter in adapted.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-        adapted.save_pretrained(out)
+        adapted.save_pretrained(str(out))
         return adapted(input_ids=IDS % (vocab or 307)).logits
 
 
@@ -229,3 +230,47 @@ def test_an_adapter_for_another_base_is_named_with_that_base(changes, form, base
     names = (tmp_path / "adapter", tmp_path / "other", "--base")
     with nullcontext() if fits else raises_option(*names):
         inspect(str(tmp_path / "adapter"), None, str(tmp_path / "other"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_a_head_whose_base_got_new_tokens_lacks_their_embedding(bases, tmp_path):
+    """peft issue 1396: PEFT saves the rows of the head that it targets, and not those of the embedding."""
+    adapt(bases["untied"], tmp_path, vocab=308, target_modules=[Q, HEAD])
+    with raises_option(tmp_path, bases["untied"], "save_embedding_layers"):
+        inspect(str(tmp_path), None, str(bases["untied"]))
+
+
+def test_an_adapter_beside_the_weights_of_a_model_is_not_passed_over(bases, tmp_path):
+    """unsloth issue 1061. transformers loads the adapter's base in place of these weights."""
+    adapt(bases["untied"], tmp_path / "both")
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bases["untied"] / name, tmp_path / "both")
+    for refuse in (hub.locate, checkpoint.check):
+        with raises_option(f"draftlab import {tmp_path}/both"):
+            refuse(tmp_path / "both")
+
+
+def test_an_adapter_of_a_quantised_base_asks_for_another_base(bases, tmp_path):
+    """unsloth issue 2516: adapters that were trained on a base in 4 bits name that base."""
+    shutil.copytree(bases["untied"], tmp_path / "base-bnb-4bit")
+    adapt(tmp_path / "base-bnb-4bit", tmp_path / "adapter")
+    edit(
+        tmp_path / "base-bnb-4bit/config.json", quantization_config={"quant_method": "bitsandbytes"}
+    )
+    with raises_option(tmp_path / "base-bnb-4bit", "--base"):
+        inspect(str(tmp_path / "adapter"), None, None)
+    assert inspect(str(tmp_path / "adapter"), None, str(bases["untied"])).base == bases["untied"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_a_complete_multimodal_model_does_not_fit_its_text_part(bases, tmp_path):
+    """vLLM issue 48022: adapters of the text class and of the multimodal class have other names."""
+    adapt(bases["untied"], tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    renamed = {
+        k.replace(".model.layers", ".model.language_model.layers"): t
+        for k, t in load_file(file).items()
+    }
+    save_file(renamed, file)
+    with raises_option(tmp_path, bases["untied"], "language_model"):
+        inspect(str(tmp_path), None, str(bases["untied"]))

@@ -292,12 +292,6 @@ def test_an_adapter_whose_base_is_elsewhere_is_merged_by_base(adapter, family_di
     assert not torch.allclose(logits(tmp_path / "out"), logits(tmp_path / "moved"), atol=0.1)
 
 
-@pytest.mark.parametrize("changes", [{"num_hidden_layers": 3}, {"intermediate_size": 80}])
-def test_an_adapter_for_another_base_is_refused(changes, adapter, tmp_path):
-    build("llama", **changes).save_pretrained(tmp_path / "other")
-    assert str(adapter) in refused(tmp_path, adapter, f"--base {tmp_path}/other")
-
-
 def test_a_prompt_is_no_change_of_weights(family_dirs, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(family_dirs["llama"])
     prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)

@@ -10,6 +10,7 @@ from errors import raises_option
 from head_texts import draft_ids, random_weights
 from plain_eagle import VARIANTS
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from draftlab.model import checkpoint, eagle
 from draftlab.model.eagle import Head, HeadShape
@@ -62,6 +63,34 @@ def test_speculators_layout_brings_an_embedding_that_is_the_targets_or_the_heads
     assert torch.equal(load_file(tmp_path / "model.safetensors")["embed_tokens.weight"], theirs)
     eagle.write(tmp_path, own, "speculators", target=target, k=3)
     assert torch.equal(cast(Any, eagle.read(tmp_path, target, torch.float32).embedding), embedding)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_of_all_ids_without_lm_head_has_the_targets(tied, family_dirs, tmp_path):
+    """As SGLang and vLLM load such heads."""
+    target = family_dirs["qwen2_tied" if tied else "llama"]
+    shape = eagle.head_config(target, None, 307)
+    head = Head(
+        config=shape, weights=random_weights(shape.sizes()), ids=torch.arange(307), embedding=None
+    )
+    eagle.write(tmp_path, head, "native", target=target, k=3)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    theirs = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).lm_head.weight
+    assert not stored.pop("lm_head.weight").equal(theirs)
+    save_file(stored, file)
+    assert eagle.check(tmp_path, target) == shape
+    read = eagle.read(tmp_path, target, torch.float32)
+    assert read.weights["lm_head.weight"].equal(theirs)
+    assert read.weights["fc.weight"].equal(head.weights["fc.weight"])
+
+
+def test_a_head_of_some_ids_needs_its_own_lm_head(folder, target):
+    stored = load_file(folder / "model.safetensors")
+    del stored["lm_head.weight"]
+    save_file(stored, folder / "model.safetensors")
+    with raises_option(folder, "lm_head.weight"):
+        eagle.check(folder, target)
 
 
 def test_a_head_as_safeailab_writes_it(folder, target):

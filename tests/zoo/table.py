@@ -21,7 +21,8 @@ structure and the file layout of the real checkpoints (`pytest -m slow tests/zoo
 COLUMNS = ("family", "checkpoints tried", "source", "target", "decoded by", "GGUF")
 IMPORT = """
 Weights of checkpoints with a * lie in `.bin` files: every command names the `draftlab import` to type first. GGUF files
-and PEFT adapters are imported in the same way.
+and LoRA adapters are imported in the same way. So is the text part of multimodal models: InternVL, Llama 4, LLaVA,
+LLaVA-NeXT, Mistral 3, Qwen2-VL, Qwen2.5-VL and Qwen3-VL. For text, its logits are those of the complete model.
 
 Models with recurrent layers (Qwen3-Next, Qwen3.5, Falcon-H1, Granite 4, LFM2, Jamba, Mamba) are targets, too, by
 transformers. Such layers cannot take tokens back: the engine keeps a snapshot and reads the accepted tokens a second

@@ -144,6 +144,7 @@ class RecordedLlamaCpp:
         if path == "/tokenize" and self.tokenizer is not None:
             ids = self.tokenizer(body["content"], add_special_tokens=False)["input_ids"]
             return 200, {"tokens": ids}
+        path = path.partition("?")[0]
         pages = {
             "/v1/models": LLAMA_CPP["models"],
             "/props": LLAMA_CPP["props"] | {"default_generation_settings": {"n_ctx": self.n_ctx}},

@@ -181,7 +181,7 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> Job[Measured]:
                 with these settings.
     """
     if config.server:
-        return _prepare_servers(config)
+        return _prepare_servers(config, weights)
     from draftlab.latency.scaling_law import fit_law, law_shapes
     from draftlab.pruning.source import prunable_shape
 
@@ -348,7 +348,7 @@ def _acceptance(text: str, max_tokens: int) -> "Workload":
     return workload_of_replay(read_replay(path))
 
 
-def _prepare_servers(config: ProfileConfig) -> Job[Measured]:
+def _prepare_servers(config: ProfileConfig, weights: bool) -> Job[Measured]:
     """Connect to the servers of profile --server, check them, and return the job.
 
     Raises:
@@ -363,7 +363,9 @@ def _prepare_servers(config: ProfileConfig) -> Job[Measured]:
         )
     with about("--server"):
         servers = [
-            Server.connect(url, config.api_key_file, model=config.served_model_name)
+            Server.connect(
+                url, config.api_key_file, model=config.served_model_name, dry_run=not weights
+            )
             for url in config.server
         ]
         if others := [server for server in servers if server.kind != "vllm"]:

@@ -269,7 +269,7 @@ def prepare(config: ScoreConfig, weights: bool) -> "Job[PlainAnswers | Score | l
     from draftlab.scoring import run, servers
 
     if config.served:
-        served = _served(config, tasks)
+        served = _served(config, tasks, weights)
         return Job(partial(servers.score, served), served.name, served.facts)
     local = _local(config, tasks, weights)
     return Job(partial(run.score, local), local.name, local.facts)
@@ -371,7 +371,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     return comparison
 
 
-def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
+def _served(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "ServedComparison":
     """Connect to the servers, and return the comparison of their speeds."""
     from draftlab.reading import read_model
     from draftlab.servers.client import Server
@@ -386,7 +386,7 @@ def _served(config: ScoreConfig, tasks: "Tasks | None") -> "ServedComparison":
         if url is not None:
             with about(flag):
                 servers[name] = Server.connect(
-                    url, config.api_key_file, model=config.served_model_name
+                    url, config.api_key_file, model=config.served_model_name, dry_run=not weights
                 )
     if config.prompt_file is None:
         check_data(config.data, weights=True)

@@ -8,11 +8,13 @@ import contextlib
 import ipaddress
 import math
 import re
+import threading
 import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +22,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from draftlab.console import note, note_if_slow
+from draftlab.console import note, note_once
 from draftlab.errors import UserError, one_line
 from draftlab.reading import parse_json, reading
 from draftlab.registry import SERVERS
@@ -42,8 +44,10 @@ WORKERS = 8  # concurrent requests to a server that reports no number of slots
 TRIES = 6
 FIRST_PAUSE = 0.5  # seconds before the second attempt; every further pause is twice as long
 ANSWER_SECONDS, CONNECT_SECONDS = 600.0, 10.0
-SILENT_SECONDS = 12.0  # if an answer takes longer, a note is printed
+SILENT_SECONDS = 12.0  # if no answer arrives for longer, a note is printed
+ANSWER_BYTES = 1 << 28  # 64 log-probabilities of 32k tokens take about 150 MB
 BUSY = (429, 503)
+LOCKED = (401, 403)
 MISSING = (404, 405)
 # the server refuses what a request contains, such as a prompt that is too long
 BAD_REQUEST = (400, 413, 422)
@@ -100,7 +104,9 @@ def proxy_of(url: str) -> str | None:
         return None
     proxies = urllib.request.getproxies()
     proxy = proxies.get("https") or proxies.get("all")
-    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
+    if proxy is None or re.match("[a-z][a-z0-9+.-]+://", proxy, re.I):
+        return proxy
+    return f"http://{proxy}"
 
 
 def is_loopback(host: str) -> bool:
@@ -123,10 +129,13 @@ class HttpClient:
 
     Args:
         wait: Function that waits for a number of seconds before the next attempt.
-        seconds: Longest wait for an answer.
+        send_secrets: Whether to send the API key, and the user and password in the address.
+        seconds: Longest time from a request to the end of its answer.
+        most_bytes: Largest size of an answer.
 
     Raises:
-        UserError: The server cannot be reached or refuses a request. The error quotes the server's message.
+        UserError: The server cannot be reached or refuses a request, or its answer is too large. The error quotes the
+            server's message.
     """
 
     def __init__(
@@ -135,27 +144,39 @@ class HttpClient:
         api_key: str | None,
         wait: Callable[[float], None],
         *,
+        send_secrets: bool = True,
         seconds: float = ANSWER_SECONDS,
+        most_bytes: int = ANSWER_BYTES,
     ) -> None:
+        address = httpx.URL(url)
+        if not send_secrets:
+            api_key, address = None, address.copy_with(userinfo=b"")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        # self.url is for messages, so it has no secrets
-        self.url, self.wait, self.seconds = (without_secrets(url), wait, seconds)
+        self.url = without_secrets(url)  # for messages
+        self.wait, self.seconds, self.most_bytes = wait, seconds, most_bytes
+        self.send_secrets, self.answered_at = send_secrets, time.monotonic()
         proxy = proxy_of(url)
         shown = "" if proxy is None else without_secrets(proxy)
         self.via = f" through the proxy {shown} of the environment" if shown else ""
         timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
-        with reading(f"{self.url}: the proxy {shown} of the environment cannot be used"):
+        certificates = httpx.create_ssl_context()  # with those that SSL_CERT_FILE names
+        try:
             self.client = httpx.Client(
-                base_url=url,
+                base_url=address,
                 headers=headers,
                 timeout=timeout,
                 limits=httpx.Limits(
                     max_connections=None
                 ),  # the caller limits the number of workers
-                verify=httpx.create_ssl_context(),  # with the certificates that SSL_CERT_FILE names
+                verify=certificates,
                 proxy=proxy,
                 trust_env=False,
             )
+        except (ValueError, ImportError, httpx.InvalidURL):  # they quote parts of a password
+            raise UserError(
+                f"{self.url}: the proxy {shown} of the environment cannot be used; write http://HOST:PORT, and in a "
+                "password / ? # @ as %2F %3F %23 %40"
+            ) from None
 
     def json(
         self,
@@ -183,20 +204,18 @@ class HttpClient:
         self, method: str, path: str, body: dict[str, Any] | None, tries: int
     ) -> httpx.Response:
         problem = ""
-        waiting = f"waiting up to {self.seconds:g} s for an answer from {self.url}{path}"
         for attempt in range(tries):
             if attempt:
                 self.wait(FIRST_PAUSE * 2 ** (attempt - 1))
             try:
-                with note_if_slow(waiting, SILENT_SECONDS):
-                    answer = self.client.request(method, path, json=body)
+                answer = self._answer(method, path, body)
             except DROPPED as error:
                 problem = str(error) or type(error).__name__
                 continue
-            except httpx.TimeoutException:
+            except (httpx.TimeoutException, FutureTimeoutError):
                 raise UserError(
-                    f"{self.url}{path}{self.via}: no answer within {self.seconds:g} s; the server may be overloaded or "
-                    "stopped"
+                    f"{self.url}{path}{self.via}: no whole answer within {self.seconds:g} s; the server may be "
+                    "overloaded or stopped"
                 ) from None
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 raise UserError(f"{self.url}{path}{self.via}: {one_line(error)}") from None
@@ -207,11 +226,64 @@ class HttpClient:
             f"no answer from {self.url}{path}{self.via}: {problem}; check that the server runs at this address"
         )
 
+    def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> httpx.Response:
+        """Send a request, and return the answer with its whole body.
+
+        httpx limits the time of each read only, so a thread reads the answer and this thread limits its whole time.
+
+        Raises:
+            UserError: The answer is too large.
+            FutureTimeoutError: The answer did not end in time. Other errors are those of httpx.
+        """
+        started = time.monotonic()
+        result: Future[httpx.Response] = Future()
+
+        def read() -> None:
+            try:
+                result.set_result(self._read(method, path, body, started + self.seconds))
+            except Exception as error:
+                result.set_exception(error)
+
+        threading.Thread(target=read, daemon=True).start()
+        silent = min(SILENT_SECONDS, self.seconds)
+        try:
+            answer = result.result(silent)
+        except FutureTimeoutError:
+            # a server that answers other requests meanwhile is only slow
+            if self.answered_at < started and not result.done():
+                note_once(f"waiting up to {self.seconds:g} s for an answer from {self.url}{path}")
+            answer = result.result(max(0.0, started + self.seconds - time.monotonic()))
+        self.answered_at = time.monotonic()
+        return answer
+
+    def _read(
+        self, method: str, path: str, body: dict[str, Any] | None, deadline: float
+    ) -> httpx.Response:
+        """Send a request and read the answer, at most until the deadline. Raises FutureTimeoutError after that."""
+        content = bytearray()
+        with self.client.stream(method, path, json=body) as answer:
+            for chunk in answer.iter_bytes():
+                content += chunk
+                if len(content) > self.most_bytes:
+                    raise UserError(
+                        f"{self.url}{path}{self.via}: the answer is larger than {self.most_bytes / 1e6:,.0f} MB; check "
+                        "that this is the address of the server, or ask for fewer log-probabilities"
+                    )
+                if time.monotonic() > deadline:
+                    raise FutureTimeoutError
+            return httpx.Response(
+                answer.status_code,
+                content=bytes(content),
+                extensions={"reason_phrase": answer.reason_phrase.encode()},
+            )
+
     def _accepted(self, path: str, answer: httpx.Response) -> httpx.Response:
         if answer.status_code == 200:
             return answer
         reason = one_line(answer.text) or answer.reason_phrase
         text = f"{self.url}{path}{self.via} refused the request ({answer.status_code}): {reason}"
+        if answer.status_code in LOCKED and not self.send_secrets:
+            raise UserError(f"{text}; a dry run sends no API key, so repeat the command without it")
         if answer.status_code in BAD_REQUEST:
             raise RowError(text, reason)
         raise RefusedRequest(text, answer.status_code, reason)
@@ -246,6 +318,7 @@ class Server:
         model: str | None = None,
         workers: int | None = None,
         wait: Callable[[float], None] = time.sleep,
+        dry_run: bool = False,
     ) -> "Server":
         """Connect to the server at a URL, with or without /v1, and identify its kind and version.
 
@@ -253,13 +326,19 @@ class Server:
             api_key_file: File with the API key.
             model: Name of the model, as the server lists it. Needed if the server lists several models.
             workers: Number of concurrent requests. Default: the server's number of slots, or WORKERS.
+            dry_run: Whether nothing secret is sent: no API key, and no password of the address.
 
         Raises:
             UserError: There is no answer, the server is not OpenAI-compatible, it lists several models or not this
                 model, or the key file cannot be read.
         """
         check_address(url)
-        http = HttpClient(url.rstrip("/").removesuffix("/v1"), _read_key(api_key_file), wait)
+        http = HttpClient(
+            url.rstrip("/").removesuffix("/v1"),
+            _read_key(api_key_file),
+            wait,
+            send_secrets=not dry_run,
+        )
         listing = http.json("GET", "/v1/models", tries=1)
         with reading(
             f"{http.url} is not the address of an OpenAI-compatible server; reading /v1/models failed"
@@ -272,8 +351,9 @@ class Server:
         owner = card.get("owned_by")
         known = [kind for kind in SERVERS.loadable() if kind.owned_by and kind.owned_by == owner]
         kind, adapter = (owner, known[0]) if known else (OPENAI, SERVERS.get("vllm", "--server"))
-        page = http.json("GET", adapter.about_path, default={})
-        with reading(f"{http.url}{adapter.about_path} does not answer as a {kind} server should"):
+        about_path = adapter.page(adapter.about_path, name)
+        page = http.json("GET", about_path, default={})
+        with reading(f"{http.url}{about_path} does not answer as a {kind} server should"):
             about = adapter.about(page, card)
             version = checked_name(about.version, f"the version of {http.url}")
             max_length = None if about.max_length is None else int(about.max_length)
@@ -436,7 +516,7 @@ class Server:
 
         If the page has values of this model by name, the values of other models are left out.
         """
-        page = self.http.text("/metrics")
+        page = self.http.text(self.adapter.page("/metrics", self.model))
         with self._reading("/metrics"):
             values = parse_metrics(page)
         owners = {series: MODEL_LABEL.search(series) for series in values}

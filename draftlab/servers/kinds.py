@@ -440,6 +440,10 @@ class ServerKind:
 
     # requests and answers
 
+    def page(self, path: str, model: str) -> str:
+        """Return the address of a page about a model."""
+        return path
+
     def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> About:
         """Return what the server says about itself.
 

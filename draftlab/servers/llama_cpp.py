@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from urllib.parse import quote
 
 from draftlab.config.server_rules import DecodingRule
 from draftlab.errors import UserError
@@ -164,11 +165,15 @@ class LlamaCpp(ServerKind):
             command += [f"--{name}", value]
         return command
 
+    def page(self, path: str, model: str) -> str:
+        """See ServerKind. A router (llama-server without --model) passes it on to the server of this model."""
+        return f"{path}?model={quote(model, safe='')}"
+
     def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> About:
         settings = page.get("default_generation_settings", {})  # of a slot
-        return About(
-            page.get("build_info", "unknown"), settings.get("n_ctx"), page.get("total_slots")
-        )
+        # a router's own page has 0 for values of models
+        context, slots = settings.get("n_ctx") or None, page.get("total_slots") or None
+        return About(page.get("build_info", "unknown"), context, slots)
 
     def shares_context(self, status: int, text: str) -> bool:
         return status == 500 and CACHE_FULL in text.lower()

@@ -297,8 +297,8 @@ def llama_cpp(method: str, path: str, body: Any) -> tuple[int, Any]:
         "/props": {"default_generation_settings": {"n_ctx": 64}, "build_info": "b6700-abc"},
         "/tokenize": {"tokens": [5, 6] if body and "content" in body else None},
     }
-    if path in pages:
-        return 200, pages[path]
+    if page := pages.get(path.partition("?")[0]):
+        return 200, page
     assert body["prompt"] == [1, 2]
     assert body["return_tokens"]
     top = [

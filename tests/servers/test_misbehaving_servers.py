@@ -61,6 +61,51 @@ def test_a_silent_server_is_given_up_in_time():
         assert time.monotonic() - started < 2.5  # of 0.3 s, on a busy machine
 
 
+HEAD = b"HTTP/1.1 200 OK\r\n"
+
+
+@pytest.mark.parametrize(
+    "start", [HEAD + b"\r\n", HEAD + b"x: ", b""], ids=["body", "head", "line"]
+)
+def test_a_dripping_answer_is_given_up_in_time(start):
+    """Every read gets a byte in time, so no limit of single reads ends this."""
+
+    def drip(request: BaseHTTPRequestHandler) -> None:
+        request.wfile.write(start)
+        for _ in range(40):
+            time.sleep(0.1)
+            request.wfile.write(b" ")
+
+    with raw_server(drip) as url:
+        impatient, started = client(url, seconds=0.5), time.monotonic()
+        with raises_option("/x"):
+            impatient.json("GET", "/x")
+        assert time.monotonic() - started < 3
+
+
+@pytest.mark.parametrize("status", [200, 400, 503])
+def test_an_endless_answer_is_given_up(status):
+    sent = 0
+
+    def flood(request: BaseHTTPRequestHandler) -> None:
+        nonlocal sent
+        request.wfile.write(f"HTTP/1.1 {status} X\r\n\r\n".encode())
+        while True:
+            sent += request.wfile.write(b" " * 65536)
+
+    with raw_server(flood) as url, raises_option("/x", "MB"):
+        client(url, most_bytes=1 << 20).json("GET", "/x")
+    assert sent < 64 << 20  # what the socket's buffers take, too
+
+
+def test_an_answer_of_the_largest_size_is_read():
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.wfile.write(HEAD + b"\r\n" + b"[0, 1]")
+
+    with raw_server(answer) as url:
+        assert client(url, most_bytes=6).json("GET", "/x") == [0, 1]
+
+
 @pytest.mark.parametrize("content", [b'{"a": NaN}', b"\xff"])
 def test_what_is_not_json_is_said(content):
     def answer(request: BaseHTTPRequestHandler) -> None:
@@ -100,6 +145,26 @@ def test_a_key_goes_to_no_other_server():
         with raw_server(away) as url, raises_option("302"):
             client(url, "secret").json("GET", "/x")
     assert seen == []
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_dry_run_sends_no_key_and_no_password(dry_run, tmp_path):
+    (tmp_path / "key").write_text("KEY")
+    seen: list[str | None] = []
+
+    def locked(request: BaseHTTPRequestHandler) -> None:
+        seen.append(request.headers.get("authorization"))
+        request.wfile.write(b"HTTP/1.1 401 Unauthorized\r\n\r\n")
+
+    with raw_server(locked) as url:
+        for address, key in ((url, tmp_path / "key"), (url.replace("//", "//user:pw@"), None)):
+            with raises_option("401") as caught:
+                Server.connect(address, key, dry_run=dry_run)
+            assert ("dry run" in str(caught.value)) == dry_run
+    if dry_run:
+        assert seen == [None, None]
+    else:
+        assert seen == ["Bearer KEY", "Basic dXNlcjpwdw=="]
 
 
 @pytest.mark.parametrize("content", [b"", b"two\nlines", b"\xff\xfe"])

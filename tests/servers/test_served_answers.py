@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from errors import raises_option
@@ -247,6 +248,28 @@ def test_a_cache_that_holds_no_single_request_is_an_error_with_a_remedy(started)
         server.generate_ids([1], GREEDY)
 
 
+def test_a_router_of_llama_cpp_is_asked_for_the_pages_of_the_model(started):
+    """llama-server without --model: its own /props has n_ctx 0 and no slots (SillyTavern#4914)."""
+    own = {"role": "router", "default_generation_settings": {"n_ctx": 0}, "build_info": "b1"}
+    names = ["a/b c:Q8_0", "other"]
+    models = {"data": [{"id": name, "owned_by": "llamacpp"} for name in names]}
+    seen: list[str] = []
+
+    def router(method: str, path: str, body: Any) -> tuple[int, Any]:
+        page, _, query = path.partition("?")
+        if page == "/v1/models":
+            return 200, models
+        if not query:
+            return (200, own) if page == "/props" else (400, "model name is missing")
+        seen.append(unquote(query))
+        return RecordedLlamaCpp(n_ctx=768)(method, page, body)
+
+    server = Server.connect(started(router), model=names[0])
+    assert (server.max_length, server.workers) == (768, 4)
+    assert server.metrics()
+    assert seen == [f"model={names[0]}"] * 2
+
+
 MODELS = [{"id": "text-embedding-other", "owned_by": "vllm"}, {"id": "small", "owned_by": "vllm"}]
 
 
@@ -319,6 +342,20 @@ def test_an_error_names_the_proxy_but_not_its_password(proxy):
         HttpClient("https://example.org", "KEY", lambda _: None).json("GET", "/x")
     assert "SECRET" not in str(caught.value)
     assert not [text for text in proxy[1] if "KEY" in text]
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["user:SECRET@x:1", "user:SEC://RET@x:1", "http://user:SEC/RET@x:1", "//user:SECRET@x:1"],
+)
+def test_a_proxy_shows_no_password_however_it_is_written(address, monkeypatch):
+    for name in ("all_proxy", "no_proxy", "HTTPS_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("https_proxy", address)
+    with raises_option("x:1") as caught:
+        client = HttpClient("https://example.org", None, lambda _: None, seconds=2.0)
+        client.json("GET", "/y", tries=1)
+    assert not [part for part in ("user", "SEC", "RET") if part in str(caught.value)]
 
 
 @pytest.mark.parametrize("address", ["socks5://x:1", "nothing://x"])

@@ -140,3 +140,19 @@ def test_a_larger_vocabulary_of_the_store_is_no_error_if_no_text_uses_it(
     for manifest in wide.rglob("manifest.json"):
         edit(manifest, vocab=VOCAB + 50)
     check_tokenizer(wide, family_dirs["llama"])
+
+
+def test_a_shard_is_read_only_if_it_has_an_id_without_a_row(store, family_dirs, tmp_path):
+    """A server's vocabulary is often the larger, padded one."""
+    wide = tmp_path / "wide"
+    shutil.copytree(store, wide)
+    for manifest in wide.rglob("manifest.json"):
+        edit(manifest, vocab=VOCAB + 50)
+    for shard in wide.rglob("shard-*"):
+        shard.unlink()
+    check_tokenizer(wide, family_dirs["llama"])
+    small = tmp_path / "small"
+    shutil.copytree(family_dirs["llama"], small)
+    resize(small, ROWS)
+    with raises_option("shard"):
+        check_tokenizer(wide, small)

@@ -76,6 +76,8 @@ class Shard(FileModel):
     tokens: NonNegativeInt
     sha256: str
     left_out: NonNegativeInt = 0  # sequences that a server could not answer
+    # largest token id in texts and lists; None in stores that were built before this field
+    largest_id: NonNegativeInt | None = None
 
 
 class TargetInfo(FileModel):
@@ -307,7 +309,7 @@ def describe(directory: Path) -> dict[str, object]:
 def check_tokenizer(directory: Path, model: Path) -> None:
     """Check that a store was made with a model's vocabulary, and has no ids without a row in the model's embedding.
 
-    The shards are read only if the store's target has more ids than the model.
+    If the store's target has more ids than the model, the largest id of each shard decides.
 
     Raises:
         UserError: The store is unfinished, its tokenizer is another, or an id has no row.
@@ -322,15 +324,24 @@ def check_tokenizer(directory: Path, model: Path) -> None:
     if manifest.vocab <= rows:
         return
     for part in (directory, directory / HELDOUT):
-        outputs = _all(part, finished_manifest(part)) if (part / MANIFEST).exists() else ()
+        if not (part / MANIFEST).exists():
+            continue
+        manifest = finished_manifest(part)
+        largest_ids = [shard.largest_id for shard in manifest.shards]
+        if all(largest is not None and largest < rows for largest in largest_ids):
+            continue
+        outputs = _all(part, manifest)  # to name the text
         for output in outputs:
-            listed = () if output.top is None else (output.top.ids,)
-            largest = max(int(ids.max(initial=0)) for ids in (output.prompt, output.ids, *listed))
-            if largest >= rows:
+            if (largest := _largest_id(output)) >= rows:
                 raise UserError(
                     f"text {output.number} of {part} has the token id {largest}, but {model} embeds only the ids below "
                     f"{rows:,}; use outputs of a target with the same vocabulary"
                 )
+
+
+def _largest_id(output: TargetOutput) -> int:
+    listed = () if output.top is None else (output.top.ids,)
+    return max(int(ids.max(initial=0)) for ids in (output.prompt, output.ids, *listed))
 
 
 def vocabulary_sha256(directory: Path) -> str:
@@ -395,6 +406,7 @@ def _add_shard(out: Path, manifest: Manifest, rows: Sequence[TargetOutput | None
         tokens=len(arrays["ids"]),
         sha256=sha256,
         left_out=len(rows) - len(outputs),
+        largest_id=max(map(_largest_id, outputs), default=0),
     )
     grown = manifest.model_copy(update={"shards": (*manifest.shards, shard)})
     _write_manifest(out, grown)

@@ -163,8 +163,12 @@ def test_answers_are_stored_whole_and_read_again(tmp_path, chatty, monkeypatch):
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_conversation_with_a_refused_turn_is_a_bad_row(
-    place, tmp_path, chatty, monkeypatch, capsys
-):  # noqa: F811
+    place,
+    tmp_path,
+    chatty,  # noqa: F811
+    monkeypatch,
+    capsys,
+):
     """Its requests are missing, whichever turn was refused; the others are those of a file without it."""
     monkeypatch.chdir(tmp_path)
     long = {"turns": ["class Reader:", "return None", "self.path"]}
@@ -203,8 +207,8 @@ def refusing(refused: list[int], opening: str = "") -> Callable:
 def test_many_conversations_with_a_refused_turn_end_the_command(tmp_path, chatty, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     prompts = file_prompts(lines(tmp_path, *TALKS * 2), chatty, chat="on")
+    answer = refusing([1], "def parse(line):")
     with pytest.raises(UserError):
-        answer = refusing([1], "def parse(line):")
         turns.answered(prompts, chatty, target="t", sampling=GREEDY, answer=answer)
     assert not Path("runs/turns").exists()
 

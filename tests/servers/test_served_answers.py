@@ -131,6 +131,20 @@ def test_an_answer_of_unfinished_characters_costs_its_row_only(name, count, star
         server.generate([[1]], SamplingParams(max_tokens=count, temperature=1.0))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_ascii_answer_cut_inside_a_character_costs_its_row_only(count, started):
+    """The recorded form: tokens that leave a character unfinished have no log-probabilities and no text."""
+    plain = LLAMA_CPP["plain"]["answer"]
+    cut = plain | {"completion_probabilities": plain["completion_probabilities"][:-count]}
+    assert plain["content"].isascii()
+
+    def answering(method: str, path: str, body: Any) -> tuple[int, Any]:
+        return (200, cut) if path == "/completion" else RecordedLlamaCpp()(method, path, body)
+
+    (row,) = Server.connect(started(answering)).generate_rows([[1]], SAMPLED, k=1)
+    assert isinstance(row, RowError)
+
+
 def test_a_server_that_never_returns_probabilities_is_no_matter_of_characters(started):
     answer = LLAMA_CPP["plain"]["answer"] | {"completion_probabilities": []}  # llama.cpp#10733
     with raises_option("/completion") as caught:

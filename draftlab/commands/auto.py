@@ -215,11 +215,14 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
 
 
 def _facts(request: "Request", plan: "Plan") -> dict[str, object]:
-    from draftlab.searching.plan import not_tried
+    from draftlab.model import checkpoint
+    from draftlab.searching.plan import LOOKUP, lookup_by_device, not_tried
     from draftlab.searching.verdict import unverified
 
     facts = plan.facts() | {"minutes": round(plan.minutes)}
-    if notes := [*not_tried(plan.left_out), *unverified(request)]:
+    device = checkpoint.resolve_device(plan.machine.device).type
+    lookup = lookup_by_device(request.server, device) if LOOKUP in plan.candidates else []
+    if notes := [*not_tried(plan.left_out), *lookup, *unverified(request)]:
         facts["notes"] = "; ".join(notes)
     return facts
 

@@ -187,15 +187,14 @@ def _verify(
         served = target
         if server.loads_gguf:
             served = gguf.write(target, Path(folder) / "target.gguf", "f32").path
-        own_target = form.layout == "speculators"
         trial = ServerTrial(
             target=served,
             draft=written,
             kind=artifact.kind,
             k=k,
             longest=texts.longest,
-            method="greedy" if own_target else DEFAULT_SAMPLING.method,
-            own_target=own_target,
+            method=DEFAULT_SAMPLING.method,
+            own_target=form.layout == "speculators",
         )
         return prompts, verify.verify(server, verifier.program, trial, texts, count)
 

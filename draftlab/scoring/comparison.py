@@ -146,9 +146,14 @@ class Comparison:
         read = [self.target, *self.drafts.values()]
         for spec in self.drafters:
             read += spec.paths(self.default_draft)
+        return list(dict.fromkeys(read))
+
+    @property
+    def earlier_turns(self) -> list[Path]:
+        """Return the file with the target's answers to earlier turns, which exists after the measurement."""
         target = provenance.fingerprint(self.target)
-        said = turns.place(self.requests.prompts, target, self.requests.sampling)
-        return list(dict.fromkeys(read if said is None else [*read, said]))
+        file = turns.place(self.requests.prompts, target, self.requests.sampling)
+        return [] if file is None else [file]
 
     @property
     def context(self) -> int:

@@ -57,6 +57,7 @@ def score(comparison: Comparison, output: Output) -> list[Score]:
     output.inputs(comparison.inputs)
     with with_rounded_drafts(comparison) as used:
         scores = measure(used, output.command_line)
+    output.inputs(comparison.earlier_turns)
     with output.directory() as work:
         for result in scores:
             (work / result.name).mkdir()

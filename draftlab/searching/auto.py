@@ -14,7 +14,6 @@ import yaml
 
 from draftlab.atomic import write_atomic
 from draftlab.config.kinds import StudentSpec
-from draftlab.console import note
 from draftlab.drafters.eagle import EagleSpec
 from draftlab.drafters.fallback import FALLBACK_LOOKUP_MAX, FallbackSpec
 from draftlab.errors import UserError
@@ -175,14 +174,7 @@ class AutoRun:
                 candidates.append(arm)
         if "prompt-lookup" in kinds:
             device = checkpoint.resolve_device(self.plan.machine.device).type
-            server = self.request.server
-            drafter = lookup_of(server, device)
-            if lookup_of(server, "cpu") != lookup_of(server, "cuda"):
-                where = "a CPU" if device == "cpu" else "a GPU"
-                note(
-                    f"prompt lookup is measured as {server} does it on {where}, because this machine has one; on other "
-                    "devices it copies from other matches (docs/servers.md)"
-                )
+            drafter = lookup_of(self.request.server, device)
             candidates.append(Arm(kind="prompt-lookup", drafter=drafter))
         if "ready" in (step.name for step in self.plan.steps):
             kinds = self._worth_training(kinds, candidates)

@@ -386,6 +386,21 @@ def lookup_of(server: str | None, device: str) -> DrafterSpec | None:
     return DRAFTERS.get(name, "--for").of() if name else None
 
 
+def lookup_by_device(server: str | None, device: str) -> list[str]:
+    """Return which lookup of a server is measured, as one sentence, or [] if it does not depend on the device.
+
+    device: Type of the device, such as "cuda".
+    """
+    if server is None:
+        return []
+    kind = SERVERS.get(server, "--for")
+    name, places = kind.lookup(device), {"cpu": "CPUs", "cuda": "GPUs"}
+    if len({kind.lookup(each) for each in places}) == 1:
+        return []
+    here = places.get(device, places["cpu"])
+    return [f"prompt lookup is that of {server} on {here} ({name}), because --device is {device}"]
+
+
 def not_tried(left_out: Mapping[str, str]) -> list[str]:
     """Return a line for each reason, with the candidates that are not tried for this reason.
 

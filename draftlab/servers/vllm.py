@@ -154,14 +154,17 @@ class VLLM(ServerKind):
         return "ngram-gpu" if device == "cuda" else "prompt-lookup"
 
     def script(self, launch: Launch) -> tuple[str, str]:
+        sampling = launch.sampling
+        method = f"draft_sample_method = {sampling.method}, above temperature 0: {sampling.reason}"
         if launch.own_target:
+            config = json.dumps({"draft_sample_method": sampling.method})
             serve = [
+                f"# {method}",
                 "# sh serve.sh [options of vllm serve]",
                 SCRIPT_DIRECTORY,
-                'exec vllm serve "$here" "$@"',
+                f'exec vllm serve "$here" --speculative-config {shlex.quote(config)} "$@"',
             ]
             return shell_script(launch, serve)
-        sampling = launch.sampling
         config = speculative_config(
             "@",
             launch.k,
@@ -170,11 +173,7 @@ class VLLM(ServerKind):
             heterogeneous=launch.heterogeneous,
             k_by_batch=launch.k_by_batch,
         )
-        about = ABOVE_ZERO
-        if launch.kind != "prompt lookup":
-            about = (
-                f"draft_sample_method = {sampling.method}, above temperature 0: {sampling.reason}"
-            )
+        about = ABOVE_ZERO if launch.kind == "prompt lookup" else method
         quoted = json.dumps(config).replace('"', '\\"').replace("@", "$here")
         lines = [
             f"# {about}",
@@ -186,7 +185,8 @@ class VLLM(ServerKind):
 
     def command(self, program: Path, trial: ServerTrial) -> list[object]:
         options = ["--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"]
-        if trial.own_target:
+        if trial.own_target:  # vLLM adds this to the settings in the head's config.json
+            options += ["--speculative-config", json.dumps({"draft_sample_method": trial.method})]
             return [program.absolute(), "serve", trial.draft, *options]
         draft = str(trial.draft.absolute())
         config = speculative_config(draft, trial.k, trial.kind, trial.method)

@@ -17,6 +17,7 @@ from draftlab import provenance
 from draftlab.acceptance.token_logprobs import logits_in_parts, max_positions
 from draftlab.console import note, progress
 from draftlab.data import Batch
+from draftlab.data.text import chat_ids
 from draftlab.engine.batch_generate import (
     GIGABYTE,
     PASS_TOKENS,
@@ -452,6 +453,29 @@ def check_server_tokenizer(server: Server, directory: Path) -> ProbeIds:
         "token ids, so only users who send text are affected"
     )
     return ProbeIds(ids, False)
+
+
+def check_server_template(server: Server, directory: Path) -> None:
+    """Check that a server and the tokenizer in `directory` render a chat to the same tokens, by a chat of one message.
+
+    A server that answers no chats is not checked.
+
+    Raises:
+        UserError: The tokens differ.
+    """
+    tokenizer = checkpoint.load_tokenizer(directory)
+    ids = chat_ids([{"role": "user", "content": PROBE_TEXT}], tokenizer, str(directory))
+    try:
+        served, count = server.chat_prompt(PROBE_TEXT)
+    except UserError as error:
+        note(f"conversations have the chat template of {directory}, not compared: {error}")
+        return
+    if served not in (None, ids) or count != len(ids):
+        raise UserError(
+            f"{server.http.url} renders a chat of one message as {count} tokens, and the chat template of {directory} "
+            f"as {len(ids)} other tokens; give {directory} the target's chat template, or store the target's outputs "
+            "with draftlab outputs build --server URL --target TARGET, and distil with --outputs"
+        )
 
 
 SEQUENCES, BATCH = 64, 8  # number of sequences that are scored again, and their batch size

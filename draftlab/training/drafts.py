@@ -20,7 +20,7 @@ from draftlab.model.trimmed_head import trimmed_head_of
 from draftlab.servers.client import Server
 from draftlab.target_outputs.batches import open_stored, stored_temperature
 from draftlab.target_outputs.store import logits_of, read_texts
-from draftlab.target_outputs.targets import check_server_tokenizer
+from draftlab.target_outputs.targets import check_server_template, check_server_tokenizer
 from draftlab.training import checkpointer, vocabulary
 from draftlab.training.evaluate import TargetTextEvaluator, affordable
 from draftlab.training.loop import Batches
@@ -179,7 +179,11 @@ def _text_setup(
     """
     loss = parse_loss(job.loss)
     renderer = job.target or draft  # conversations have the target's chat template
-    served = None if job.server is None else served_teacher(job.server, draft, job.top_logprobs)
+    served = None
+    if job.server is not None:
+        served = served_teacher(job.server, draft, job.top_logprobs)
+        if job.text.loss_on is not None:
+            check_server_template(job.server, renderer)
     note(f"reading {job.text.data}")
     data, heldout = job.text.open(renderer, job.loop, draft)
     author = None if job.target is None else Author.of(job.target, job.hardware, job.loop, draft)

@@ -12,7 +12,7 @@ from draftlab.commands.auto import AutoConfig
 from draftlab.commands.steps import step_of
 from draftlab.drafters.eagle import EagleSpec
 from draftlab.model.size import read_size
-from draftlab.searching.plan import Request, lookup_of, served_by
+from draftlab.searching.plan import Request, lookup_by_device, lookup_of, served_by
 from draftlab.searching.prompts import PromptSplit
 from draftlab.searching.schedule import StepRunner
 from draftlab.searching.verdict import Arm, serve
@@ -73,6 +73,16 @@ def test_every_server_gets_its_export_and_script(kind, server, space, family_dir
     assert (notes == []) == (draft is not None)
     if server == "llama.cpp" and draft is not None:
         assert list(Path("out/export").glob("*.gguf"))
+
+
+def test_the_lookup_that_depends_on_the_device_is_said():
+    for device in ("cpu", "cuda"):
+        (said,) = lookup_by_device("vllm", device)
+        lookup = lookup_of("vllm", device)
+        assert lookup is not None
+        assert lookup.text in said
+        assert f"--device is {device}" in said
+    assert lookup_by_device("llama.cpp", "cpu") == lookup_by_device(None, "cpu") == []
 
 
 def test_drafts_are_chosen_by_the_rule_that_the_script_for_vllm_sets(space, family_dirs):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from dataclasses import replace
@@ -96,6 +97,9 @@ def test_a_directory_is_the_head(to, folder, target):
         told = json.loads((out / "config.json").read_text())["speculators_config"]
         assert told["verifier"]["name_or_path"] == str(target.absolute())
         assert told["proposal_methods"][0]["speculative_tokens"] == 5
+        words = shlex.split((out / "serve.sh").read_text().splitlines()[-1])
+        set_by_script = json.loads(words[words.index("--speculative-config") + 1])
+        assert set_by_script == {"draft_sample_method": "probabilistic"}  # as --server-rule vllm
 
 
 @pytest.mark.parametrize("normed", [False, True])

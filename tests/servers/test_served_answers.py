@@ -8,16 +8,25 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
+import torch
 from errors import raises_option
-from loopback_servers import LLAMA_CPP, RECORDED, Answering, Observed, RecordedLlamaCpp, running
-from small_files import write_prompts
+from loopback_servers import (
+    LLAMA_CPP,
+    RECORDED,
+    Answering,
+    Observed,
+    RecordedLlamaCpp,
+    SmallVLLM,
+    running,
+)
+from small_files import TEMPLATE, with_template, write_prompts
 from test_misbehaving_servers import raw_server
 from typed import call
 
@@ -37,7 +46,11 @@ from draftlab.servers.kinds import DraftedTokens, RowError
 from draftlab.servers.llama_cpp import LlamaCpp
 from draftlab.servers.vllm import VLLM
 from draftlab.target_outputs.store import read_manifest, read_store
-from draftlab.target_outputs.targets import ServedTarget, check_server_tokenizer
+from draftlab.target_outputs.targets import (
+    ServedTarget,
+    check_server_template,
+    check_server_tokenizer,
+)
 
 SAMPLED = SamplingParams(max_tokens=6, temperature=1.0)
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -318,6 +331,20 @@ def proxy(monkeypatch) -> Iterator[tuple[str, list[str]]]:
         monkeypatch.delenv("no_proxy", raising=False)
         monkeypatch.delenv("NO_PROXY", raising=False)
         yield url, seen
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_server_that_renders_chats_otherwise_teaches_no_conversations(
+    other, started, tmp_path, family_dirs
+):
+    served = with_template(family_dirs["llama"], tmp_path / "served")
+    text = TEMPLATE.replace("[assistant]", "[bot]") if other else TEMPLATE
+    own = with_template(family_dirs["llama"], tmp_path / "own", text)
+    model = checkpoint.load_model(served, torch.float32).eval()
+    tokenizer = checkpoint.load_tokenizer(served)
+    server = Server.connect(started(SmallVLLM(model, tokenizer, frozenset())))
+    with raises_option(str(own)) if other else nullcontext():
+        check_server_template(server, own)
 
 
 def test_a_proxy_gets_only_requests_to_https(proxy, monkeypatch):

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from draftlab import workspace
 from draftlab.atomic import write_atomic, writing
 from draftlab.console import note
+from draftlab.data.bad_rows import BadRows
 from draftlab.data.text import Message, chat_ids, read_messages
 from draftlab.errors import UserError
 from draftlab.prompts import Prompt, Prompts, digest
@@ -20,7 +21,8 @@ from draftlab.sampling import SamplingParams
 
 FOLDER = "turns"  # folder under the workspace's runs
 Messages = tuple[Message, ...]
-Answer = Callable[[list[Prompt], list[int]], Sequence[Sequence[int]]]
+# the token ids of an answer, or the error of a server that cannot answer this prompt
+Answer = Callable[[list[Prompt], list[int]], Sequence[Sequence[int] | UserError]]
 
 
 def answered(
@@ -34,7 +36,7 @@ def answered(
     """Return one prompt for each turn of each conversation, with the target's answers to the earlier turns.
 
     Prompts with one turn are unchanged. The target's answers are generated once and stored in a prompt file (see
-    place), so that all commands use the same requests.
+    place), so that all commands use the same requests. A conversation in which a server refuses a turn is a bad row.
 
     Args:
         target: Text that identifies the target.
@@ -42,28 +44,34 @@ def answered(
             with the number of each prompt, which seeds the sampling.
 
     Raises:
-        UserError: The chat template rejects an answer, or the file of answers is damaged or cannot be written.
+        UserError: The chat template rejects an answer, too many conversations are bad, or the file of answers is
+            damaged or cannot be written.
     """
     file = place(prompts, target, sampling)
     if file is None:
         return prompts
+    bad = BadRows(prompts.source, len(prompts.rows))
     if not file.exists():
-        _write(file, _asked(prompts.rows, tokenizer, answer))
+        talks = _asked(prompts.rows, tokenizer, answer, bad)
+        bad.settle()
+        _write(file, talks)
     rows = _read(file)
-    if len(rows) != prompts.requests:
+    asked = _present(prompts.rows, rows, bad)
+    bad.settle()
+    if len(rows) != sum(1 + len(prompt.later) for prompt in asked):
         raise UserError(
-            f"{file} has {len(rows)} requests, but the prompts need {prompts.requests}; remove the "
-            "file, and draftlab writes it again"
+            f"{file} has {len(rows)} requests, which are not those of the prompts; remove the file, and draftlab "
+            "writes it again"
         )
     requests: list[Prompt] = []
-    for prompt in prompts.rows:
+    for prompt in asked:
         for _ in range(1 + len(prompt.later)):
             messages = rows[len(requests)]
             where = f"{file}:{len(requests) + 1}"
             ids = chat_ids(messages, tokenizer, where, tools=prompt.tools)
             requests.append(replace(prompt, ids=ids, messages=messages, later=()))
     note(
-        f"{prompts.source}: {len(prompts.rows)} conversations give {len(rows)} requests, one for each turn; the "
+        f"{prompts.source}: {len(asked)} conversations give {len(rows)} requests, one for each turn; the "
         f"target's answers to earlier turns are in {file}"
     )
     return replace(prompts, rows=requests, sha256=digest(requests))
@@ -90,19 +98,35 @@ def _write(file: Path, requests: list[Prompt]) -> None:
         write_atomic(file, "".join(json.dumps(line) + "\n" for line in lines))
 
 
+def _present(prompts: Sequence[Prompt], rows: Sequence[Messages], bad: BadRows) -> list[Prompt]:
+    """Return the prompts whose requests are among the rows of a file. Other prompts are left out as bad rows."""
+    present, row = list[Prompt](), 0
+    for number, prompt in enumerate(prompts, 1):
+        if row < len(rows) and rows[row] == tuple(read_messages(list(prompt.messages), "")):
+            present.append(prompt)
+            row += 1 + len(prompt.later)
+        elif f"conversation {number}" not in bad:
+            bad.leave_out(f"conversation {number}", "the target could not answer an earlier turn")
+    return present
+
+
 def _asked(
-    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: Answer
+    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: Answer, bad: BadRows
 ) -> list[Prompt]:
     """Return the requests of conversations: all turns of the first conversation, then of the second, and so on.
 
-    The number of a request seeds its sampling.
+    The number of a request seeds its sampling. A conversation in which a turn was refused is left out.
     """
     talks = [[prompt] for prompt in prompts]
     numbers = list(accumulate((1 + len(prompt.later) for prompt in prompts), initial=0))
-    while waiting := [i for i, talk in enumerate(talks) if talk[-1].later]:
+    while waiting := [i for i, talk in enumerate(talks) if talk and talk[-1].later]:
         requests = [numbers[i] + len(talks[i]) - 1 for i in waiting]
         texts = answer([talks[i][-1] for i in waiting], requests)
         for i, ids in zip(waiting, texts, strict=True):
+            if isinstance(ids, UserError):
+                bad.leave_out(f"conversation {i + 1}", str(ids))
+                talks[i] = []
+                continue
             prompt, said = talks[i][-1], tokenizer.decode(list(ids), skip_special_tokens=True)
             reply = {"role": "assistant", "content": said}
             messages = (*prompt.messages, reply, {"role": "user", "content": prompt.later[0]})

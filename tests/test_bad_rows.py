@@ -11,6 +11,7 @@ from errors import raises_option
 from test_prompts import chatty, plain  # noqa: F401
 
 from draftlab.data import documents, heldout_prompts, open_batches, open_heldout
+from draftlab.data.bad_rows import BadRows
 from draftlab.data.batches import measure_source
 from draftlab.data.text import prompt_of, rows_of
 from draftlab.errors import UserError
@@ -153,3 +154,16 @@ def test_a_hub_copy_that_was_cut_short_is_one_line(tmp_path):
     file.write_bytes(gzip.compress("\n".join(TALKS).encode())[:-200])
     with raises_option("rows.jsonl.gz"):
         list(rows_of(file, prompt_of))
+
+
+def test_rows_that_may_be_bad_in_any_number_do_not_count_for_the_limit(capsys):
+    bad = BadRows("server", 300)
+    for number in range(200):
+        bad.leave_out(f"row {number}", "has no log-probabilities", limited=False)
+    for number in range(200, 203):
+        bad.leave_out(f"row {number}", f"request ({600 + number} tokens) is too long")
+    bad.settle()
+    assert "203 of 300" in " ".join(capsys.readouterr().err.split())
+    bad.leave_out("row 203", "request (9 tokens) is too long")
+    with raises_option("4 x", "200 x"):  # numbers make no other reason
+        bad.check()

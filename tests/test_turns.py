@@ -161,6 +161,58 @@ def test_answers_are_stored_whole_and_read_again(tmp_path, chatty, monkeypatch):
         turns.answered(prompts, chatty, **how, answer=scripted([]))
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_conversation_with_a_refused_turn_is_a_bad_row(
+    place,
+    tmp_path,
+    chatty,  # noqa: F811
+    monkeypatch,
+    capsys,
+):
+    """Its requests are missing, whichever turn was refused; the others are those of a file without it."""
+    monkeypatch.chdir(tmp_path)
+    long = {"turns": ["class Reader:", "return None", "self.path"]}
+    (tmp_path / "clean").mkdir()
+    clean = file_prompts(lines(tmp_path / "clean", *TALKS), chatty, chat="on")
+    prompts = file_prompts(lines(tmp_path, *TALKS[:place], long, *TALKS[place:]), chatty, chat="on")
+    how: dict[str, Any] = {"target": "t", "sampling": GREEDY}
+    # greedy answers depend on the text only
+    expected = turns.answered(clean, chatty, **how, answer=refusing([]))
+    for refused in ([1], [2]):  # the first or the second turn of the long conversation
+        found = turns.answered(prompts, chatty, **how, answer=refusing(refused, "class Reader:"))
+        assert [p.ids for p in found.rows] == [p.ids for p in expected.rows]
+        assert found.sha256 == expected.sha256
+        assert f"conversation {place + 1}" in " ".join(capsys.readouterr().err.split())
+        again = turns.answered(prompts, chatty, **how, answer=scripted([], fail=0))
+        assert again.rows == found.rows
+        file = turns.place(prompts, "t", GREEDY)
+        assert file is not None
+        file.unlink()
+
+
+def refusing(refused: list[int], opening: str = "") -> Callable:
+    """Answer with a fixed text, but refuse these turns of conversations that begin with `opening`."""
+
+    def answer(prompts: list[Prompt], numbers: list[int]) -> list[list[int] | UserError]:
+        return [
+            UserError("too long")
+            if p.messages[0]["content"] == opening and (len(p.messages) + 1) // 2 in refused
+            else [40, 41, 42]
+            for p in prompts
+        ]
+
+    return answer
+
+
+def test_many_conversations_with_a_refused_turn_end_the_command(tmp_path, chatty, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    prompts = file_prompts(lines(tmp_path, *TALKS * 2), chatty, chat="on")
+    answer = refusing([1], "def parse(line):")
+    with pytest.raises(UserError):
+        turns.answered(prompts, chatty, target="t", sampling=GREEDY, answer=answer)
+    assert not Path("runs/turns").exists()
+
+
 def test_prompts_of_one_turn_are_unchanged(tmp_path, chatty, monkeypatch):  # noqa: F811
     monkeypatch.chdir(tmp_path)
     prompts = file_prompts(

@@ -24,16 +24,20 @@ class BadRows:
         total: Number of rows that were read, including bad rows.
     """
 
-    def __init__(self, source: str) -> None:
-        self.source, self.total = source, 0
+    def __init__(self, source: str, total: int = 0) -> None:
+        self.source, self.total = source, total
         # reason without values -> name of each row with this reason -> the whole reason
         self._by_reason: dict[str, dict[str, str]] = {}
+        self._unlimited = set[str]()  # names of rows that may be bad in any number
         self._settled = 0
 
     @property
     def count(self) -> int:
         """Return the number of bad rows."""
         return sum(map(len, self._by_reason.values()))
+
+    def __contains__(self, row: str) -> bool:
+        return any(row in rows for rows in self._by_reason.values())
 
     @property
     def hopeless(self) -> bool:
@@ -51,9 +55,21 @@ class BadRows:
         except UserError as error:
             self.leave_out(row, str(error).removeprefix(f"{row}: "))
 
-    def leave_out(self, row: str, reason: str) -> None:
-        """Count a row as bad. row: Name of the row, FILE:NUMBER."""
+    def leave_out(self, row: str, reason: str, *, limited: bool = True) -> None:
+        """Count a row as bad.
+
+        Args:
+            row: Name of the row, such as FILE:NUMBER.
+            limited: Whether too many of these rows are an error.
+        """
         self._by_reason.setdefault(VALUES.sub("", reason), {})[row] = reason
+        if not limited:
+            self._unlimited.add(row)
+
+    def check(self) -> None:
+        """Check that not too many rows are bad. Raises UserError if they are."""
+        if self.count - len(self._unlimited) > max(1, MOST_BAD * self.total):
+            self.refuse()
 
     def settle(self) -> None:
         """Name the bad rows in a note. Call this after the last row.
@@ -61,8 +77,9 @@ class BadRows:
         Raises:
             UserError: Too many rows are bad, or all of them.
         """
+        self.check()
         count = self.count
-        if count >= max(1, self.total) or count > max(1, MOST_BAD * self.total):
+        if count >= max(1, self.total):
             self.refuse()
         if count > self._settled:
             self._settled = count
@@ -77,7 +94,7 @@ class BadRows:
             raise UserError(rows[0])
         if rows:
             raise UserError(
-                f"{self._share} bad, more than {MOST_BAD:.0%}, so nothing is read: {self._reasons()}"
+                f"{self._share} bad, more than {MOST_BAD:.0%}, so the command stops: {self._reasons()}"
             )
 
     @property

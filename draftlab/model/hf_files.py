@@ -437,11 +437,19 @@ def bin_files(directory: Path) -> list[Path]:
 
 
 def read_index(file: Path) -> dict[str, str]:
-    """Read an index. Return the file's name for each name of a tensor. Raises UserError: `file` is no index."""
+    """Read an index. Return the file's name for each name of a tensor.
+
+    Raises:
+        UserError: `file` is no index, or names a file outside its folder, of which a draft would hold copies.
+    """
     with reading(f"{file}: weight_map"):
-        return TypeAdapter(dict[str, str]).validate_python(
+        names = TypeAdapter(dict[str, str]).validate_python(
             read_object(file).get("weight_map"), strict=True
         )
+        for name in names.values():
+            if Path(name).name != name:
+                raise ValueError(f"{one_line(name, 80)!r} is no file of this folder")
+    return names
 
 
 def _check_listed(files: Iterable[Path], index: Path) -> None:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import Field
 
 from draftlab import provenance, turns
 from draftlab.console import note, progress
+from draftlab.data.bad_rows import BadRows
 from draftlab.engine.clocks import Clock
 from draftlab.errors import UserError
 from draftlab.latency.machine_state import (
@@ -29,6 +30,7 @@ from draftlab.latency.machine_state import (
 )
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
+from draftlab.prompts import digest
 from draftlab.reading import FileModel, reading
 from draftlab.results.decoding import Counters, ServedGeneration
 from draftlab.results.score import Conditions, Environment, Model, Score, TaskResult
@@ -41,6 +43,7 @@ from draftlab.servers.kinds import RowError
 from draftlab.target_outputs.store import logits_of
 from draftlab.target_outputs.targets import check_ids, check_server_tokenizer
 
+Item = TypeVar("Item")
 PLAIN, SPECULATIVE = "plain", "speculative"
 PLAIN_FILE = "plain.json"
 # vLLM's counter of prompt tokens from its prefix cache, and its older names
@@ -54,8 +57,9 @@ class PlainAnswers(FileModel):
     Args:
         kind, model, version: Kind of the server, name of its model, and version of the server.
         asked: Conditions of the requests. Both servers must get the same requests.
-        runs: Generations, in the order of the requests.
+        runs: Generations, in the order of the requests. Prompts are numbered without those in left_out.
         tokens: Token ids of each answer in the first repeat.
+        left_out: Numbers of the prompts, from 0, that the server refused.
     """
 
     kind: str
@@ -64,6 +68,7 @@ class PlainAnswers(FileModel):
     asked: dict[str, Any]
     runs: list[ServedGeneration]
     tokens: list[list[int]]
+    left_out: list[int] = Field(default=[])
     tasks: list[TaskResult] = Field(default=[])
 
 
@@ -89,6 +94,14 @@ class ServedComparison:
     def name(self) -> str:
         return "score-served" if SPECULATIVE in self.servers else "score-served-plain"
 
+    def without(self, refused: Sequence[int]) -> "ServedComparison":
+        """Return the comparison without the prompts of these numbers. The prompts after them are numbered anew."""
+        if not refused:
+            return self
+        rows = _without(self.requests.prompts.rows, refused)
+        prompts = replace(self.requests.prompts, rows=rows, sha256=digest(rows))
+        return replace(self, requests=replace(self.requests, prompts=prompts))
+
     @property
     def conditions(self) -> dict[str, Any]:
         """Return the conditions of the requests as JSON values. They are equal for both servers."""
@@ -108,12 +121,14 @@ class ServerAnswers:
     """Answers of one server, and the server's metrics before and after them.
 
     Args:
-        tokens: Token ids of each answer in the first repeat.
+        tokens: Token ids of each answer in the first repeat, by the number of the prompt.
+        lengths: Number of tokens of every answer, including answers to prompts that are left out.
         answer_counters: Counters of speculative decoding in each answer, if the server sends them (SGLang).
     """
 
     runs: list[ServedGeneration] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
     answer_counters: list[Counters] = field(default_factory=list)
     before: Mapping[str, float] = field(default_factory=dict)
     after: Mapping[str, float] = field(default_factory=dict)
@@ -130,7 +145,14 @@ class ServerAnswers:
         seconds = clock() - start
         if counters is not None:
             self.answer_counters.append(counters)
+        self.lengths.append(len(ids))
         return ids, seconds
+
+    def without(self, refused: Sequence[int]) -> None:
+        """Remove the answers to the prompts of these numbers, and number the prompts after them anew."""
+        self.runs = renumbered(self.runs, refused)
+        kept = [ids for prompt, ids in sorted(self.tokens.items()) if prompt not in refused]
+        self.tokens = dict(enumerate(kept))
 
     @property
     def counters(self) -> Counters | None:
@@ -172,15 +194,24 @@ def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
         check_server_tokenizer(server, comparison.tokenizer)
     comparison = with_turns(comparison)
     _check_same(comparison)
+    asked = comparison.conditions
+    stored = comparison.stored
+    if stored is not None:
+        comparison = comparison.without(stored.left_out)
     environment = read_environment()
     warn_if_busy(environment)
     before = read_core_time()
     with progress(
         "decode", len(comparison.requests.prompts.rows) * comparison.requests.repeats
     ) as advance:
-        answers = measure(comparison, lambda done: advance(done, "of each server"))
+        answers, refused = measure(comparison, lambda done: advance(done, "of each server"))
     environment = with_waiting(environment, before, read_core_time())
-    plain = comparison.stored or _plain_answers(comparison, answers[PLAIN])
+    comparison = comparison.without(refused)
+    if stored is None:
+        plain = _plain_answers(comparison, answers[PLAIN], asked, refused)
+    else:
+        runs, tokens = renumbered(stored.runs, refused), _without(stored.tokens, refused)
+        plain = stored.model_copy(update={"runs": runs, "tokens": tokens})
     result, file = plain, PLAIN_FILE
     if SPECULATIVE in comparison.servers:
         served = answers[SPECULATIVE]
@@ -202,7 +233,7 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
     """
     server, requests = comparison.servers.get(PLAIN), comparison.requests
 
-    def answer(prompts: list[turns.Prompt], _: list[int]) -> list[list[int]]:
+    def answer(prompts: list[turns.Prompt], _: list[int]) -> list[list[int] | UserError]:
         if server is None:
             raise UserError(
                 f"the answers to earlier turns are missing in the folder {turns.FOLDER} of the workspace's runs; run "
@@ -210,10 +241,11 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
             )
         rows = server.generate_rows([p.ids for p in prompts], requests.sampling, k=None)
         vocab = logits_of(comparison.tokenizer)
-        written: list[list[int]] = []
+        written: list[list[int] | UserError] = []
         for row, prompt in zip(rows, prompts, strict=True):
             if isinstance(row, RowError):
-                raise row
+                written.append(row)
+                continue
             check_ids(row.ids, vocab, f"a turn of conversation {prompt.conversation}")
             written.append(row.ids)
         return written
@@ -232,28 +264,42 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
 
 def measure(
     comparison: ServedComparison, advance: Callable[[int], None], clock: Clock = time.perf_counter
-) -> dict[str, ServerAnswers]:
+) -> tuple[dict[str, ServerAnswers], list[int]]:
     """Warm up the servers, and send every prompt to every server in each repeat. The servers take turns.
+
+    A prompt that a server refuses is a bad row. All answers to it are left out, but the counters of a server include
+    them.
 
     Args:
         advance: Function that is called with the number of finished prompts, counting each repeat.
 
+    Returns: The answers by server, and the numbers of the prompts that are left out.
+
     Raises:
-        UserError: The plain server drafts, or the speculative server does not.
+        UserError: The plain server drafts, or the speculative server does not, or too many prompts are refused.
     """
     servers, requests = comparison.servers, comparison.requests
     prompts = [prompt.ids for prompt in requests.prompts.rows]
-    # the warm-up uses the reversed prompt, which has the same length but leaves nothing useful in the prefix cache
-    _warm_up(comparison, prompts[0][::-1], clock)
+    # the shortest prompt is least likely to be refused; reversed, it leaves nothing useful in the prefix cache
+    _warm_up(comparison, min(prompts, key=len)[::-1], clock)
     answers = {role: ServerAnswers(before=read_metrics(server)) for role, server in servers.items()}
     vocab = logits_of(comparison.tokenizer)
+    bad, refused = BadRows(requests.prompts.source, len(prompts)), list[int]()
     for role, repeat, index in interleaved(list(servers), len(prompts), requests.repeats):
+        if index in refused:
+            continue
         prompt = prompts[index]
-        ids, seconds = answers[role].ask(servers[role], prompt, requests.sampling, clock)
+        try:
+            ids, seconds = answers[role].ask(servers[role], prompt, requests.sampling, clock)
+        except RowError as error:
+            refused.append(index)
+            bad.leave_out(f"prompt {index + 1}", str(error))
+            bad.check()
+            continue
         answers[role].runs.append(ServedGeneration(prompt=index, tokens=len(ids), seconds=seconds))
         if repeat == 0:
             check_ids(ids, vocab, f"prompt {index}")
-            answers[role].tokens.append(ids)
+            answers[role].tokens[index] = ids
         advance(repeat * len(prompts) + index + 1)
     for role, server in servers.items():
         answers[role].after = read_metrics(server)
@@ -262,7 +308,9 @@ def measure(
                 f"{server.http.url} took {tokens:.0f} prompt tokens from its prefix cache, so repeats were faster "
                 "than the first answers; start vLLM with --no-enable-prefix-caching"
             )
-    return answers
+        answers[role].without(refused)
+    bad.settle()
+    return answers, sorted(refused)
 
 
 def check_alone(server: Server, counters: Counters, lengths: Sequence[int]) -> None:
@@ -319,15 +367,31 @@ def read_metrics(server: Server) -> dict[str, float]:
     return {} if server.kind == "sglang" else server.metrics()
 
 
-def _plain_answers(comparison: ServedComparison, answers: ServerAnswers) -> PlainAnswers:
+def renumbered(runs: Sequence[ServedGeneration], refused: Sequence[int]) -> list[ServedGeneration]:
+    """Return the generations without those of refused prompts. Prompts after them are numbered anew."""
+    return [
+        run.model_copy(update={"prompt": run.prompt - sum(n < run.prompt for n in refused)})
+        for run in runs
+        if run.prompt not in refused
+    ]
+
+
+def _without(items: Sequence[Item], refused: Sequence[int]) -> list[Item]:
+    return [item for number, item in enumerate(items) if number not in refused]
+
+
+def _plain_answers(
+    comparison: ServedComparison, answers: ServerAnswers, asked: dict[str, Any], refused: list[int]
+) -> PlainAnswers:
     server, tasks = comparison.servers[PLAIN], comparison.tasks
     return PlainAnswers(
         kind=server.kind,
         model=server.model,
         version=server.version,
-        asked=comparison.conditions,
+        asked=asked,
         runs=answers.runs,
-        tokens=answers.tokens,
+        tokens=[*answers.tokens.values()],
+        left_out=refused,
         tasks=tasks.of_server(server, comparison.tokenizer) if tasks else [],
     )
 
@@ -349,7 +413,7 @@ def _check_same(comparison: ServedComparison) -> None:
                 f"--server: the stored answers have {name} = {before.get(name)!r}, but this command has "
                 f"{value!r}; use the same value, or run draftlab score --server URL again"
             )
-    count = len(comparison.requests.prompts.rows)
+    count = len(comparison.requests.prompts.rows) - len(set(stored.left_out))
     answered = sorted(run.prompt for run in stored.runs)
     if len(stored.tokens) != count or answered != sorted(
         [*range(count)] * comparison.requests.repeats
@@ -369,7 +433,7 @@ def _score(
     counters, server = answers.counters, comparison.servers[SPECULATIVE]
     if counters is None:
         raise UserError(f"{server.http.url} {answers.undrafted}")
-    check_alone(server, counters, [run.tokens for run in answers.runs])
+    check_alone(server, counters, answers.lengths)
     with reading("--server: the answers contradict each other"):
         return Score(
             name=Path(comparison.draft).name,
@@ -393,7 +457,7 @@ def _score(
             command=command,
             versions=provenance.versions()
             | {plain.kind: plain.version, server.kind: server.version},
-            **comparison.requests.score_facts(plain.tokens, [answers.tokens]),
+            **comparison.requests.score_facts(plain.tokens, [[*answers.tokens.values()]]),
         )
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from draftlab.model.eagle import HeadShape
 
 BLOCK, K_BLOCK = (32, 256)  # number of weights in a block that shares a scale: plain types, K types
+CHARACTER_BYTES = 4  # most tokens of a character of UTF-8
 LEAST_CONTEXT = 256  # smallest context of llama-server
 CACHE_FULL = "context size has been exceeded"  # the server's error if its slots share a cache that is too small
 # without -np, llama-server has four slots that share one cache
@@ -207,8 +208,10 @@ class LlamaCpp(ServerKind):
         drafted = answer.get("timings", {}).get("draft_n", 0)
         if drafted or not all(token["top_logprobs"] for token in tokens):
             raise DraftedTokens("tokens of a step that drafted have log-probability 0 and no list")
-        unfinished = not answer.get("content", "").isascii() and _is_part(scored, ids)
-        if len(scored) < len(ids) and unfinished:
+        text, missing = answer.get("content", ""), len(ids) - len(scored)
+        # the text of an answer that ends inside a character may be ASCII, because it lacks this character
+        cut = missing <= CHARACTER_BYTES and ids[: len(scored)] == scored and (scored or not text)
+        if missing > 0 and (cut or (not text.isascii() and _is_part(scored, ids))):
             raise RowError(
                 "the answer has characters of several tokens, which get no log-probabilities",
                 "answers with characters of several tokens, of which llama.cpp returns no log-probabilities",

@@ -33,7 +33,7 @@ from draftlab.output import Output
 from draftlab.prompts import Prompt, Prompts
 from draftlab.reading import open_bytes, parse_json, read_lines, reading
 from draftlab.sampling import SamplingParams
-from draftlab.servers.kinds import ServedCompletion, TokenId, completion, top_k
+from draftlab.servers.kinds import RowError, ServedCompletion, TokenId, completion, top_k
 from draftlab.target_outputs.outputs import TEMPERATURES, TargetOutput, split
 from draftlab.target_outputs.store import Manifest, vocabulary_sha256, write_store
 from draftlab.target_outputs.targets import SEEDS, ServedTarget, Target, outputs_of
@@ -210,12 +210,15 @@ class Rows:
     def tokens(self) -> int:
         return self.count * self.seq_len
 
-    def write(self, out: Path, target: Target, k: int, inputs: Mapping[str, str]) -> Manifest:
+    def write(
+        self, out: Path, target: Target, k: int, inputs: Mapping[str, str], bad: BadRows
+    ) -> Manifest:
         """Write a store of the target's outputs for the rows, and for up to HELDOUT_SEQUENCES rows of held-out text.
 
         Args:
             k: Number of most probable tokens to store at each position.
             inputs: Fingerprints of the text, by path or name.
+            bad: Account of the rows that a server refuses.
         """
         tokenizer = checkpoint.load_tokenizer(target.directory)
         ends = checkpoint.eos_token_ids(target.directory)
@@ -235,7 +238,8 @@ class Rows:
             if self.sampling is None:
                 return split(batch, target.score(batch, k), first)
             prompts = [Prompt(ids) for ids in batch.ids[:, : self.prompt_tokens].tolist()]
-            return target.generate(prompts, range(first, first + len(prompts)), self.sampling, k)
+            numbers = range(first, first + len(prompts))
+            return _answered(target.generate(prompts, numbers, self.sampling, k), numbers, bad)
 
         def shard(number: int) -> Sequence[TargetOutput | None]:
             first = number * DISTILL_SHARD
@@ -306,12 +310,15 @@ class TargetAnswers:
                 f"{few} to distil on, because some prompts are held out; give {LEAST_PROMPTS} prompts or more"
             )
 
-    def write(self, out: Path, target: Target, k: int, inputs: Mapping[str, str]) -> Manifest:
+    def write(
+        self, out: Path, target: Target, k: int, inputs: Mapping[str, str], bad: BadRows
+    ) -> Manifest:
         """Write a store of the prompts and the target's answers.
 
         Args:
             k: Number of most probable tokens to store at each position.
             inputs: Fingerprints of the prompts, by path or name.
+            bad: Account of the prompts that a server refuses.
 
         Raises:
             UserError: A prompt and its answer do not fit the context, or self.check raises it.
@@ -337,7 +344,8 @@ class TargetAnswers:
             written = [number for number in written if number not in chosen]
 
         def answers(numbers: Sequence[int]) -> Sequence[TargetOutput | None]:
-            return target.generate([prompts.rows[i] for i in numbers], numbers, self.sampling, k)
+            asked = [prompts.rows[i] for i in numbers]
+            return _answered(target.generate(asked, numbers, self.sampling, k), numbers, bad)
 
         def shard(number: int) -> Sequence[TargetOutput | None]:
             return answers(written[number * size : (number + 1) * size])
@@ -362,21 +370,13 @@ class TargetAnswers:
     def _with_all_turns(self, target: Target) -> Prompts:
         """Return a prompt for every turn of every conversation. The target first answers the earlier turns."""
 
-        def answer(asked: list[Prompt], numbers: list[int]) -> list[list[int]]:
-            written: list[list[int]] = []
+        def answer(asked: list[Prompt], numbers: list[int]) -> list[list[int] | UserError]:
+            written: list[list[int] | UserError] = []
             # a server has as many seeds for the prompts of a call
             for start in range(0, len(asked), SEEDS):
                 part = slice(start, start + SEEDS)
                 for output in target.generate(asked[part], numbers[part], self.sampling, None):
-                    if output is None:
-                        assert isinstance(
-                            target, ServedTarget
-                        )  # a target in memory answers every prompt
-                        raise UserError(
-                            "a conversation cannot go on, because the server refused an earlier turn: "
-                            f"{target.left_out.describe()}"
-                        )
-                    written.append(output.ids.tolist())
+                    written.append(output if isinstance(output, RowError) else output.ids.tolist())
             return written
 
         tokenizer, info = checkpoint.load_tokenizer(target.directory), target.info()
@@ -404,12 +404,29 @@ def build(target: Target, text: Rows | TargetAnswers, k: int, output: Output) ->
         name = f"tokenizer of {hub.checkpoint_name(target.directory)}"
         inputs[name] = provenance.fingerprint(target.directory)
         facts["server"] = target.describe()
-        target.left_out.planned = text.count if isinstance(text, Rows) else text.prompts.requests
-    manifest = text.write(output.out, target, k, inputs)
-    if isinstance(target, ServedTarget) and target.left_out.rows:
-        note(f"{output.out}: rows were left out: {target.left_out.describe()}")
+    rows = text.count if isinstance(text, Rows) else text.prompts.requests
+    bad = BadRows(str(output.out), rows)
+    manifest = text.write(output.out, target, k, inputs, bad)
+    bad.settle()
     output.record(output.out, tokens=manifest.tokens, **facts)
     return manifest
+
+
+def _answered(
+    outputs: Sequence[TargetOutput | RowError], numbers: Sequence[int], bad: BadRows
+) -> list[TargetOutput | None]:
+    """Return the outputs of rows with these numbers, with None for rows that a server cannot answer.
+
+    Raises:
+        UserError: Too many rows are bad.
+    """
+    answered: list[TargetOutput | None] = []
+    for output, number in zip(outputs, numbers, strict=True):
+        if isinstance(output, RowError):
+            bad.leave_out(f"row {number + 1}", output.reason, limited=output.limited)
+        answered.append(None if isinstance(output, RowError) else output)
+    bad.check()
+    return answered
 
 
 def bytes_per_token(text: Rows | TargetAnswers, k: int, served: bool) -> int:

@@ -3,10 +3,9 @@
 R rows, T tokens, n scored tokens, k listed tokens, V vocab.
 """
 
-import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -189,50 +188,6 @@ class LocalTarget:
         return StoredLogprobs.joined(scores)
 
 
-@dataclass(slots=True)
-class LeftOut:
-    """Rows that a server cannot answer. They are left out of a store, but not if too many are refused.
-
-    A server may refuse 1 % of the rows, and one row of fewer than 100. There may be any number of rows whose answers
-    lack log-probabilities, because the server returned all that it has.
-
-    Args:
-        planned: Number of rows to send to the server.
-        rows: Numbers of the rows that are left out, by reason.
-        refused: Number of rows that the server refused.
-    """
-
-    planned: int = 0
-    rows: dict[str, list[int]] = field(default_factory=dict)
-    refused: int = 0
-
-    def add(self, number: int, error: RowError) -> None:
-        """Count a row. Raises UserError: the server refused too many rows."""
-        # reasons that differ only in numbers, such as the length of a prompt, are one reason
-        known = {_without_numbers(reason): reason for reason in self.rows}
-        reason = known.get(_without_numbers(error.reason), error.reason)
-        self.rows.setdefault(reason, []).append(number)
-        self.refused += error.limited
-        if self.refused > max(1, self.planned // 100):
-            raise UserError(
-                f"the server refused {self.refused} of {self.planned} rows, more than 1 %: {self.describe()}. The "
-                f"last error: {error}"
-            ) from None
-
-    def describe(self) -> str:
-        """Return the number of rows by reason, with the numbers of the first three rows of each, from 1."""
-        parts: list[str] = []
-        for reason, rows in self.rows.items():
-            first = ", ".join(str(number + 1) for number in rows[:3])
-            more = ", ..." if len(rows) > 3 else ""
-            parts.append(f"{len(rows)} (number {first}{more}): {reason}")
-        return "; ".join(parts)
-
-
-def _without_numbers(text: str) -> str:
-    return re.sub(r"\d+", "", text)
-
-
 @dataclass(frozen=True, slots=True)
 class ServedTarget:
     """A target on a server. directory: Checkpoint or tokenizer with the vocabulary of the server's model."""
@@ -241,7 +196,6 @@ class ServedTarget:
     directory: Path
     vocab: int
     probe: Probe
-    left_out: LeftOut = field(default_factory=LeftOut)
 
     @classmethod
     def connected(
@@ -317,11 +271,11 @@ class ServedTarget:
         numbers: Sequence[int],
         sampling: SamplingParams,
         k: int | None,
-    ) -> list[TargetOutput | None]:
-        """See LocalTarget.generate. An output is None if the server cannot answer its prompt.
+    ) -> list[TargetOutput | RowError]:
+        """See LocalTarget.generate. An output is an error if the server cannot answer its prompt.
 
         Raises:
-            UserError: The server fails, refuses too many prompts, or returns impossible values.
+            UserError: The server fails, or returns impossible values.
         """
         seed = (sampling.seed * 1_000_003 + numbers[0] * SEEDS) % 2**31
         greedy = sampling.temperature == 0
@@ -331,11 +285,10 @@ class ServedTarget:
             replace(sampling, seed=seed, stop_token_ids=()),
             k=None if greedy and not k else k,
         )
-        outputs: list[TargetOutput | None] = []
+        outputs: list[TargetOutput | RowError] = []
         for row, prompt, number in zip(rows, prompts, numbers, strict=True):
             if isinstance(row, RowError):
-                self.left_out.add(number, row)
-                outputs.append(None)
+                outputs.append(row)
                 continue
             self._check(row, f"prompt {number}")
             with self._consistent():

@@ -53,6 +53,13 @@ def sharded(directory, out):
     return out
 
 
+def listed(place, name):
+    """Let the index list a file of that name for one tensor."""
+    index = json.loads((place / "model.safetensors.index.json").read_text())
+    index["weight_map"][min(index["weight_map"])] = name
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def configured(place, **changes):
     file = place / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
@@ -64,6 +71,8 @@ def configured(place, **changes):
         (lambda p: (p / SHARDS[1]).unlink(), SHARDS[1]),
         (lambda p: (p / SHARDS[1]).write_bytes((p / SHARDS[1]).read_bytes()[:-100]), SHARDS[1]),
         (lambda p: (p / "model.safetensors.index.json").write_text("[]"), "index.json"),
+        (lambda p: listed(p, "../model.safetensors"), "index.json"),
+        (lambda p: listed(p, "/etc/passwd"), "index.json"),
     ],
 )
 def test_a_broken_checkpoint_is_one_line_that_says_what_and_where(

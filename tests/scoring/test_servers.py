@@ -126,6 +126,53 @@ def test_servers_one_after_the_other_give_what_both_at_once_give(space, started)
     apart(*second, "--out", "again")  # for another draft
 
 
+@pytest.mark.parametrize(
+    ("place", "refusing", "phases"),
+    [(0, "plain", 1), (2, "drafting", 1), (2, "plain", 2), (0, "drafting", 2)],
+)
+def test_a_prompt_that_a_server_refuses_is_a_bad_row(place, refusing, phases, space, started):
+    """Its answers of both servers are left out, and the rest is the score of a file without it."""
+    target = small()
+    rows = (space / "prompts.jsonl").read_text().splitlines()
+    rows.insert(place, json.dumps({"prompt": "class Reader: of lines", "category": "code"}))
+    long = target.tokenizer("class Reader: of lines")["input_ids"]
+    servers = {"plain": target, "drafting": small(draft=target.model)}
+
+    def answering(name: str) -> Answering:
+        def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
+            if name == refusing and (body or {}).get("prompt") == long:
+                return 400, {"error": "the prompt is too long"}
+            return servers[name](method, path, body)
+
+        return answer
+
+    def scored(plain: str, drafting: str, out: str) -> tuple[Any, str]:
+        if phases == 1:
+            said = apart("--server", plain, "--speculative-server", drafting, "--out", out).stderr
+        else:
+            said = apart("--server", plain, "--out", f"{out}-plain").stderr
+            second = ("--server", f"{out}-plain", "--speculative-server", drafting)
+            said += apart(*second, "--out", out).stderr
+        return read_score(space / out), said
+
+    expected, _ = scored(started(target), started(small(draft=target.model)), "clean")
+    (space / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+    found, said = scored(started(answering("plain")), started(answering("drafting")), "found")
+    assert f"prompt {place + 1}" in " ".join(said.split())
+    assert [p.category for p in found.prompts] == [p.category for p in expected.prompts]
+    for of, wanted in (
+        (found.plain, expected.plain),
+        (found.speculative[K], expected.speculative[K]),
+    ):
+        assert sorted((g.prompt, g.tokens) for g in of) == sorted(
+            (g.prompt, g.tokens) for g in wanted
+        )
+    assert found.conditions.prompts == 2
+    assert found.equal_texts == 1
+    if refusing == "drafting" or phases == 2:  # or else the counters may have its answers, too
+        assert found.counters == expected.counters
+
+
 def test_stored_answers_to_other_requests_are_refused(space, started):
     target = small()
     plain, drafting = started(target), started(small(draft=target.model))

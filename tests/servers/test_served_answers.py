@@ -47,7 +47,6 @@ from draftlab.servers.llama_cpp import LlamaCpp
 from draftlab.servers.vllm import VLLM
 from draftlab.target_outputs.store import read_manifest, read_store
 from draftlab.target_outputs.targets import (
-    LeftOut,
     ServedTarget,
     check_server_template,
     check_server_tokenizer,
@@ -145,6 +144,20 @@ def test_an_answer_of_unfinished_characters_costs_its_row_only(name, count, star
         server.generate([[1]], SamplingParams(max_tokens=count, temperature=1.0))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_ascii_answer_cut_inside_a_character_costs_its_row_only(count, started):
+    """The recorded form: tokens that leave a character unfinished have no log-probabilities and no text."""
+    plain = LLAMA_CPP["plain"]["answer"]
+    cut = plain | {"completion_probabilities": plain["completion_probabilities"][:-count]}
+    assert plain["content"].isascii()
+
+    def answering(method: str, path: str, body: Any) -> tuple[int, Any]:
+        return (200, cut) if path == "/completion" else RecordedLlamaCpp()(method, path, body)
+
+    (row,) = Server.connect(started(answering)).generate_rows([[1]], SAMPLED, k=1)
+    assert isinstance(row, RowError)
+
+
 def test_a_server_that_never_returns_probabilities_is_no_matter_of_characters(started):
     answer = LLAMA_CPP["plain"]["answer"] | {"completion_probabilities": []}  # llama.cpp#10733
     with raises_option("/completion") as caught:
@@ -180,7 +193,7 @@ def test_rows_without_log_probabilities_are_left_out_and_counted(build):
     manifest, outputs = read_manifest(Path("out")), read_store(Path("out")).outputs
     assert (manifest.sequences, manifest.left_out, manifest.finished) == (9, 3, True)
     assert [o.number for o in outputs] == [0, 1, 2, 4, 5, 6, 9, 10, 11]
-    assert "3 (number 4, 8, 9)" in " ".join(result.stderr.split())
+    assert "(row 4, row 8, row 9)" in " ".join(result.stderr.split())
 
 
 def test_greedy_answers_need_no_log_probabilities(build):
@@ -210,18 +223,8 @@ def test_a_refused_row_is_left_out_and_many_are_an_error(build):
     assert [o.number for o in read_store(Path("out")).outputs] == [0, 1, 2, 3, 4, *range(6, 12)]
     _, result = build("--out", "other", refused={5: too_long, 6: too_long}, code=1)
     text = " ".join(result.stderr.split())
-    assert "2 (number 6, 7)" in text
+    assert "(row 6, row 7)" in text
     assert "exceed_context_size_error" in text
-
-
-def test_one_percent_of_the_rows_may_be_refused():
-    left_out = LeftOut(planned=300)
-    for number in range(3):
-        left_out.add(number, RowError("m", f"request ({600 + number} tokens) is too long"))
-    left_out.add(7, RowError("m", "other", limited=False))
-    assert [len(rows) for rows in left_out.rows.values()] == [3, 1]  # numbers make no other reason
-    with raises_option("4", "600"):
-        left_out.add(3, RowError("m", "request (9 tokens) is too long"))
 
 
 def test_prompts_beyond_the_context_of_a_slot_are_refused_rows(started):

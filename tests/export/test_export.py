@@ -20,6 +20,7 @@ import torch
 from builders import build, logits_by_transformers
 from errors import raises_option
 from gguf_files import contents, neighbours_apart
+from real_llama_cpp import llama_server
 from safetensors.torch import save_file
 from small_files import copy_tokenizer, edit, write_functions, write_workspace
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -558,10 +559,7 @@ def test_rounded_weights_are_the_files(family_dirs, tmp_path):
 @pytest.mark.llamacpp
 @pytest.mark.parametrize("family", [*GGUF_FAMILIES, "qwen2 with heads of 8"])
 def test_a_real_llama_cpp_finds_the_same_tokens_most_probable(family, family_dirs, tmp_path):
-    """DRAFTLAB_TEST_LLAMA_SERVER: llama.cpp's llama-server."""
-    program = os.environ.get("DRAFTLAB_TEST_LLAMA_SERVER")
-    if program is None:
-        pytest.skip("DRAFTLAB_TEST_LLAMA_SERVER does not name a llama-server")
+    program = llama_server()
     model = family_dirs.get(family, tmp_path / "model")
     if family not in family_dirs:
         shutil.copytree(family_dirs["qwen2"], model)

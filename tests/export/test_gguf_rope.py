@@ -4,7 +4,6 @@ test_a_real_server_... confirmed the settings below in xllamacpp 2026.10.11549. 
 0.001 nats; a lost field makes 2 to 10. DRAFTLAB_TEST_LLAMA_SERVER=... pytest -m llamacpp asks again.
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ import torch
 from builders import build
 from errors import raises_option
 from gguf_files import contents
+from real_llama_cpp import in_float32, llama_server, log_probabilities
 from safetensors.torch import load_file, save_file
 from small_files import copy_tokenizer, edit
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from draftlab.exporting import gguf
-from draftlab.exporting.verify import running
 
 # sizes for which llama.cpp's qwen2 and olmo2 work, too
 SIZES = {"num_hidden_layers": 2, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -159,9 +158,7 @@ def test_a_sliding_window_is_named_where_a_layer_has_it(slides, family_dirs, tmp
 def test_a_real_server_computes_the_log_probabilities_of_transformers(
     family, rope, family_dirs, tmp_path
 ):
-    program = os.environ.get("DRAFTLAB_TEST_LLAMA_SERVER")
-    if program is None:
-        pytest.skip("DRAFTLAB_TEST_LLAMA_SERVER does not name a llama-server")
+    llama_server()
     if family in ("qwen3", "olmo2") and rope in TENSORS:
         pytest.skip("refused, see test_scaling_that_an_architecture_lacks_is_refused")
     folder = saved(family, ROPES[rope], family_dirs["llama"], tmp_path)
@@ -170,18 +167,9 @@ def test_a_real_server_computes_the_log_probabilities_of_transformers(
     ids = torch.randint(3, 300, (500,), generator=torch.Generator().manual_seed(3)).tolist()
     letter = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("a")
     context = 256 if rope == "longrope" else CONTEXT  # the server's context chooses the frequencies
-    options = ["--threads", 1, "-np", 1, "-c", context, "--flash-attn", "off"]
-    caches = ["--cache-type-k", "f32", "--cache-type-v", "f32"]
-    with running([program, "--model", folder / "a.gguf", *options, *caches]) as (client, _):
+    with in_float32(folder / "a.gguf", context) as (client, _):
         for length in (16, 60, 250) if rope == "longrope" else (16, 130, 480):
-            body = {
-                "prompt": ids[:length], "n_predict": 1, "n_probs": 307, "temperature": 1.0, "cache_prompt": False,
-                "logit_bias": [[letter, 200.0]],  # no list is returned for a part of a character
-            }  # fmt: skip
-            answer = client.http.json("POST", "/completion", body)
             with torch.no_grad():
                 wanted = model(torch.tensor([ids[:length]])).logits[0, -1].log_softmax(-1)
-            found = torch.full_like(wanted, torch.nan)
-            for top in answer["completion_probabilities"][0]["top_logprobs"]:
-                found[top["id"]] = top["logprob"]
+            found = log_probabilities(client, ids[:length], len(wanted), letter)
             torch.testing.assert_close(found, wanted, atol=0.005, rtol=0)

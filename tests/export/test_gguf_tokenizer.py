@@ -5,8 +5,8 @@ gguf.write made of the tokenizers below. DRAFTLAB_TEST_LLAMA_SERVER=... pytest -
 """
 
 import json
-import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 from builders import build
 from errors import raises_option
 from gguf_files import contents
+from real_llama_cpp import llama_server, tokenize
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -139,19 +140,12 @@ def test_byte_level_bpe_is_emulated_as_the_server_computes_it(name, tmp_path):
 @pytest.mark.llamacpp
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_real_server_gives_the_recorded_ids(name, tmp_path):
-    program = os.environ.get("DRAFTLAB_TEST_LLAMA_SERVER")
-    if program is None:
-        pytest.skip("DRAFTLAB_TEST_LLAMA_SERVER does not name a llama-server")
+    program = llama_server()
     tokenizer = gguf.write(saved(name, tmp_path), tmp_path / "a.gguf", "f32").tokenizer
     with running([program, "--model", tmp_path / "a.gguf", "--threads", 1]) as (client, _):
-
-        def tokenize(text: str) -> list[int]:
-            asked = {"content": text, "add_special": False, "parse_special": True}
-            return client.http.json("POST", "/tokenize", asked)["tokens"]
-
-        assert [tokenize(text) for text in TEXTS] == GOLDEN[name]
+        assert [tokenize(client, text) for text in TEXTS] == GOLDEN[name]
         # the share that an export prints is that of the server
-        assert tokenizer.probes.equal(tokenize) == tokenizer.equal
+        assert tokenizer.probes.equal(partial(tokenize, client)) == tokenizer.equal
 
 
 DEFAULT, TOOLS = "{{ messages[0].content }}", "{{ tools }}{{ messages[0].content }}"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import contents, neighbours_apart
+from real_llama_cpp import llama_server
 from safetensors.torch import load_file, save_file
 from small_files import edit, write_prompts, write_rows
 from typed import call
@@ -270,10 +271,7 @@ def test_a_head_that_drafts_nothing_right_is_said_to(folder, target, tmp_path, m
 
 @pytest.mark.llamacpp
 def test_a_real_llama_server_accepts_what_is_accepted_here(target, tmp_path):
-    """DRAFTLAB_TEST_LLAMA_SERVER: llama.cpp's llama-server."""
-    program = os.environ.get("DRAFTLAB_TEST_LLAMA_SERVER")
-    if program is None:
-        pytest.skip("DRAFTLAB_TEST_LLAMA_SERVER does not name a llama-server")
+    program = llama_server()
     folder = tmp_path / "head"
     pair = "--target tiny --data stdlib"
     few = "--steps 20 --batch-size 4 --seq-len 128"

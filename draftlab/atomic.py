@@ -145,15 +145,14 @@ def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace
     """
     _check_name(out)
     with writing(out):  # the name may be too long, or a link may lead to itself
-        exists = out.exists()
-        _place(out)
+        exists, place = out.exists(), _place(out)
     if exists and not out.is_dir():
         raise UserError(f"{out} is a file, but --out names a directory; choose another --out")
     if exists and any(out.iterdir()) and not force:
         raise UserError(f"{out} exists and is not empty; choose another --out{remedy}")
-    if os.path.ismount(_place(out)):
+    if os.path.ismount(place):
         raise UserError(f"{out} is a mount point, which cannot be replaced; write --out {out}/NAME")
-    check_writable(_place(out))
+    check_writable(place)
 
 
 def _check_name(out: Path) -> None:

@@ -38,7 +38,7 @@ def inputs_of(config: Config) -> dict[str, str]:
             inputs |= text_inputs(value)
             continue
         files: list[Path] = []
-        for item in value if isinstance(value, list | tuple) else [value]:
+        for item in _items(value):
             if reads == "tasks":
                 files += chain.from_iterable(task_files(Path(n)) for n in str(item).split(","))
             elif reads == "path" or isinstance(item, Path):
@@ -50,10 +50,10 @@ def inputs_of(config: Config) -> dict[str, str]:
 def paths_of(config: Config) -> Iterator[Path]:
     """Yield every file and directory that a command's settings name and that exists, except the place of its output."""
     for name in type(config).model_fields.keys() - {"out"}:
-        value = config.__dict__[name]
-        for item in value if isinstance(value, list | tuple) else [value]:
-            if extra(type(config).model_fields[name])["reads"] == "text" and item is not None:
-                names = [hub.split_column(source)[0] for source in hub.source_names(item)]
+        reads = extra(type(config).model_fields[name])["reads"]
+        for item in _items(config.__dict__[name]):
+            if reads == "text" and item is not None:
+                names = _sources(item)
             else:
                 names = str(item).split(",") if isinstance(item, str | Path) else []
             yield from (Path(name) for name in names if os.path.exists(name))
@@ -61,8 +61,16 @@ def paths_of(config: Config) -> Iterator[Path]:
 
 def text_inputs(mixture: str) -> dict[str, str]:
     """Return the fingerprint of each source of a data mixture, by the source's name without #COLUMN."""
-    names = dict.fromkeys(hub.split_column(source)[0] for source in hub.source_names(mixture))
-    return {name: _text(name) for name in names}
+    return {name: _text(name) for name in _sources(mixture)}
+
+
+def _sources(mixture: str) -> list[str]:
+    """Return the names of the sources of a data mixture without #COLUMN, each once."""
+    return list(dict.fromkeys(hub.split_column(source)[0] for source in hub.source_names(mixture)))
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _text(source: str) -> str:

@@ -16,6 +16,7 @@ from draftlab.exporting.gguf_rope import EVERY_TENSOR, ROPE_FACTORS, Rope, read_
 from draftlab.exporting.gguf_tokenizer import GGUFTokenizer, read_tokenizer
 from draftlab.model import checkpoint
 from draftlab.model.eagle import HeadShape
+from draftlab.model.llama import sliding_window
 from draftlab.model.shape import Shape
 
 UNQUANTIZED = "f16"  # type of a matrix whose rows cannot be divided into blocks
@@ -412,28 +413,16 @@ def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
 
 def _context(directory: Path) -> int:
     """Return the context in tokens, but at most the model's sliding window."""
-    context, window = checkpoint.max_model_len(directory, DEFAULT_CONTEXT), _window(directory)
-    return context if window is None else min(context, window)
-
-
-def _window(directory: Path) -> int | None:
-    """Return the smallest sliding window of a model, or None if every layer has full attention.
-
-    The GGUF file describes full attention, which equals the model's attention only up to the window.
-    """
-    config: Any = checkpoint.auto_config(directory)
-    fields = config.to_dict()
-    types = fields.get("layer_types") or ["sliding_attention"]
-    if not fields.get("use_sliding_window", True) or "sliding_attention" not in types:
-        return None
-    return fields.get("sliding_window") or None
+    # the file describes full attention, which equals the model's attention only up to the window
+    window = sliding_window(checkpoint.auto_config(directory))
+    return checkpoint.max_model_len(directory, DEFAULT_CONTEXT) if window is None else window
 
 
 def _limits(directory: Path, rope: Rope) -> list[str]:
     """Return sentences about settings that llama.cpp computes only up to a length."""
     limits: list[str] = []
-    window = _window(directory)
-    if window is not None and window < checkpoint.max_model_len(directory, DEFAULT_CONTEXT):
+    window = sliding_window(checkpoint.auto_config(directory))
+    if window is not None:
         limits.append(
             f"sliding_window {window}: llama.cpp has full attention for this architecture, so the file has a context "
             f"of {window} tokens, up to which both are equal"

@@ -17,6 +17,7 @@ from draftlab.model import checkpoint
 from draftlab.model.llama import rotary
 from draftlab.reading import reading
 
+Settings = dict[str, int | float | str]  # by name without the architecture
 ROPE_FACTORS = "rope_freqs.weight"
 SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 EVERY_TENSOR = frozenset({ROPE_FACTORS, SHORT, LONG})
@@ -87,26 +88,25 @@ def read_rope(directory: Path, head_dim: int) -> Rope:
     with reading(f"{directory}: rope_parameters"):
         theta = float(rope["rope_theta"])
         unscaled = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        base: dict[str, int | float | str] = {"rope.freq_base": theta}
-        settings = dict(base)
+        settings: Settings = {"rope.freq_base": theta}
         if kind == "longrope":
-            return _longrope(config, settings, unscaled, directory)
+            return _longrope(config, settings, unscaled)
         frequencies, attention_factor = rotary(config, head_dim, directory)
-        if kind == "linear":
+        needs = ""  # why the frequencies must be a tensor
+        if kind == "llama3":
+            needs = "rotary scaling 'llama3'"
+        elif kind == "linear":
             settings |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
         elif kind == "yarn":
-            settings |= _yarn_settings(config, attention_factor)
-            if not torch.allclose(_yarn_frequencies(settings, head_dim), frequencies, rtol=CLOSE):
-                kind, settings = "yarn by a tensor", base
+            yarn = settings | _yarn_settings(config, attention_factor)
+            if torch.allclose(_yarn_frequencies(yarn, head_dim), frequencies, rtol=CLOSE):
+                settings = yarn
+            else:
+                needs = _unusual(rope)
                 if attention_factor != 1:
                     settings["rope.scaling.attn_factor"] = attention_factor
-    if kind not in ("llama3", "yarn by a tensor"):
-        return Rope(settings=settings)
-    return Rope(
-        settings=settings,
-        tensors={ROPE_FACTORS: unscaled / frequencies},
-        needs="rotary scaling 'llama3'" if kind == "llama3" else _unusual(rope),
-    )
+    tensors = {ROPE_FACTORS: unscaled / frequencies} if needs else {}
+    return Rope(settings=settings, tensors=tensors, needs=needs)
 
 
 def _check_fields(rope: Mapping[str, Any], kind: str, directory: Path) -> None:
@@ -130,9 +130,7 @@ def _check_fields(rope: Mapping[str, Any], kind: str, directory: Path) -> None:
         )
 
 
-def _longrope(
-    config: Any, settings: dict[str, int | float | str], unscaled: Tensor, directory: Path
-) -> Rope:
+def _longrope(config: Any, settings: Settings, unscaled: Tensor) -> Rope:
     """Return LongRoPE in GGUF's form: divisors for short texts and for long texts, and the factor of the tables."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -144,7 +142,7 @@ def _longrope(
             config, checkpoint.CPU, length
         )
         tensors[name] = unscaled / frequencies
-    settings |= {
+    settings = settings | {
         "rope.scaling.type": "longrope",
         "rope.scaling.original_context_length": original,
         "rope.scaling.attn_factor": float(attention_factor),
@@ -154,7 +152,7 @@ def _longrope(
     )
 
 
-def _yarn_settings(config: Any, attention_factor: float) -> dict[str, int | float | str]:
+def _yarn_settings(config: Any, attention_factor: float) -> Settings:
     """Return YaRN's settings.
 
     llama.cpp multiplies attn_factor by 0.1 ln(factor) + 1. For the architectures of gguf.py it reads neither
@@ -164,7 +162,7 @@ def _yarn_settings(config: Any, attention_factor: float) -> dict[str, int | floa
     original = int(rope["original_max_position_embeddings"])
     factor = rope["factor"]  # transformers allows None
     factor = config.max_position_embeddings / original if factor is None else float(factor)
-    settings: dict[str, int | float | str] = {
+    settings: Settings = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": factor,
         "rope.scaling.original_context_length": original,

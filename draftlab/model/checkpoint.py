@@ -164,6 +164,7 @@ def check(directory: Path) -> None:
         return
     try:
         read_shape(directory)
+        _check_lists(directory, config)
     except OtherArchitecture:
         if config.get("model_type") in MODEL_TYPES:
             raise
@@ -311,10 +312,20 @@ def _fitting_shape(
             raise contradiction(
                 directory, key, not has, has, f"there are {'' if has else 'no '}biases"
             )
-    if any(isinstance(value, list) for name, value in config.items() if name != "architectures"):
-        with reading(directory / CONFIG):
-            per_layer_lists(config)
+    # only these lists are shown to transformers here, because its import takes seconds
+    if any(
+        isinstance(value, list) and len(value) != shape.layers
+        for name, value in config.items()
+        if name != "architectures" and not name.endswith("_token_id")
+    ):
+        _check_lists(directory, config)
     return shape
+
+
+def _check_lists(directory: Path, config: Mapping[str, object]) -> None:
+    """Raise UserError if transformers refuses a list with a value per layer."""
+    with reading(directory / CONFIG):
+        per_layer_lists(config)
 
 
 def contradiction(

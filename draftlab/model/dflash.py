@@ -24,7 +24,6 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.devices import staged
 from draftlab.model.eagle import (
-    SLIDING,
     WEIGHTS,
     HeadSizes,
     TargetSizes,
@@ -38,6 +37,7 @@ from draftlab.model.eagle import (
     read_tensors,
     sizes_of,
 )
+from draftlab.model.hf_files import FULL, SLIDING
 from draftlab.model.llama import Cache, RotaryTables, rms_norm, rotary, spread
 from draftlab.model.saving import save_finite, write_config
 from draftlab.model.size import ApproximateSize
@@ -382,7 +382,7 @@ def new_json(
     return layer_config_json(layer) | {
         "architectures": [ARCHITECTURE],
         "num_hidden_layers": layers,
-        "layer_types": ["full_attention"] * layers,
+        "layer_types": [FULL] * layers,
         "num_target_layers": sizes.layers,
         "block_size": block_size,
         "dflash_config": {
@@ -412,10 +412,7 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
     theirs = "transformer_layer_config" in content  # True for the layout of speculators
     check_settings({**layer, **own}, SUPPORTED, folder, "dflash")
     slides = own.get("use_swa", False)
-    kinds = (
-        layer.get("layer_types")
-        or [SLIDING if slides else "full_attention"] * config.num_hidden_layers
-    )
+    kinds = layer.get("layer_types") or [SLIDING if slides else FULL] * config.num_hidden_layers
     window = own.get("swa_window_size", config.sliding_window)
     if SLIDING in kinds and not window:
         raise UserError(

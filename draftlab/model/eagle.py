@@ -24,7 +24,7 @@ from typing_extensions import Self
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, hub
 from draftlab.model.checkpoint import check_finite, check_weight
-from draftlab.model.hf_files import context_of
+from draftlab.model.hf_files import FULL, SLIDING, context_of
 from draftlab.model.llama import ROPE_KINDS
 from draftlab.model.saving import save_finite, write_config
 from draftlab.model.shape import Shape
@@ -41,7 +41,6 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
 VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")  # fields of EAGLE-3.1
 MOST_DRAFTED = 32
-SLIDING, FULL = "sliding_attention", "full_attention"
 OPTIONAL_PARTS = (
     "norm_before_residual",
     *VARIANTS,

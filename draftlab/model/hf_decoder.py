@@ -26,13 +26,12 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.decoder import Decoder, Tree, end_of_pass
-from draftlab.model.hf_files import context_of, quantization_method
+from draftlab.model.hf_files import FULL, SLIDING, context_of, quantization_method
 from draftlab.model.llama import LayerStates
 
 # base class of cache layers that have a recurrent state instead of keys and values
 RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
 SPARSE = 2  # the cache is packed when it has more than SPARSE slots per position of the longest row
-FULL, SLIDING = "full_attention", "sliding_attention"
 TRIAL = ((5, 9, 14, 3, 7), (11, 4, 8))  # token ids of two texts, see HFDecoder.masked
 TRIAL_ERROR = {
     torch.float32: 1e-3,

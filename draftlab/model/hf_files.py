@@ -37,6 +37,7 @@ CONTEXT_NAMES = (
     "seq_length",
 )
 UNLIMITED = 1 << 30
+FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
 # kinds of rotary scaling whose factor is already in the context length
 WHOLE_LENGTHS = ("default", "llama3", "longrope", "su")
 # Families whose forward pass is exactly that of llama.py, and whose tensors transformers never renames. Some other

@@ -27,7 +27,7 @@ from draftlab.model.decoder import (
     pinned_backends,
 )
 from draftlab.model.devices import staged
-from draftlab.model.hf_files import context_of, read_head_ids
+from draftlab.model.hf_files import FULL, SLIDING, context_of, read_head_ids
 from draftlab.model.shape import Shape
 from draftlab.reading import reading
 
@@ -363,7 +363,6 @@ class Llama(Decoder):
         return whole.unflatten(2, (x.shape[1], -1)).transpose(1, 2)
 
 
-SLIDING = "sliding_attention"
 # Multipliers in Granite's config.json, each with the roles of the weights that it multiplies.
 MULTIPLIERS: dict[str, tuple[str, ...]] = {
     "embedding_multiplier": ("embed",),
@@ -454,20 +453,22 @@ def _supported(
     return shape, config | eps, rotary(full, shape.head_dim, directory), window
 
 
-def _window(config: Any, directory: Path) -> int | None:
-    """Return the sliding window of all layers in tokens, or None if every layer reads the whole text.
+def sliding_window(config: Any) -> int | None:
+    """Return the sliding window in tokens, or None if every layer reads the whole text.
 
-    config: transformers' config, with layer_types if its layers may differ.
-
-    Raises:
-        OtherArchitecture: only some of the layers have a sliding window.
+    Only some of the layers may have it. config: transformers' config, with layer_types if its layers may differ.
     """
     fields = type(config).__dataclass_fields__  # a field that the class does not declare is ignored
     window = config.sliding_window if "sliding_window" in fields else None
-    kinds = set(config.layer_types) if "layer_types" in fields else {SLIDING}
-    if window is None or window >= context_of(config.to_dict()) or SLIDING not in kinds:
-        return None
-    if len(kinds) > 1:
+    kinds = config.layer_types if "layer_types" in fields else [SLIDING]
+    short = window is not None and window < context_of(config.to_dict())
+    return window if short and SLIDING in kinds else None
+
+
+def _window(config: Any, directory: Path) -> int | None:
+    """Return the sliding window of all layers. Raises OtherArchitecture: only some of the layers have it."""
+    window = sliding_window(config)
+    if window is not None and FULL in getattr(config, "layer_types", ()):
         raise OtherArchitecture(
             f"{directory} has a sliding window of {window} tokens in some layers only, but draftlab's engine runs only "
             "one kind of attention"

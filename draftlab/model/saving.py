@@ -13,7 +13,7 @@ from torch import Tensor
 from draftlab.atomic import replacing
 from draftlab.errors import UserError, one_line
 from draftlab.model.checkpoint import dtype_name, read_by_transformers
-from draftlab.model.hf_files import CONFIG, context_of
+from draftlab.model.hf_files import CONFIG, FULL, SLIDING, context_of
 from draftlab.reading import read_json, read_object
 from draftlab.trust import check_own
 
@@ -28,7 +28,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-FULL, SLIDING = "full_attention", "sliding_attention"
 # fields of rope_parameters that transformers 4 has beside rope_scaling, with their names there
 ROPE_NAMES = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
 OLD_ROPE_NAMES = {

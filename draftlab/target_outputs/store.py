@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
@@ -438,31 +438,25 @@ def _arrays(outputs: Sequence[TargetOutput], manifest: Manifest) -> dict[str, np
     def offsets(rows: Sequence[np.ndarray]) -> np.ndarray:
         return np.cumsum([0, *map(len, rows)], dtype=np.int64)
 
-    arrays = {
-        "number": np.array([o.number for o in outputs], dtype=np.int64),
-        "category": np.array(
-            [manifest.categories.index(o.category) for o in outputs], dtype=np.uint16
-        ),
-        "stopped": np.array([o.finish_reason == "stop" for o in outputs], dtype=np.uint8),
+    arrays: dict[str, Any] = {
+        "number": [o.number for o in outputs],
+        "category": [manifest.categories.index(o.category) for o in outputs],
+        "stopped": [o.finish_reason == "stop" for o in outputs],
         "prompt_offsets": offsets([o.prompt for o in outputs]),
-        "prompt_ids": np.concatenate([o.prompt for o in outputs]).astype(np.uint32),
+        "prompt_ids": np.concatenate([o.prompt for o in outputs]),
         "offsets": offsets([o.ids for o in outputs]),
-        "ids": np.concatenate([o.ids for o in outputs]).astype(np.uint32),
+        "ids": np.concatenate([o.ids for o in outputs]),
     }
     if any(o.counted is not None for o in outputs):
         marks = [np.ones(len(o.ids), bool) if o.counted is None else o.counted for o in outputs]
-        arrays["counted"] = np.concatenate(marks).astype(np.uint8)
+        arrays["counted"] = np.concatenate(marks)
     if manifest.logprobs != "none":
-        logprobs = [o.logprobs for o in outputs if o.logprobs is not None]
-        arrays["logprobs"] = np.concatenate(logprobs).astype(np.float32)
+        arrays["logprobs"] = np.concatenate([o.logprobs for o in outputs if o.logprobs is not None])
     if manifest.top_logprobs:
         top = StoredLogprobs.joined([o.top for o in outputs if o.top is not None])
         columns = (getattr(top, name) for name in StoredLogprobs.__slots__)
-        arrays |= {
-            name: column.astype(dtype)
-            for (name, dtype), column in zip(TOP.items(), columns, strict=True)
-        }
-    return arrays
+        arrays |= dict(zip(TOP, columns, strict=True))
+    return {name: np.asarray(values).astype(DTYPES[name]) for name, values in arrays.items()}
 
 
 def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOutput]:

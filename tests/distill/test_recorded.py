@@ -88,9 +88,8 @@ def test_distill_records_what_the_written_draft_has(more, served, family_dirs, t
         assert record["temperature"] == served
         assert record["acceptance"] == pytest.approx(acceptance, rel=10 * CLOSE)
         assert record["cross_entropy"] == pytest.approx(cross_entropy, rel=CLOSE)
-    assert (
-        found["after"]["step"] > 0 or served == 0
-    )  # greedy text of random models is hard to learn
+    # What a random target writes differs between CPUs, and eight steps need not learn it.
+    assert found["after"]["step"] > 0 or "text" in more
 
 
 @pytest.mark.parametrize("student", ["eagle:ttt_steps=2", "dflash:block_size=4"])

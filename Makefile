@@ -30,7 +30,7 @@ install: .venv/ready
 
 # torch first: whatever depends on it must find it there
 .venv/ready: pyproject.toml constraints.txt plugins/research/pyproject.toml
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "draftlab needs Python 3.10 or newer, this is " + sys.version'
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "draftlab needs Python 3.11 or newer, this is " + sys.version'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'

@@ -9,8 +9,9 @@ import json
 from dataclasses import dataclass
 from datetime import date
 
+from draftlab import shipped
 from draftlab.latency.roofline import Device
-from draftlab.model.families import presets, shipped
+from draftlab.model.families import presets
 from draftlab.model.shape import Shape, resolve
 from draftlab.reading import read_model
 
@@ -67,8 +68,8 @@ def costs(
 
 def main() -> None:
     shapes, device = (
-        presets(shipped("widths")),
-        read_model(Device, shipped("profiles") / "h100.yaml"),
+        presets(shipped.folder("widths")),
+        read_model(Device, shipped.folder("profiles") / "h100.yaml"),
     )
     tflops, bandwidth = device.tflops["bfloat16"], device.bandwidth_gbs
     result = {pair.target: costs(pair, shapes, tflops, bandwidth) for pair in PAIRS}

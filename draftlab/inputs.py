@@ -6,12 +6,12 @@ import os.path
 import platform
 import sysconfig
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from draftlab import shipped
 from draftlab.atomic import UNKNOWN
 from draftlab.config.base import Config, extra
 from draftlab.errors import UserError
@@ -40,7 +40,14 @@ def inputs_of(config: Config) -> dict[str, str]:
         files: list[Path] = []
         for item in _items(value):
             if reads == "tasks":
-                files += chain.from_iterable(task_files(Path(n)) for n in str(item).split(","))
+                for task in str(item).split(","):
+                    if task in (tasks := shipped.named("tasks")):
+                        path = tasks[task]
+                        inputs[task] = joint_sha256(task_files(path), path.parent)
+                    else:
+                        files += task_files(Path(task))
+            elif reads == "shape":
+                inputs[str(item)] = fingerprint(shipped.locate(item, "widths"))
             elif reads == "path" or isinstance(item, Path):
                 files.append(Path(item))
         inputs |= {str(file): fingerprint(file) for file in files if file.exists()}

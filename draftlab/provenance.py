@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean
@@ -115,7 +115,7 @@ def write_record(
         config=config,
         inputs=dict(inputs),
         versions=versions(),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=round(time() - started_at, 2),
         peak_memory_bytes=peak_memory_bytes(),
         notes=notes,

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from draftlab import shipped
 from draftlab.commands.base import Outcome, command
 from draftlab.commands.steps import CommandStep, read_step
 from draftlab.config.base import Config, option
@@ -11,7 +12,9 @@ from draftlab.reading import FileModel, read_yaml, reading
 
 class RunConfig(Config):
     recipe: Path = option(
-        help="Recipe: a YAML file with the key steps, a list of commands.", argument=True
+        help="Recipe: a YAML file with the key steps, a list of commands; or the name of a recipe that comes with "
+        f"draftlab: {', '.join(shipped.RECIPES)}.",
+        argument=True,
     )
     plan_only: bool = option(False, "Only show which steps are done.", flag="--dry-run")
 
@@ -25,11 +28,14 @@ class Recipe(FileModel):
 def read_recipe(path: Path) -> list[CommandStep]:
     """Read a recipe, and check the settings of all steps before any step runs.
 
+    path: File, or the name of a recipe that comes with draftlab.
+
     Raises:
-        UserError: A step or a setting is wrong. The message names both.
+        UserError: There is no such recipe, or a step or a setting is wrong. The message names both.
     """
+    file = shipped.locate(path, "recipes")
     with reading(f"recipe {path}"):
-        steps = Recipe.model_validate(read_yaml(path, f"recipe {path}")).steps
+        steps = Recipe.model_validate(read_yaml(file, f"recipe {path}")).steps
     return [read_step(step, f"{path}: step {number}") for number, step in enumerate(steps, 1)]
 
 

@@ -12,7 +12,7 @@ import draftlab
 PACKAGE = Path(draftlab.__file__).parent
 LAYERS = [
     ["errors", "trust"],
-    ["console", "atomic", "reading", "intervals", "sampling", "registry", "dates"],
+    ["console", "atomic", "reading", "shipped", "intervals", "sampling", "registry", "dates"],
     ["provenance"],
     ["model"],
     ["workspace"],
@@ -43,6 +43,7 @@ NO_TORCH = [
     "errors",
     "console",
     "reading",
+    "shipped",
     "intervals",
     "atomic",
     "trust",

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AfterValidator, model_validator
-from typing_extensions import Self
 
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config import shared

@@ -4,10 +4,9 @@ import shlex
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import field_validator
-from typing_extensions import Self
 
 from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_data, check_program, command, fill

@@ -3,10 +3,9 @@
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from pydantic import model_validator
-from typing_extensions import Self
 
 from draftlab import provenance, workspace
 from draftlab.commands.base import Job, Outcome, check_data, command, fill

@@ -53,8 +53,10 @@ class PruneConfig(OutputConfig, CheckpointSettings):
     )
     shape: Path | None = advanced_option(
         None,
-        "Shape file, which sets the numbers of layers, hidden dimensions, FFN neurons and parameters.",
+        "Shape that sets the numbers of layers, hidden dimensions, FFN neurons and parameters: the name of a shape that "
+        "comes with draftlab, such as wide-796m, or a shape file.",
         panel=SHAPE,
+        reads="shape",
     )
     vocab: Vocab = draft_vocab("--outputs or --data", panel=SHAPE)
     untie: bool = advanced_option(
@@ -121,7 +123,7 @@ class PruneConfig(OutputConfig, CheckpointSettings):
     seed: int = seed()
 
     only = (
-        Only(SIZES, lambda c: c.shape is None, "leave it out, because --shape FILE sets all sizes"),
+        Only(SIZES, lambda c: c.shape is None, "leave it out, because --shape sets all sizes"),
         Only(
             ("outputs",),
             lambda c: c.calibrates or c.vocab or c.shape,
@@ -212,7 +214,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
     with about("--source"):
-        place, shipped = _locate(config.source, weights)
+        place, preset = _locate(config.source, weights)
         have = checkpoint.read_shape(place) if isinstance(place, Path) else place
     if config.untie and not have.tied:
         raise UserError(
@@ -267,7 +269,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
     return Job(
         run,
         f"prune-{'masks-' if training else ''}{shape_name(shape)}{head}",
-        partial(_facts, have, shape, text, training, dtype_bytes=dtype_bytes, shipped=shipped),
+        partial(_facts, have, shape, text, training, dtype_bytes=dtype_bytes, preset=preset),
     )
 
 
@@ -295,21 +297,21 @@ def _facts(
     training: "MaskTraining | None",
     *,
     dtype_bytes: int,
-    shipped: str | None,
+    preset: str | None,
 ) -> dict[str, object]:
     """Return the facts that a dry run shows. No weights are read or downloaded.
 
     Args:
         have: Shape of the source.
         shape: Shape of the draft.
-        shipped: Name of the shape that is used in place of a source that cannot be downloaded, or None.
+        preset: Name of the shape that is used in place of a source that cannot be downloaded, or None.
     """
     from draftlab.pruning.run import HELDOUT_TOKENS
     from draftlab.pruning.source import kv_saving
 
     source = have.describe()
-    if shipped is not None:
-        source += f" (computed from the shape {shipped} in draftlab; nothing was downloaded)"
+    if preset is not None:
+        source += f" (computed from the shape {preset} in draftlab; nothing was downloaded)"
     weights = 2 * dtype_bytes * (have.vocab * have.hidden + have.body_params() // have.layers)
     # three copies of the source's residual stream, and one of the draft's
     per_token = dtype_bytes * (3 * have.hidden + shape.hidden)
@@ -395,7 +397,7 @@ def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
     try:
         _, place = families.locate_shape(name, weights)
     except UserError:
-        shapes = families.presets(families.shipped("widths"))
+        shapes = families.presets(shipped.folder("widths"))
         called = name.partition("@")[0].rpartition("/")[2].lower()
         known = called in shapes and hub.local(name) is None
         if weights or not known or not hub.offline_reason():
@@ -428,8 +430,9 @@ def _requested(config: PruneConfig, have: Shape, weights: bool, llama: bool) -> 
     named = [config.flag(name) for name in (*SIZES, "shape") if config.is_set(name)]
     with about(", ".join(named) or "--layers"):
         if named or config.vocab is None:
+            file = None if config.shape is None else shipped.locate(config.shape, "widths")
             shape, preset = families.requested_shape(
-                have, **sizes, multiple_of=FFN_MULTIPLE, file=config.shape
+                have, **sizes, multiple_of=FFN_MULTIPLE, file=file
             )
             if preset is not None and weights:
                 note(f"shape {preset}: {shape.describe()}")

@@ -5,9 +5,7 @@ import shlex
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from typing_extensions import Self
+from typing import TYPE_CHECKING, Self
 
 from draftlab import workspace
 from draftlab.atomic import check_writable, write_atomic, writing

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import model_validator
-from typing_extensions import Self
 
+from draftlab import shipped
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config import shared
 from draftlab.config.base import (
@@ -133,7 +133,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     served_model_name: str | None = shared.served_model_name()
     tasks: str | None = option(
         None,
-        "Measure accuracy on these lm-eval tasks: names or YAML files, separated by commas.",
+        "Measure accuracy on these tasks: names of tasks of lm-eval or draftlab, or YAML files, separated by commas.",
         panel=TASKS,
         reads="tasks",
         acts="path",
@@ -262,7 +262,7 @@ def prepare(config: ScoreConfig, weights: bool) -> "Job[PlainAnswers | Score | l
         tasks = fill(
             load_tasks,
             config,
-            names=config.tasks.split(","),
+            names=[str(shipped.named("tasks").get(name, name)) for name in config.tasks.split(",")],
             limit=config.task_limit,
             batch_size=config.task_batch_size,
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -19,7 +19,6 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from typing_extensions import Self
 
 from draftlab import workspace
 from draftlab.errors import UsageError, UserError, did_you_mean, one_line, plain_words
@@ -35,8 +34,9 @@ OUTPUT, SERVER, TRAINING, CHECKPOINTS = (
     "Evaluation and checkpoints",
 )  # panels of --help
 Value = TypeVar("Value")
-# text: a data mixture; tasks: lm-eval's tasks; path: a text that may be a path; nothing: a Path that is not read
-Reads = Literal["text", "tasks", "path", "nothing"]
+# text: a data mixture; tasks: lm-eval's tasks; shape: a shape file or its name; path: a text that may be a path;
+# nothing: a Path that is not read
+Reads = Literal["text", "tasks", "shape", "path", "nothing"]
 # always: the setting runs a program, reaches another machine, reads a secret or names a place to write; path: it does
 # so if it names a file, such as a task file with code
 Acts = Literal["always", "path"]

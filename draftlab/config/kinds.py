@@ -8,7 +8,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -18,7 +18,6 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from typing_extensions import Self
 
 from draftlab.config.base import check_numbers, parsed
 from draftlab.errors import UserError, about, did_you_mean

@@ -2,10 +2,9 @@
 
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from draftlab import provenance
 from draftlab.drafters import DrafterSpec, Input, RunFacts, drafter

@@ -1,10 +1,9 @@
 """The drafter ngram: an n-gram model of a corpus or of the target's own text."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from draftlab.config.outputs import check_store
 from draftlab.console import note

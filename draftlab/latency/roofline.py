@@ -14,7 +14,8 @@ from typing import Literal
 import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from draftlab.errors import UserError, about, did_you_mean
+from draftlab import shipped
+from draftlab.errors import UserError, about
 from draftlab.latency.cost_model import (
     BYTES,
     Point,
@@ -26,7 +27,6 @@ from draftlab.latency.cost_model import (
     read_profile,
 )
 from draftlab.model import Mode
-from draftlab.model.families import shipped
 from draftlab.model.shape import Shape, check
 from draftlab.reading import FileModel, read_model, read_yaml, reading
 from draftlab.results.score import Latency
@@ -225,8 +225,8 @@ def parse_profile(
             f"compute a profile, as in {EXAMPLE}"
         )
     place, *words = rest.split(",")
-    sizes = read_sizes(_located(name, "widths", "targets"))
-    device = read_model(Device, _located(place, "profiles"))
+    sizes = read_sizes(shipped.locate(name, "widths", "targets"))
+    device = read_model(Device, shipped.locate(place, "profiles"))
     modes: list[Mode] = [mode for mode in device.modes if mode in words]
     dtypes = [dtype for dtype in device.tflops if dtype in words]
     heads = [word for word in words if re.fullmatch(r"eagle=[1-9]\d*", word)]
@@ -317,17 +317,3 @@ def _device_ms(
     return busy + 2 * shape.layers * (
         device.allreduce_us * 1e-3 + sent_bytes / (device.link_gbs * 1e6)
     )
-
-
-def _located(name: str, *folders: str) -> Path:
-    """Return the path of a YAML file: `name`, or the file of this name in a folder that comes with draftlab."""
-    if Path(name).suffix in (".yaml", ".yml"):  # names may contain dots
-        return Path(name)
-    known: dict[str, Path] = {}
-    for folder in folders:
-        known |= {path.stem: path for path in shipped(folder).glob("*.yaml")}
-    if name not in known:
-        raise UserError(
-            f"{name!r} is neither a YAML file nor a name that draftlab knows{did_you_mean(name, known)}"
-        )
-    return known[name]

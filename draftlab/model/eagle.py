@@ -12,14 +12,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from pydantic import Field, model_validator
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from typing_extensions import Self
 
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, hub

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from draftlab import shipped
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.model.hub import checkpoint_name, locate
@@ -113,16 +114,6 @@ def shape_name(shape: Shape) -> str:
     return f"{shape.layers}x{shape.hidden}"
 
 
-def shipped(folder: str) -> Path:
-    """Return the path of a folder of files that come with draftlab. folder: Name, such as "widths".
-
-    The folder is in the installed package or, in a clone of the repository, in configs/.
-    """
-    package = Path(__file__).parents[1]
-    installed = package / folder
-    return installed if installed.is_dir() else package.parent / "configs" / folder
-
-
 def presets(folder: Path) -> dict[str, Shape]:
     """Return all shapes in a folder of shape files by name: the file's name without .yaml."""
     return {path.stem: read_shape_file(path) for path in sorted(folder.glob("*.yaml"))}
@@ -137,7 +128,7 @@ def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
     Raises:
         UserError: there is nothing with this name, or weight files are needed and missing.
     """
-    shapes = presets(shipped("widths"))
+    shapes = presets(shipped.folder("widths"))
     if name in shapes:
         return name, shapes[name]
     if Path(name).suffix in (".yaml", ".yml"):
@@ -163,7 +154,7 @@ def matching_preset(
     if len(matches) > 1:
         names = " and ".join(name for name, _ in matches)
         raise UserError(
-            f"several files in {folder} have {layers} layers x {hidden}: {names}; choose with --shape FILE"
+            f"several files in {folder} have {layers} layers x {hidden}: {names}; choose with --shape NAME"
         )
     return matches[0] if matches else None
 
@@ -197,10 +188,10 @@ def requested_shape(
         named = file.stem, read_shape_file(file)
     elif all(n is None for n in numbers):
         raise UserError(
-            "the draft's size is missing; add, for example, --layers 12 --width 2560, --params 1.3b or --shape FILE"
+            "the draft's size is missing; add, for example, --layers 12 --width 2560, --params 1.3b or --shape NAME"
         )
     elif layers is not None and hidden is not None and ffn is None and params is None:
-        named = matching_preset(source, layers, hidden, shipped("widths"))
+        named = matching_preset(source, layers, hidden, shipped.folder("widths"))
         named = named if named is None or named[1].ffn % multiple_of == 0 else None
     if named is None:
         return resolve(

@@ -8,10 +8,19 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypeVar,
+)
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
-from typing_extensions import Self
 
 from draftlab.config.server_rules import DecodingRule
 from draftlab.errors import UserError

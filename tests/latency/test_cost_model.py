@@ -10,6 +10,7 @@ import transformers as hf
 import yaml
 from errors import raises_option
 
+from draftlab import shipped
 from draftlab.commands.latency import predict
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import (
@@ -31,7 +32,7 @@ from draftlab.latency.roofline import (
     roofline_profile,
 )
 from draftlab.model.eagle import HeadShape
-from draftlab.model.families import presets, shipped
+from draftlab.model.families import presets
 from draftlab.model.shape import Shape
 from draftlab.reading import read_model
 from draftlab.results.score import Latency
@@ -161,7 +162,7 @@ def test_points_that_contradict_themselves_are_refused(profile, tmp_path):
 
 
 def device_of(name: str) -> Device:
-    return read_model(Device, shipped("profiles") / f"{name}.yaml")
+    return read_model(Device, shipped.folder("profiles") / f"{name}.yaml")
 
 
 def computed(spec: str, width: int = 1, context: int = 0) -> float:
@@ -200,7 +201,7 @@ def test_computed_eager_passes_agree_with_opt_under_deepspeed(layers, hidden, ff
 
 
 def test_a_cached_token_costs_the_reading_of_its_keys_and_values():
-    shape, device = presets(shipped("widths"))["llama-7b"], device_of("a100-80gb")
+    shape, device = presets(shipped.folder("widths"))["llama-7b"], device_of("a100-80gb")
     near, far = (computed("llama-7b@a100-80gb,graphs", context=at) for at in (0, 200))
     read_ms = 200 * shape.kv_bytes_per_token(2) / (device.bandwidth_gbs * 1e6)
     assert far - near == pytest.approx(read_ms)
@@ -208,7 +209,7 @@ def test_a_cached_token_costs_the_reading_of_its_keys_and_values():
 
 def test_a_head_reads_all_it_is_made_of_at_first_and_then_all_but_what_joins_the_states():
     """What a head of LLaMA-65B would train, by its own table, read at the bandwidth; and a layer's time."""
-    shape, device = presets(shipped("widths"))["llama-65b"], device_of("h200")
+    shape, device = presets(shipped.folder("widths"))["llama-65b"], device_of("h200")
     head = HeadShape(
         hidden=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, ffn=shape.ffn,
         eps=1e-6, context=2048, rope={}, vocab=shape.vocab, draft_vocab=8000, target_hidden=shape.hidden,
@@ -270,7 +271,7 @@ CONFIGS = {
 def test_targets_that_are_no_llamas_have_the_weights_that_transformers_builds(name):
     with torch.device("meta"):
         model = hf.AutoModelForCausalLM.from_config(CONFIGS[name])
-    sizes = read_sizes(shipped("targets") / f"{name}.yaml")
+    sizes = read_sizes(shipped.folder("targets") / f"{name}.yaml")
     routed = sum(p.numel() for at, p in model.named_parameters() if ".experts." in at)
     built = sum(p.numel() for p in model.parameters())
     looked_up = 0 if sizes.shape.tied else sizes.shape.vocab * sizes.shape.hidden
@@ -283,7 +284,7 @@ def test_targets_that_are_no_llamas_have_the_weights_that_transformers_builds(na
 
 def test_a_curve_of_experts_makes_a_wide_pass_cheaper_than_chance(tmp_path):
     """Tokens of one text share experts: with a measured curve fewer are read than if each chose at random."""
-    text = (shipped("targets") / "mixtral-8x7b.yaml").read_text()
+    text = (shipped.folder("targets") / "mixtral-8x7b.yaml").read_text()
     file = tmp_path / "measured.yaml"
     file.write_text(text.replace("active: 2", "active: 2, curve: [[1, 2], [5, 4]]"))
     assert read_sizes(file).mlps.expected_active(3) == 3
@@ -303,7 +304,7 @@ def test_a_curve_of_experts_makes_a_wide_pass_cheaper_than_chance(tmp_path):
 )
 def test_wrong_mlps_are_refused(mlps, tmp_path):
     file = tmp_path / "wrong.yaml"
-    text = (shipped("widths") / "llama-3.2-1b.yaml").read_text()
+    text = (shipped.folder("widths") / "llama-3.2-1b.yaml").read_text()
     file.write_text(
         text.replace("kv_heads: 8", "kv_heads: 7") if mlps is None else f"{text}mlps: {mlps}\n"
     )
@@ -328,7 +329,7 @@ def test_devices_are_their_data_sheets_at_the_a100s_share_of_bandwidth():
 
 
 def test_a_device_whose_passes_never_end_gives_no_profile(tmp_path):
-    fields = yaml.safe_load((shipped("profiles") / "a100-80gb.yaml").read_text())
+    fields = yaml.safe_load((shipped.folder("profiles") / "a100-80gb.yaml").read_text())
     (tmp_path / "slow.yaml").write_text(yaml.safe_dump(fields | {"bandwidth_gbs": 1e-310}))
     with raises_option("device"):
         parse_profile(

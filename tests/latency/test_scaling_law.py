@@ -8,14 +8,14 @@ from errors import raises_option
 from test_cost_model import SHAPE, latency, profile_of
 from typed import call
 
-from draftlab import workspace
+from draftlab import shipped, workspace
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, Profile, read_profile
 from draftlab.latency.scaling_law import default_grid, fit, fit_law, grid_shapes, read_law
-from draftlab.model.families import presets, shipped
+from draftlab.model.families import presets
 from draftlab.model.shape import Shape, check, check_within, write_shape_file
 
-TINY = presets(shipped("widths"))["tiny-16x256"]
+TINY = presets(shipped.folder("widths"))["tiny-16x256"]
 SHAPES = list(grid_shapes(TINY, [1, 4, 8, 16], [64, 128, 256]).values())
 # ms: of a pass, of a layer, of a byte, of a layer and dimension
 
@@ -79,7 +79,7 @@ def test_a_fitted_profile_predicts_like_a_measured_one():
 
 @pytest.mark.parametrize("name", ["tiny-16x256", "llama-3.1-8b"])
 def test_the_shapes_to_measure_can_be_cut_and_are_enough(name):
-    source = presets(shipped("widths"))[name]
+    source = presets(shipped.folder("widths"))[name]
     shapes = grid_shapes(source, *default_grid(source))
     assert len(shapes) >= 9
     for shape in shapes.values():

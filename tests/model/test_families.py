@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftlab import shipped
 from draftlab.errors import UserError
 from draftlab.model import families
-from draftlab.model.families import TOLERANCE, Budget, BudgetKind, matching_preset, presets, shipped
+from draftlab.model.families import TOLERANCE, Budget, BudgetKind, matching_preset, presets
 from draftlab.model.shape import Shape, check, check_within
 
-NAMED = presets(shipped("widths"))
+NAMED = presets(shipped.folder("widths"))
 LLAMA_7B, TINY = NAMED["llama-7b"], NAMED["tiny-16x256"]
 
 
@@ -124,7 +125,7 @@ def test_the_tiny_shape_files_are_a_family():
 )
 def test_a_preset_counts_where_it_can_be_cut(source, layers, hidden):
     wanted = {("llama-2-70b", 32): "mistral-7b-v0.1", ("llama-7b", 12): "wide-1.3b"}
-    found = matching_preset(NAMED[source], layers, hidden, shipped("widths"))
+    found = matching_preset(NAMED[source], layers, hidden, shipped.folder("widths"))
     assert (found and found[0]) == wanted.get((source, layers))
 
 

@@ -11,9 +11,10 @@ from builders import build
 from errors import raises_option
 from safetensors.torch import load_file, save_file
 
+from draftlab import shipped
 from draftlab.latency.cost_model import active_params, pass_bytes
 from draftlab.model import checkpoint
-from draftlab.model.families import presets, shipped
+from draftlab.model.families import presets
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.size import read_size
 
@@ -83,7 +84,7 @@ def test_without_a_gpu_it_is_refused_in_one_line(method, family_dirs, tmp_path):
 
 def test_four_bits_of_a_65b_are_what_awq_stores():
     """Groups of 128 weights with 20 bits more; embedding and head in 16."""
-    shape = presets(shipped("widths"))["llama-65b"]
+    shape = presets(shipped.folder("widths"))["llama-65b"]
     matrices = active_params(shape) - shape.vocab * shape.hidden
     stored = pass_bytes(shape, "int4")
     assert stored == pytest.approx(matrices * 4.15625 / 8 + 2 * shape.vocab * shape.hidden)

@@ -2,8 +2,9 @@
 
 from errors import raises_option
 
+from draftlab import shipped
 from draftlab.commands.prune import prune
-from draftlab.model.families import presets, shipped
+from draftlab.model.families import presets
 
 
 def test_without_a_network_the_paper_s_draft_is_planned_from_the_shipped_shape(
@@ -13,9 +14,9 @@ def test_without_a_network_the_paper_s_draft_is_planned_from_the_shipped_shape(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     planned = prune(layers=12, width=2560, dry_run=True).data
-    assert presets(shipped("widths"))["llama-7b"].describe() in planned["source"]
+    assert presets(shipped.folder("widths"))["llama-7b"].describe() in planned["source"]
     assert planned["source"]
-    assert planned["draft"] == presets(shipped("widths"))["wide-1.3b"].describe()
+    assert planned["draft"] == presets(shipped.folder("widths"))["wide-1.3b"].describe()
     assert list(tmp_path.iterdir()) == []
     with raises_option("--source"):
         prune(layers=12, width=2560)

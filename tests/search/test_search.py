@@ -8,11 +8,11 @@ import pytest
 from test_report import rendered
 from typed import call
 
-from draftlab import workspace
+from draftlab import shipped, workspace
 from draftlab.commands import COMMANDS
 from draftlab.commands.search import _rung_table
 from draftlab.intervals import Interval
-from draftlab.model.families import presets, shape_name, shipped
+from draftlab.model.families import presets, shape_name
 from draftlab.model.shape import Shape, check, check_within, resolve
 from draftlab.results.score import read_score
 from draftlab.searching.run import Searcher, default_depths, default_widths
@@ -32,7 +32,7 @@ from draftlab.searching.schedule import (
 )
 from draftlab.target_outputs.store import read_manifest
 
-NAMED = presets(shipped("widths"))
+NAMED = presets(shipped.folder("widths"))
 TINY = NAMED["tiny-16x256"]
 
 

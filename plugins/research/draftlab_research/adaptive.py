@@ -1,9 +1,8 @@
 """The drafter adaptive: a step uses prompt lookup, a draft model or EAGLE-3 head, or no draft, whichever pays most."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from draftlab.console import note
 from draftlab.drafters import Input, RunFacts, drafter

@@ -1,9 +1,8 @@
 """Options of a cascade: a draft model that verifies the tokens of a cheaper drafter."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
-from typing_extensions import Self
 
 from draftlab.config.base import MAX_K
 from draftlab.drafters import drafter

@@ -1,9 +1,8 @@
 """Options of layer skipping: the target drafts for itself without some of its layers."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
-from typing_extensions import Self
 
 from draftlab.console import note
 from draftlab.drafters import RunFacts, drafter, split_at

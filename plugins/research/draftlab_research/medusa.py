@@ -1,10 +1,9 @@
 """Options of the drafter medusa: heads that draft from the target's last hidden state."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from pydantic import model_validator
-from typing_extensions import Self
 
 from draftlab.drafters import drafter
 from draftlab.drafters.eagle import HeadSpec

@@ -1,10 +1,9 @@
 """Options of token trees of a draft model, parallel draft or EAGLE-3 head. Shapes are fixed, searched or dynamic."""
 
 import math
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
-from typing_extensions import Self
 
 from draftlab.drafters import DrafterSpec, RunFacts, drafter, split_at
 from draftlab.drafters.eagle import EagleHeadSpec

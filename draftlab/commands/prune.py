@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from draftlab import shipped
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config.base import TRAINING, Only, OutputConfig, advanced_option, option
 from draftlab.config.shared import (
@@ -53,8 +54,8 @@ class PruneConfig(OutputConfig, CheckpointSettings):
     )
     shape: Path | None = advanced_option(
         None,
-        "Shape that sets the numbers of layers, hidden dimensions, FFN neurons and parameters: the name of a shape that "
-        "comes with draftlab, such as wide-796m, or a shape file.",
+        "Shape, which sets the numbers of layers, hidden dimensions, FFN neurons and parameters: a shape file, or the "
+        "name of a shape that comes with draftlab, such as wide-796m.",
         panel=SHAPE,
         reads="shape",
     )

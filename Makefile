@@ -4,15 +4,32 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test chaos lint install peers docs clean
+.PHONY: demo test oldest newest chaos lint install peers docs clean
 
 # one thread: two wait for each other as soon as anything else runs, and the score counts CPU seconds
 demo: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/draftlab run recipes/quickstart.yaml
+	OMP_NUM_THREADS=1 $(BIN)/draftlab run quickstart
 
 # one thread in each of two processes; the campaign of faults forks, which a pool of threads does not survive
 test: .venv/ready lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+# The lowest versions that pyproject.toml allows: make oldest PYTHON=python3.11.  The newest, without constraints:
+# make newest PYTHON=python3.13.  Both need tens of minutes and some gigabytes; TESTS=tests/commands runs only these.
+TESTS ?=
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+TOOLS := $(shell grep -E '^(hatchling|hypothesis|pytest|pytest-xdist|tensorboardX)==' constraints.txt)
+oldest: PACKAGES = --resolution lowest-direct -e '.[gguf,report]' $(TOOLS)
+newest: PACKAGES = -e '.[dev]'
+oldest newest: %: .venv-%-$(VERSION)/ready
+	OMP_NUM_THREADS=1 .venv-$@-$(VERSION)/bin/pytest -n 2 --dist loadfile $(TESTS)
+
+.venv-%/ready: pyproject.toml constraints.txt plugins/research/pyproject.toml
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install -q -c constraints.txt uv
+	$(@D)/bin/uv pip install -q --python $(@D) $(PACKAGES)
+	$(@D)/bin/uv pip install -q --python $(@D) --no-deps -e plugins/research
+	touch $@
 
 # stopped, it goes on where it was; docs/troubleshooting.md
 SEED ?= 0
@@ -45,7 +62,7 @@ peers: .venv/ready
 		tests/model/test_dspark.py tests/model/test_peagle.py tests/distill/test_distributed.py
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-* runs
 
 docs: .venv/ready
 	PYTHONPATH=tests $(BIN)/python -m tests.commands.configuration_page > docs/configuration.md

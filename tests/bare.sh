@@ -19,7 +19,7 @@ bare() {
 }
 
 demo() { # MODE: runs the recipe and checks what it left
-    bare .venv/bin/draftlab run recipes/quickstart.yaml 2>&1 | tee "$room/log"
+    bare .venv/bin/draftlab run quickstart 2>&1 | tee "$room/log"
     ! grep -q Traceback "$room/log"
     bare .venv/bin/python - "$1" <<'END'
 import json, pathlib, sys

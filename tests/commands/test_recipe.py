@@ -7,11 +7,12 @@ import pytest
 import yaml
 from small_files import write_functions, write_workspace
 
-from draftlab import provenance, workspace
+from draftlab import provenance, shipped, workspace
 from draftlab.recipe import read_recipe, run
 
 ROOT = Path(__file__).parents[2]
 KNOWN = {  # on the hub, shipped, or made before the recipe
+    *shipped.named("widths"),
     "huggyllama/llama-7b", "huggyllama/llama-65b", "tiny", "runs/tiny-target/new", workspace.PRESETS["smollm2"].target,
     "models/smollm2-1.3b", "models/smollm2-3b",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The wheel is enough: outside a clone, with nothing but the wheel and its dependencies, the documented commands work."""
+"""The wheel is enough: outside a clone, the documented commands work with the wheel and its dependencies."""
 
 import os
 import re
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory) -> Path:
-    """A folder with an environment, venv, that has the wheel and, from this environment, all packages but draftlab's."""
+    """A folder with a venv that has the wheel and, from this environment, all packages but draftlab's."""
     room = tmp_path_factory.mktemp("room")
     tree = room / "tree"
     listed = subprocess.run(

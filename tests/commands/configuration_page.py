@@ -18,8 +18,8 @@ draftlab distill --config runs/distill-3x256      # the settings that made an ou
 A file holds one `NAME: VALUE` per line. Every output directory holds its settings in `draftlab.json`. Recipes are lists
 of commands with the same names: `draftlab run FILE.yaml`. Some recipes come with draftlab (`draftlab run quickstart`;
 `draftlab run --help` lists them), as do shapes (`--shape tiny-4x192`), devices and tasks. Their names mean the same in
-every folder, whatever files are there. Unknown names, values out of range and settings that do not go together are errors,
-reported before anything is loaded.
+every folder, whatever files are there. Unknown names, values out of range and settings that do not go together are
+errors, reported before anything is loaded.
 
 `--help` shows the settings of the first table of each command; those under "Advanced" work in the same way. A
 number without an upper bound here is at most 1,000,000,000. This page is generated (`make docs`).

@@ -53,7 +53,7 @@ from draftlab.training.students.parallel import ParallelStudent
 
 CALIBRATION_TOKENS, SEQ_LEN = 8192, 256
 TOP_LOGPROBS = 64  # number of log-probabilities that are stored for each token, to distil from
-# the learning rate of recipes/quickstart.yaml, for Muon
+# the learning rate of the recipe quickstart, for Muon
 BATCH_SIZE, LR, MOST_STEPS = (8, 4.0e-3, 1000)
 REDUCTION = 3  # one candidate in three advances (Hyperband's usual factor)
 FINALISTS = 2

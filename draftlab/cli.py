@@ -26,6 +26,7 @@ from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import OUTPUT, Config, bound, extra
 from draftlab.console import is_main_process, never_silent, note, print_words, processes
 from draftlab.errors import UsageError, UserError, one_line, plain_words
+from draftlab.model.cgroups import limit_threads
 from draftlab.recipe import run
 from draftlab.trust import printable
 
@@ -88,8 +89,8 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
         raise UsageError(f"{error}; see draftlab {command.name} --help") from None
     if processes() > 1 and command.name not in LAUNCHED:
         raise UserError(
-            f"draftlab {command.name} runs in one process only, but the environment has WORLD_SIZE={processes()}: start "
-            f"it without accelerate or torchrun (only {' and '.join(LAUNCHED)} can run in several processes)"
+            f"draftlab {command.name} runs in one process only, but WORLD_SIZE is {processes()}: start it without "
+            f"accelerate or torchrun (only {' and '.join(LAUNCHED)} can run in several processes)"
         )
     switches = {name: wiring[name] for name in ("force", "dry_run") if name in wiring}
     with never_silent(command.name):
@@ -251,6 +252,7 @@ def _run_app(app: typer.Typer) -> None:
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    limit_threads()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # under nohup the signal stays ignored

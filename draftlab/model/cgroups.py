@@ -1,4 +1,4 @@
-"""Limits of memory and CPU time that Linux sets for a group of processes: a container, a job of Slurm, a systemd scope."""
+"""Limits of memory and CPU time that Linux sets for the processes of a container, of a Slurm job, or of a service."""
 
 import math
 import os
@@ -77,12 +77,15 @@ class Cgroups:
                     yield self.root.joinpath(mount, *parts[:length])
 
 
+OWN = Cgroups()
+
+
 def limit_threads() -> None:
     """Set OMP_NUM_THREADS, which torch reads at its import, to the CPU quota of this process if that is smaller.
 
     Otherwise torch would start a thread for every core, and the threads would take turns in the quota.
     """
-    cpus = Cgroups().cpus()
+    cpus = OWN.cpus()
     if cpus is not None and cpus < (os.cpu_count() or 1):
         os.environ.setdefault("OMP_NUM_THREADS", str(cpus))
 

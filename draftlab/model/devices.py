@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from draftlab.errors import UserError
-from draftlab.model.cgroups import Cgroups
+from draftlab.model.cgroups import OWN, Cgroups
 
 
 def staged(values: Sequence[object], device: torch.device) -> torch.Tensor:
@@ -36,7 +36,7 @@ def exact_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def free_bytes(device: torch.device, cgroups: Cgroups = Cgroups()) -> int:
+def free_bytes(device: torch.device, cgroups: Cgroups = OWN) -> int:
     """Return how many bytes can be allocated on a device. On a CPU, the limits of this process's cgroups count."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -2,13 +2,13 @@
 
 import os
 import platform
-import re
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from draftlab import provenance
 from draftlab.intervals import Interval
+from draftlab.model.processor import instructions, processor_model, read_cpuinfo
 from draftlab.results.score import Score
 
 
@@ -32,19 +32,10 @@ def child_environ(**more: str) -> dict[str, str]:
 
 def cpu_name() -> str:
     """Return the processor's model with those of its instruction sets that decide the speed of matrix products."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or platform.machine()
-    name = re.search(r"model name\s*:\s*(.+)", text)
-    flags = sorted(
-        {
-            flag
-            for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-            if re.search(rf"\b{flag}\b", text)
-        }
-    )
-    return f"{name.group(1) if name else platform.machine()} ({', '.join(flags)})"
+    cpuinfo = read_cpuinfo()
+    deciding = ("amx_bf16", "avx2", "avx512_bf16", "avx512f", "bf16", "sve", "sve2")
+    flags = [flag for flag in deciding if flag in instructions(cpuinfo)]
+    return f"{processor_model(cpuinfo)} ({', '.join(flags)})"
 
 
 def drafting_row(score: Score) -> dict[str, Any]:

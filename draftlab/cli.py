@@ -26,6 +26,7 @@ from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import OUTPUT, Config, bound, extra
 from draftlab.console import is_main_process, never_silent, note, print_words, processes
 from draftlab.errors import UsageError, UserError, one_line, plain_words
+from draftlab.model.cgroups import limit_threads
 from draftlab.recipe import run
 from draftlab.trust import printable
 
@@ -88,8 +89,8 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
         raise UsageError(f"{error}; see draftlab {command.name} --help") from None
     if processes() > 1 and command.name not in LAUNCHED:
         raise UserError(
-            f"draftlab {command.name} runs in one process only: start it without accelerate or torchrun "
-            f"(only {' and '.join(LAUNCHED)} can run in several processes)"
+            f"draftlab {command.name} runs in one process only, but WORLD_SIZE is {processes()}: start it without "
+            f"accelerate or torchrun (only {' and '.join(LAUNCHED)} can run in several processes)"
         )
     switches = {name: wiring[name] for name in ("force", "dry_run") if name in wiring}
     with never_silent(command.name):
@@ -97,7 +98,7 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
 
 
 def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Config]) -> None:
-    """Print a command's outcome on stdout, or its error as one line on stderr.
+    """Print a command's outcome on stdout, or its error as one line on stderr. Every process prints its errors.
 
     After an error or a missed threshold, exit with a code that is not 0.
     """
@@ -105,20 +106,22 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
         outcome = outcome_of()
     except UserError as error:
         text = printable(str(error))
-        _complain(f"error: {text if len(text) <= LONGEST_ERROR else text[:LONGEST_ERROR] + ' ...'}")
+        shown = text if len(text) <= LONGEST_ERROR else text[:LONGEST_ERROR] + " ..."
+        print(f"error: {shown}", file=sys.stderr)
         raise typer.Exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_USER_ERROR) from None
     except KeyboardInterrupt as stop:
-        _complain(str(stop) or "interrupted")
+        if is_main_process():
+            print(str(stop) or "interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        _complain(f"error: {one_line(str(error.filename), 60)} is too long for the name of a file")
+        name = one_line(str(error.filename), 60)
+        print(f"error: {name} is too long for the name of a file", file=sys.stderr)
         raise typer.Exit(EXIT_USER_ERROR) from None
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # of torch, which may not be imported
             raise
-        # from every process, because only one of them may lack memory
         print(
             f"error: {one_line(str(error).partition(' GPU ')[0])} {_cures(config)}", file=sys.stderr
         )
@@ -127,15 +130,9 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
         return
     _print(outcome, as_json)
     for text in outcome.missed:
-        _complain(f"missed: {text}")
+        print(f"missed: {text}", file=sys.stderr)
     if outcome.missed:
         raise typer.Exit(EXIT_MISSED)
-
-
-def _complain(text: str) -> None:
-    """Print a line on stderr, from the main process only."""
-    if is_main_process():
-        print(text, file=sys.stderr)
 
 
 def _cures(config: type[Config]) -> str:
@@ -255,6 +252,7 @@ def _run_app(app: typer.Typer) -> None:
     for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    limit_threads()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # under nohup the signal stays ignored

@@ -28,14 +28,37 @@ MAX_SILENT_SECONDS = 7.0
 COPIED = re.compile(r"draftlab [a-z]|\w{2,}/\w{2,}|\.sh\b")
 
 
+# variables that torchrun and accelerate launch set in every process that they start
+LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
 def processes() -> int:
     """Return the number of processes that a launcher such as accelerate started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _launch()[1]
 
 
 def is_main_process() -> bool:
     """Return whether this is rank 0, the process that prints and writes."""
-    return os.environ.get("RANK", "0") == "0"
+    return _launch()[0] == 0
+
+
+def launched() -> bool:
+    """Return whether a launcher started this process.
+
+    A shell in a pod or a job may have some variables of a launcher. A launched process has all of them.
+    """
+    values = [os.environ.get(name, "") for name in LAUNCHER]
+    if not all(values) or not all(value.isdecimal() for value in values[:3]):
+        return False
+    world, rank = map(int, values[:2])
+    return rank < world
+
+
+def _launch() -> tuple[int, int]:
+    """Return the rank of this process, and the number of processes."""
+    if not launched():
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def note(text: str) -> None:

@@ -357,7 +357,7 @@ def test_a_folder_that_others_write_to_is_no_cache(cache):
 
 
 def test_a_home_that_cannot_be_written_costs_a_note(tmp_path, monkeypatch, capsys):
-    small_build(tmp_path)
+    (tmp_path / "small.cpp").write_text('extern "C" int uses_openmp() { return 1; }\n')
     monkeypatch.setattr(native_cpu, "SOURCE", tmp_path / "small.cpp")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", os.devnull)

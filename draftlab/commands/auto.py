@@ -137,11 +137,10 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     with about("TARGET"):
         target = hub.locate(config.target, weights=False)
     check_program(config.verify_with)
-    import torch
-
     from draftlab.atomic import check_space
     from draftlab.commands.steps import step_of
     from draftlab.model import checkpoint
+    from draftlab.model.modes import resolve_mode, set_threads
     from draftlab.model.size import read_size
     from draftlab.searching.plan import Request, make_plan, measure_machine, ready_drafts
     from draftlab.searching.prompts import find_prompts
@@ -191,11 +190,10 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     if plan is not None:
         resume_date(plan.date)
     else:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        machine = measure_machine(
-            request.size, device, checkpoint.resolve_dtype(config.dtype, device), folder
-        )
+        dtype = checkpoint.resolve_dtype(config.dtype, device)
+        mode = resolve_mode("auto", device, dtype, [target], threads=config.threads)
+        set_threads(mode, config.threads)
+        machine = measure_machine(request.size, device, dtype, folder)
         plan = make_plan(request, machine, config.minutes, settings, inputs)
         check_space(folder, plan.disk, "its drafts")
     running = {

@@ -339,7 +339,14 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         raise UserError(
             f"--mode {config.mode}: leave it out, because transformers runs all models of this run"
         )
-    mode = resolve_mode(config.mode if used else "eager", device, dtype, own)
+    mode = resolve_mode(
+        config.mode if used else "eager",
+        device,
+        dtype,
+        own,
+        threads=config.threads,
+        int8=config.int8 is not None,
+    )
     stop = checkpoint.eos_token_ids(target)
     comparison = Comparison(
         target=target,

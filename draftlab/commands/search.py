@@ -175,7 +175,7 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     running = {
         "device": config.device,
         "dtype": checkpoint.dtype_name(dtype),
-        "mode": resolve_mode("auto", device, dtype, [target, source]),
+        "mode": resolve_mode("auto", device, dtype, [target, source], threads=config.threads),
         "threads": config.threads,
         "trust_remote_code": config.trust_remote_code or None,
     }

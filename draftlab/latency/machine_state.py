@@ -14,18 +14,12 @@ import torch
 
 from draftlab.console import note
 from draftlab.engine.clocks import Clock, StepClock, clock_for, step_clock_for
+from draftlab.model.processor import processor_name, read_cpuinfo
 from draftlab.results.score import Environment
 
 WARM_UPS = (3, 10)  # fewest and most runs of a warm-up
 SIMILAR = 0.1  # a warm-up ends when two consecutive times differ by at most this fraction
 WATCH_SECONDS = 0.5
-# processor flags and their names in messages, the fastest instructions first
-INSTRUCTIONS = {
-    "amx_bf16": "AMX",
-    "avx512_bf16": "AVX512_BF16",
-    "avx512f": "AVX-512",
-    "avx2": "AVX2",
-}
 
 
 def read_environment() -> Environment:
@@ -136,22 +130,7 @@ def device_name(device: torch.device) -> str:
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return processor_name(_text("/proc/cpuinfo"))
-
-
-def processor_name(cpuinfo: str) -> str:
-    """Return the processor's name with its fastest instructions, such as ``AMD EPYC, AVX2``.
-
-    cpuinfo: Content of /proc/cpuinfo. If it has no model name, the name comes from Python's platform module.
-    """
-    fields: dict[str, str] = {}
-    for line in cpuinfo.splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())  # keep the first processor's values
-    name = fields.get("model name") or platform.processor() or platform.machine()
-    flags = fields.get("flags", "").split()
-    fastest = [called for flag, called in INSTRUCTIONS.items() if flag in flags][:1]
-    return ", ".join([name, *fastest])
+    return processor_name(read_cpuinfo())
 
 
 def _one_cpu_thread(device: torch.device) -> bool:

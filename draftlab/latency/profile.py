@@ -20,7 +20,7 @@ from draftlab.model import Mode, checkpoint, devices, hub, llama, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
-from draftlab.model.modes import check_mode, load, resolve_mode
+from draftlab.model.modes import check_mode, load, resolve_mode, set_threads
 from draftlab.model.shape import Shape
 from draftlab.model.size import ApproximateSize, read_size
 from draftlab.output import Output
@@ -122,7 +122,9 @@ def resolve_running(
             mode.
     """
     whole = [model.path for model in models if model.path is not None and model.target is None]
-    resolved: Mode = "eager" if device_map else resolve_mode(mode, device, dtype, whole)
+    resolved: Mode = "eager"
+    if not device_map:
+        resolved = resolve_mode(mode, device, dtype, whole, threads=threads)
     check_mode(resolved, device, dtype)
     for path in whole if resolved != "eager" else ():
         llama.check_supported(path)
@@ -178,8 +180,7 @@ def profile_models(
     Raises:
         UserError: A model has a shorter context than the grid needs, or there is too little memory.
     """
-    if running.threads is not None:
-        torch.set_num_threads(running.threads)
+    set_threads(running.mode, running.threads)
     remedy = "--dtype bfloat16, --device-map auto, or fewer or smaller values of --batch"
     devices.check_fits(needed_bytes(models, grid, running), running.device, remedy)
     output.inputs([model.path for model in models if model.path is not None])

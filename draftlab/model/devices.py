@@ -2,12 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import psutil
 import torch
 
 from draftlab.errors import UserError
+from draftlab.model.cgroups import OWN, Cgroups
 
 
 def staged(values: Sequence[object], device: torch.device) -> torch.Tensor:
@@ -36,35 +36,13 @@ def exact_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-CGROUPS = (  # cgroup v2, then v1: files with limit, usage and statistics, and the name of the reclaimable bytes
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-        "total_inactive_file",
-    ),
-)
-
-
-def free_bytes(device: torch.device, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many bytes can be allocated on a device. On a CPU, the memory limit of a container is respected.
-
-    cgroup: Root of the cgroup file system, which has the container's limit.
-    """
+def free_bytes(device: torch.device, cgroups: Cgroups = OWN) -> int:
+    """Return how many bytes can be allocated on a device. On a CPU, the limits of this process's cgroups count."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    free = psutil.virtual_memory().available
-    for limit, usage, statistics, reclaimed in CGROUPS:
-        try:
-            maximum, used = ((cgroup / name).read_text().strip() for name in (limit, usage))
-            counts = dict(line.split() for line in (cgroup / statistics).read_text().splitlines())
-        except OSError:
-            continue
-        if maximum != "max":
-            free = min(free, int(maximum) - int(used) + int(counts.get(reclaimed, 0)))
-    return free
+    available, limit = psutil.virtual_memory().available, cgroups.free_memory()
+    return available if limit is None else min(available, limit)
 
 
 def listed(needs: Mapping[str, float]) -> str:

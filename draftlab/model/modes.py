@@ -83,26 +83,66 @@ def _note_slow(dtype: str) -> None:
     )
 
 
+def set_threads(mode: Mode, threads: int | None) -> None:
+    """Set the number of CPU threads of torch, whose passes a mode shares. None leaves it, unless a mode has only one.
+
+    Raises:
+        UserError: mode native cannot run, or not on so many threads.
+    """
+    if mode == "native":
+        _check_threads(threads)
+        if not native_cpu.has_threads():
+            threads = 1
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _check_threads(threads: int | None) -> None:
+    """Check that mode native runs on this machine, and on so many CPU threads. Raises UserError: it does not."""
+    if not native_cpu.has_threads() and threads is not None and threads > 1:
+        raise UserError(
+            f"--threads {threads}: mode native runs on one thread here, because the C++ compiler has no OpenMP; leave "
+            "--threads out, add --mode eager, or set CXX to a compiler with OpenMP"
+        )
+
+
 def resolve_mode(
-    mode: Mode | Literal["auto"], device: torch.device, dtype: torch.dtype, models: Iterable[Path]
+    mode: Mode | Literal["auto"],
+    device: torch.device,
+    dtype: torch.dtype,
+    models: Iterable[Path],
+    *,
+    threads: int | None = None,
+    int8: bool = False,
 ) -> Mode:
     """Return the mode in which passes run. A mode other than "auto" is returned unchanged.
 
     "auto" stands for graphs on a CUDA device, and for native on a CPU. If that mode does not support a model, the dtype
     or this machine, "auto" stands for eager, and a note says why.
 
-    models: Checkpoints that run in the mode.
+    Args:
+        models: Checkpoints that run in the mode.
+        threads: Number of CPU threads, see set_threads.
+        int8: Whether weights are rounded to int8, which only mode native can.
+
+    Raises:
+        UserError: mode native is asked for, or int8, and this machine does not support it.
     """
+    if mode == "native":
+        native_cpu.check(device, dtype)
+        _check_threads(threads)
     if mode != "auto":
         return mode
     try:
         for directory in models:
             llama.check_supported(directory)
-        if device.type == "cuda":
+        if device.type == "cuda" and not int8:
             return "graphs"
         native_cpu.check(device, dtype)
-        native_cpu.library()
+        _check_threads(threads)
     except UserError as error:
+        if int8:
+            raise UserError(f"--int8 needs mode native: {error}") from None
         note(f"models run in mode eager, because of this limit: {error}")
         return "eager"
     return "native"

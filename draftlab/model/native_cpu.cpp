@@ -896,4 +896,13 @@ int run_float32(const Model* m, const Pass* p, int64_t* wrong) { return run<floa
 int run_bfloat16(const Model* m, const Pass* p, int64_t* wrong) { return run<bf16, bf16>(*m, *p, wrong); }
 int run_int8_float32(const Model* m, const Pass* p, int64_t* wrong) { return run<int8_t, float>(*m, *p, wrong); }
 int run_int8_bfloat16(const Model* m, const Pass* p, int64_t* wrong) { return run<int8_t, bf16>(*m, *p, wrong); }
+
+// Returns whether passes run on as many threads as Model says. Otherwise they run on one.
+int uses_openmp() {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
+}
 }

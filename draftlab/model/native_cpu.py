@@ -7,10 +7,13 @@ not depend, in any bit, on T or on the other texts of the batch.
 B rows (texts of a batch), T new tokens, V vocab.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -31,17 +34,13 @@ from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint
 from draftlab.model.decoder import Tree, end_of_pass
 from draftlab.model.llama import Block, Cache, Llama
+from draftlab.model.processor import instructions, processor_model, read_cpuinfo
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = (
-    "-O3",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-std=c++17",
-    "-fopenmp",
-    "-shared",
-    "-fPIC",
-)
+FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
+# without it, the engine runs on one thread: Apple's clang refuses it
+OPENMP = "-fopenmp"
+TRIAL_SECONDS = 60.0
 # Clang on Arm has only -mcpu
 TUNED = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
 # Most tokens of a compiled pass, except where any_width is true. For more tokens, torch is as fast, and faster on CPUs
@@ -115,7 +114,9 @@ class NativeLlama(Llama):
         self.int8 = int8
         # whether passes of any width run in C++, because torch lacks int8 weights or is slower in this dtype: with
         # AVX512_BF16 and without matrix tiles, torch took 1.2 to 1.5 times as long for a text on an AMD EPYC
-        pairs_only = {"avx512_bf16", "amx_bf16"} & {*_features().split()} == {"avx512_bf16"}
+        pairs_only = {"avx512_bf16", "amx_bf16"} & {*instructions(read_cpuinfo())} == {
+            "avx512_bf16"
+        }
         self.any_width = (
             int8
             or not checkpoint.is_fast(model.embed.dtype, model.device)
@@ -360,32 +361,111 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
 def library() -> ctypes.CDLL:
     """Return the library of native_cpu.cpp, compiled for this processor on first use.
 
-    The library is stored in the user's cache folder. If that fails, or if other users can write to the folder, each
-    process compiles the library again.
+    Every compiler of this machine is tried with OpenMP, then without. The library is stored in the user's cache folder.
+    If that fails, or if other users can write to the folder, each process compiles the library again.
 
     Raises:
-        UserError: there is no compiler, or it fails.
+        UserError: there is no compiler, or none makes a library that can be loaded.
     """
-    compiler = next(
-        (path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None
-    )
-    if compiler is None:
+    problems = list[str]()
+    named = _compiler_of_environment()
+    for openmp in (OPENMP,), ():
+        for compiler in [*([named] if named else []), *_compilers()]:
+            try:
+                found = _library_of([*compiler, *FLAGS, *openmp, TUNED, str(SOURCE)])
+            except UserError as error:
+                prefix = "CXX=" if compiler is named else ""
+                problems.append(f"{prefix}{shlex.join(compiler)}: {error}")
+                continue
+            if named and compiler is not named:
+                note(f"{compiler[0]} compiles mode native, because of {problems[0]}")
+            if not found.uses_openmp():
+                note(f"mode native runs on one thread, because of {problems[0]}")
+            return found
+    if not problems:
         raise UserError(
-            "mode native needs a C++ compiler, but neither c++, g++ nor clang++ is installed; install g++, or add "
-            "--mode eager to score or profile"
+            "mode native needs a C++ compiler, but neither c++, g++ nor clang++ is on PATH; install g++, set CXX, or "
+            "add --mode eager to score or profile"
         )
-    command = [compiler, *FLAGS, TUNED, str(SOURCE)]
-    key = hashlib.sha256(repr([SOURCE.read_bytes(), command, _features()]).encode()).hexdigest()[
-        :16
-    ]
+    raise UserError(
+        f"mode native cannot be compiled ({problems[0]}); set CXX to another compiler, or add --mode eager to score "
+        "or profile"
+    )
+
+
+def has_threads() -> bool:
+    """Return whether passes in compiled C++ can use several threads. Raises UserError: the errors of library."""
+    return bool(library().uses_openmp())
+
+
+def _compiler_of_environment() -> list[str] | None:
+    """Return the words of the variable CXX, which may have a wrapper such as ccache, and options.
+
+    Raises:
+        UserError: CXX is not a command.
+    """
+    text = os.environ.get("CXX", "")
     try:
-        return _compiled(command, _private_folder() / f"native-{key}.so")
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"the environment variable CXX={text} is not a command: {error}") from None
+    return [shutil.which(words[0]) or words[0], *words[1:]] if words else None
+
+
+def _compilers() -> list[list[str]]:
+    """Return the C++ compilers on PATH that compile for this machine: plain names, then names with a version or prefix.
+
+    A prefix, such as x86_64-conda-linux-gnu-, names the machine that a compiler compiles for. Each program counts once.
+    """
+    machine = r"aarch64|arm64" if platform.machine() in ("aarch64", "arm64") else platform.machine()
+    system = {"Linux": "linux", "Darwin": "darwin"}.get(platform.system(), platform.system())
+    name = re.compile(
+        rf"((?:{machine})-[\w.-]*{system}[\w.-]*-)?(c\+\+|g\+\+|clang\+\+)(?:-([\d.]+))?"
+    )
+    found = list[tuple[tuple[object, ...], Path]]()
+    for at, folder in enumerate(os.environ.get("PATH", os.defpath).split(os.pathsep)):
+        with contextlib.suppress(OSError):
+            for file in Path(folder or ".").iterdir():
+                parts = name.fullmatch(file.name)
+                if parts and shutil.which(file):
+                    prefix, kind, version = parts.groups()
+                    versions = [-int(number) for number in re.findall(r"\d+", version or "")]
+                    kinds = ("c++", "g++", "clang++").index(kind)
+                    order = (bool(prefix or version), bool(prefix), kinds, versions, at, file.name)
+                    found.append((order, file))
+    programs = dict[tuple[Path, str], Path]()
+    for _, file in sorted(found):
+        program = file.resolve()
+        # a wrapper such as ccache, to which names of several compilers are linked, runs the one it is called by
+        wrapped = "" if "++" in program.name or "clang" in program.name else file.name
+        programs.setdefault((program, wrapped), file)
+    return [[str(file)] for file in programs.values()]
+
+
+def _library_of(command: list[str]) -> ctypes.CDLL:
+    """Return the library that a command compiles, from the user's cache folder if possible.
+
+    Raises:
+        UserError: the command fails, or its library cannot be loaded.
+    """
+    cpuinfo = read_cpuinfo()
+    key = [SOURCE.read_bytes(), command, processor_model(cpuinfo), instructions(cpuinfo)]
+    name = f"native-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
+    try:
+        return _compiled(command, _private_folder() / name)
     except (OSError, RuntimeError) as error:
-        note(
-            f"each process compiles {SOURCE.name} again, because the compiled library cannot be stored: {error}"
-        )
-    with tempfile.TemporaryDirectory(prefix="draftlab-") as folder:
-        return _compiled(command, Path(folder) / f"native-{key}.so")
+        reason = one_line(error)
+    try:
+        with tempfile.TemporaryDirectory(prefix="draftlab-") as folder:
+            found = _compiled(command, Path(folder) / name)
+    except OSError as error:
+        raise UserError(
+            f"what it compiles cannot be stored and loaded ({reason}; {one_line(error)})"
+        ) from None
+    note(
+        f"each process compiles {SOURCE.name} again, because the compiled library cannot be stored: {reason}"
+    )
+    return found
 
 
 def _private_folder() -> Path:
@@ -409,32 +489,55 @@ def _is_ours(path: Path) -> bool:
 
 
 def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
-    """Load the library from a file. Compile it first if the file is missing, changed, or not the user's own."""
+    """Load the library from a file. Compile it first if the file is missing, changed, or not the user's own.
+
+    Raises:
+        OSError: the library cannot be stored or loaded.
+        UserError: the compiler fails.
+    """
     digest = file.with_suffix(".sha256")
     with FileLock(file.with_suffix(".lock")):
         known = all(path.is_file() and _is_ours(path) for path in (file, digest))
         if not known or digest.read_text() != provenance.file_sha256(file):
+            _try(command, file.parent)
             note(f"compiling {SOURCE.name} for mode native, once per machine")
             with replacing(file) as part:
-                done = subprocess.run(
-                    [*command, "-o", str(part)], capture_output=True, text=True, check=False
-                )
-                if done.returncode:
-                    reason = one_line(done.stderr)
-                    raise UserError(
-                        f"mode native: {command[0]} cannot compile {SOURCE} ({reason}); add --mode eager to score or "
-                        "profile"
-                    )
+                _compile(command, part)
                 part.chmod(0o755)
+                ctypes.CDLL(str(part))
                 write_atomic(digest, provenance.file_sha256(part))
     return ctypes.CDLL(str(file))
 
 
-def _features() -> str:
-    """Return the processor's features as text. Machines that share a cache folder may have different processors."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line for line in lines if line.lower().startswith(("flags", "features"))),
-        platform.processor(),
-    )
+def _try(command: list[str], parent: Path) -> None:
+    """Compile and load an empty file, which fails at once if the compiler refuses an option or `parent` is noexec.
+
+    Raises:
+        OSError: the library cannot be stored or loaded.
+        UserError: the compiler fails, or does not end.
+    """
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        source, built = Path(folder) / "empty.cpp", Path(folder) / "empty.so"
+        source.touch()
+        _compile([*command[:-1], str(source)], built, TRIAL_SECONDS)
+        ctypes.CDLL(str(built))
+
+
+def _compile(command: list[str], built: Path, seconds: float | None = None) -> None:
+    """Run a compiler. Raises UserError with its reason: it fails, or does not end in `seconds` seconds."""
+    try:
+        done = subprocess.run(
+            [*command, "-o", str(built)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+        )
+    except OSError as error:
+        raise UserError(f"it cannot be started: {error.strerror}") from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"it compiles an empty file for more than {seconds:.0f} s") from None
+    if done.returncode:
+        raise UserError(one_line(done.stderr) or f"it ends with exit code {done.returncode}")

@@ -29,7 +29,7 @@ from draftlab.latency.profiler import measure_latency
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
-from draftlab.model.modes import load, with_mode
+from draftlab.model.modes import load, set_threads, with_mode
 from draftlab.output import Output
 from draftlab.registry import REJECTION
 from draftlab.results.decoding import Generation
@@ -68,8 +68,7 @@ def score(comparison: Comparison, output: Output) -> list[Score]:
 
 def measure(comparison: Comparison, command: str) -> list[Score]:
     """Measure all drafts and drafters, and return the scores. command: Command line to record in the scores."""
-    if comparison.engine.threads is not None:
-        torch.set_num_threads(comparison.engine.threads)
+    set_threads(comparison.engine.mode, comparison.engine.threads)
     comparison.check_memory()
     tasks = _accuracies(comparison)
     models = Models(comparison)

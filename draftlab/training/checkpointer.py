@@ -7,7 +7,9 @@ import math
 import os
 import shutil
 import signal
+import socket
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +31,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftlab.atomic import replacing, run_identity, sync
-from draftlab.console import note, processes
-from draftlab.errors import UserError
+from draftlab.console import LAUNCHER, is_main_process, launched, note, processes
+from draftlab.errors import UserError, one_line
 from draftlab.model.checkpoint import resolve_device
 from draftlab.reading import reading
 from draftlab.trust import trusts_remote_code
@@ -38,17 +40,55 @@ from draftlab.trust import trusts_remote_code
 BEST, CONTENT, WRITING = "best.pt", "state.pt", "writing"
 # timeout of processes that wait while one process generates text; NCCL's default is ten minutes
 PATIENCE = timedelta(days=1)
+MEETING_SECONDS = 60.0
+# variables from which accelerate would conclude that a launcher started this process
+MISLEADING = (*LAUNCHER[:3], "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def process_state(*, cpu: bool = False) -> PartialState:
     """Return accelerate's PartialState, which the first call creates. Without a GPU, training runs on CPUs.
 
+    A process that no launcher started trains alone, even if the environment has some variables of a launcher.
+
     cpu: Whether to train on CPUs even if there is a GPU. Only the first call can choose this.
     """
     cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
     if processes() == 1:
-        return PartialState(cpu=cpu)
+        with contextlib.nullcontext() if launched() else _without(MISLEADING):
+            return PartialState(cpu=cpu)
+    _meet()
     return PartialState(cpu=cpu or not torch.accelerator.is_available(), timeout=PATIENCE)
+
+
+def _meet() -> None:
+    """Wait until rank 0 or its launcher listens, because torch would wait for PATIENCE and ignore Ctrl-C.
+
+    Raises:
+        UserError: Nobody listens for MEETING_SECONDS.
+    """
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    last = time.monotonic() + MEETING_SECONDS
+    while not is_main_process() and not dist.is_initialized():
+        try:
+            socket.create_connection((host, int(port)), timeout=MEETING_SECONDS).close()
+            return
+        except (OSError, OverflowError, ValueError) as error:
+            if time.monotonic() > last:
+                raise UserError(
+                    f"WORLD_SIZE is {processes()}, but no process answers at MASTER_ADDR:MASTER_PORT {host}:{port} "
+                    f"({one_line(error)}); start training with torchrun, or unset WORLD_SIZE to train in one process"
+                ) from None
+            time.sleep(1)
+
+
+@contextlib.contextmanager
+def _without(names: Sequence[str]) -> Iterator[None]:
+    """Return a context without some environment variables."""
+    values = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(values)
 
 
 def select_device(name: str) -> torch.device:

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from distributed_worker import main
+from errors import raises_option
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from draftlab.cli import app
+from draftlab.training import checkpointer
 
 HERE = Path(__file__).parents[1]
 PATHS = os.pathsep.join(map(str, (HERE.parent, HERE, HERE / "prune", HERE / "distill")))
@@ -156,8 +158,64 @@ def test_the_commands_write_once_and_what_one_process_writes(family_dirs, tmp_pa
             assert float((made[2][name] - wanted).abs().max()) <= 1e-3 * scale + 1e-6, name
 
 
-def test_a_command_of_one_process_is_refused_in_several(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+LAUNCHED = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_command_of_one_process_is_refused_in_several_by_each_of_them(rank, monkeypatch):
+    for name, value in (LAUNCHED | {"RANK": rank, "MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(name, value)
     result = CliRunner().invoke(app, ["score", "--draft", "tiny", "--target", "tiny"])
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ")
+    assert "WORLD_SIZE" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "stray",
+    [
+        {"RANK": "1"},
+        {"WORLD_SIZE": "many"},
+        {"LOCAL_RANK": "1"},
+        {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+        {name: LAUNCHED[name] for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK")},
+        LAUNCHED | {"MASTER_PORT": "1", "RANK": "2"},
+    ],
+)
+def test_variables_of_a_launcher_that_started_nothing_silence_nothing(stray, monkeypatch):
+    """As in a shell of a pod, whose operator sets some of them for the job."""
+    for name, value in stray.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["prune", "--source", "nosuch", "--out", "x"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert "nosuch" in result.stderr
+
+
+STRAY_STATE = """
+from draftlab.training.checkpointer import process_state
+state = process_state(cpu=True)
+print(state.num_processes, state.process_index, state.is_main_process)
+"""
+
+
+@pytest.mark.parametrize(
+    "stray",
+    [
+        {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+        {"LOCAL_RANK": "x", "WORLD_SIZE": "many"},
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "PMI_SIZE": "2"},
+    ],
+)
+def test_training_without_a_launcher_runs_alone(stray, tmp_path):
+    assert launch(["-c", STRAY_STATE], 1, tmp_path, **stray).split() == ["1", "0", "True"]
+
+
+def test_training_does_not_wait_for_a_launcher_that_is_gone(monkeypatch):
+    with socket.socket() as closed:
+        closed.bind(("localhost", 0))  # a port on which nobody listens
+        for name, value in (LAUNCHED | {"MASTER_PORT": str(closed.getsockname()[1])}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(checkpointer, "MEETING_SECONDS", 0.1)
+        with raises_option("WORLD_SIZE"):
+            checkpointer.process_state(cpu=True)

@@ -5,13 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from draftlab.latency.machine_state import (
-    CoreTime,
-    processor_name,
-    read_environment,
-    warm_up,
-    with_waiting,
-)
+from draftlab.latency.machine_state import CoreTime, read_environment, warm_up, with_waiting
 from draftlab.results.score import Environment
 
 
@@ -34,19 +28,6 @@ def calls(times: list[float]) -> tuple[bool, int]:
 )
 def test_it_is_run_until_two_times_in_a_row_are_alike(times, expected):
     assert calls(times) == expected
-
-
-@pytest.mark.parametrize(
-    ("flags", "name"),
-    [
-        ("fpu avx avx2 fma", "AMD EPYC, AVX2"),
-        ("avx2 avx512f avx512_bf16", "AMD EPYC, AVX512_BF16"),
-        ("sse2", "AMD EPYC"),
-    ],
-)
-def test_processors_of_one_name_are_told_apart(flags, name):
-    one = f"model\t\t: 1\nmodel name\t: AMD EPYC\nflags\t\t: {flags}\nvmx flags\t: none\n"
-    assert processor_name(one + "\n" + one) == name
 
 
 def test_the_machine_is_described():

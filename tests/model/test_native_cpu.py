@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from draftlab.model import llama, native_cpu
 from draftlab.model.decoder import Tree
 from draftlab.model.native_cpu import NativeLlama
+from draftlab.model.processor import instructions, read_cpuinfo
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
 KINDS = [
@@ -72,8 +73,7 @@ def test_bfloat16_weights_are_computed_with_more_exactly_than_torch_does(sizes, 
     half, full = (
         llama.load(directories[sizes], dtype) for dtype in (torch.bfloat16, torch.float32)
     )
-    cpuinfo = Path("/proc/cpuinfo")
-    rounds = cpuinfo.exists() and "avx512_bf16" in cpuinfo.read_text()
+    rounds = "avx512_bf16" in instructions(read_cpuinfo())
     truth = passes(full, IDS.tolist(), [1] * 24)
     ours, torchs = (
         (passes(m, IDS.tolist(), [1] * 24) - truth).abs().mean() for m in (NativeLlama(half), half)
@@ -94,7 +94,7 @@ def test_without_avx512_it_is_as_exact(level, family_dirs, monkeypatch):
 
     There GCC leaves some sums of products unfused, and which ones depends on the width of a pass, if it may choose.
     """
-    if level != "x86-64" and "avx2" not in native_cpu._features():
+    if level != "x86-64" and "avx2" not in instructions(read_cpuinfo()):
         pytest.skip("no AVX2")
     flags = "-march=x86-64-v3 -mtune=znver3" if level == "znver3" else f"-march={level}"
     monkeypatch.setattr(native_cpu, "FLAGS", (*native_cpu.FLAGS, *flags.split()))

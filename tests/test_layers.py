@@ -12,7 +12,7 @@ import draftlab
 PACKAGE = Path(draftlab.__file__).parent
 LAYERS = [
     ["errors", "trust"],
-    ["console", "atomic", "reading", "intervals", "sampling", "registry", "dates"],
+    ["console", "streams", "atomic", "reading", "intervals", "sampling", "registry", "dates"],
     ["provenance"],
     ["model"],
     ["workspace"],
@@ -42,6 +42,7 @@ LAYERS = [
 NO_TORCH = [
     "errors",
     "console",
+    "streams",
     "reading",
     "intervals",
     "atomic",

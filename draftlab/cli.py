@@ -28,6 +28,7 @@ from draftlab.console import is_main_process, never_silent, note, print_words, p
 from draftlab.errors import UsageError, UserError, one_line, plain_words
 from draftlab.model.cgroups import limit_threads
 from draftlab.recipe import run
+from draftlab.streams import Unprintable, guard_streams
 from draftlab.trust import printable
 
 EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
@@ -128,7 +129,12 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
         raise typer.Exit(EXIT_USER_ERROR) from None
     if not is_main_process():
         return
-    _print(outcome, as_json)
+    try:
+        _print(outcome, as_json)
+        sys.stdout.flush()
+    except Unprintable as error:
+        written = f"; {outcome.path} is complete" if outcome.path else ""
+        raise Unprintable(f"{error}{written}") from None
     for text in outcome.missed:
         print(f"missed: {text}", file=sys.stderr)
     if outcome.missed:
@@ -257,11 +263,18 @@ def _run_app(app: typer.Typer) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # under nohup the signal stays ignored
             signal.signal(number, _interrupt)
+    guard_streams()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:  # before the command began
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+    except Unprintable as error:
+        print(f"error: {printable(str(error))}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
 
 
 def run_alone(command: Command) -> None:

@@ -12,7 +12,17 @@ import draftlab
 PACKAGE = Path(draftlab.__file__).parent
 LAYERS = [
     ["errors", "trust"],
-    ["console", "atomic", "reading", "shipped", "intervals", "sampling", "registry", "dates"],
+    [
+        "console",
+        "streams",
+        "atomic",
+        "reading",
+        "shipped",
+        "intervals",
+        "sampling",
+        "registry",
+        "dates",
+    ],
     ["provenance"],
     ["model"],
     ["workspace"],
@@ -42,6 +52,7 @@ LAYERS = [
 NO_TORCH = [
     "errors",
     "console",
+    "streams",
     "reading",
     "shipped",
     "intervals",

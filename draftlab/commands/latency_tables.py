@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from draftlab.latency.cost_model import Profile, pass_bytes
 from draftlab.latency.predict import DraftPrediction, Prediction, required_length
 from draftlab.latency.scaling_law import ScalingLaw
 from draftlab.results.ranking import NO_DRAFT
 from draftlab.results.score import Latency
-from draftlab.results.tables import terminal_table
+from draftlab.results.tables import TerminalTable
 
 
-def profile_table(profile: Profile) -> Table:
+def profile_table(profile: Profile) -> TerminalTable:
     """Return a table of milliseconds per pass, by batch size, number of tokens and context.
 
     The caption has the memory bandwidth of the device, and its speed in matrix products.
@@ -27,9 +25,6 @@ def profile_table(profile: Profile) -> Table:
             points = [p for p in profile.forward if (p.width, p.batch) == (width, batch)]
             rows.append([str(batch), str(width), *_cells(points)])
     heads = ("batch", "tokens", *(f"context {c}" for c in contexts))
-    table = terminal_table(
-        heads, rows, title=f"{profile.describe()}: milliseconds per pass (quartiles)"
-    )
     steady_ms = min(profile.steady, key=lambda p: (p.batch, p.context, -p.after)).median_ms
     reached = limits = ""
     if profile.shape:
@@ -42,17 +37,17 @@ def profile_table(profile: Profile) -> Table:
             f"a matrix-vector product reaches {profile.bandwidth_gbs:.3g} GB/s, a large matrix product {products} "
             "TFLOP/s. "
         )
-    table.caption = (
+    caption = (
         f"{reached}{limits}Prompts: {prompts}. Host time per step in ms: {_ms(profile.host[0])}, or "
-        f"{_ms(profile.host[-1])} "
-        f"to verify {profile.host[-1].width} tokens. Rows marked steady are timed after {last} passes of the same "
-        "model, "
-        "as in plain decoding. Other rows are timed right after other work, as in speculative decoding."
+        f"{_ms(profile.host[-1])} to verify {profile.host[-1].width} tokens. Rows marked steady are timed after {last} "
+        "passes of the same model, as in plain decoding. Other rows are timed right after other work, as in "
+        "speculative decoding."
     )
-    return table
+    title = f"{profile.describe()}: milliseconds per pass (quartiles)"
+    return TerminalTable(heads=heads, rows=rows, title=title, caption=caption)
 
 
-def law_table(law: ScalingLaw) -> Table:
+def law_table(law: ScalingLaw) -> TerminalTable:
     """Return a table with a row per shape: the measured latency, the law's latency with its parts, and the law's error.
 
     The error in a row is the error of a law that is fitted to all shapes except the shape of this row.
@@ -66,10 +61,10 @@ def law_table(law: ScalingLaw) -> Table:
         rows.append([profile.name, *(f"{cell:.3g}" for cell in cells), f"{error:+.1%}"])
     title = f"{first.device}, {first.dtype}, {first.mode}: ms of a one-token pass after {law.context} cached tokens"
     heads = ("shape", "measured", "fitted", "issue", "work", "error when\nheld out")
-    return terminal_table(heads, rows, title=title)
+    return TerminalTable(heads=heads, rows=rows, title=title)
 
 
-def k_table(prediction: Prediction) -> Table:
+def k_table(prediction: Prediction) -> TerminalTable:
     """Return a table with one row for plain decoding and one row per K. The fastest row is marked."""
     heads = (
         "K",
@@ -101,18 +96,17 @@ def k_table(prediction: Prediction) -> Table:
     title = (
         f"Predicted: {prediction.draft}\nwith {prediction.target}, batch size {prediction.batch}"
     )
-    table = terminal_table(heads, rows, best=fastest, title=title)
-    table.caption = (
+    caption = (
         "* Fastest. Tokens per pass include the target's own token. Free draft: speed-up if drafting took no "
         "time. Perfect draft: speed-up if every drafted token were accepted. The closed form, with c = "
         f"{prediction.c:.3f} (draft pass / target pass) and beta = {best.beta:.2f} (target pass over K + 1 tokens / "
         f"over one token), gives {best.closed_form_speedup:.2f} at K = {best.k}. Intervals are over texts; the spread "
         "of latencies is not included."
     )
-    return table
+    return TerminalTable(heads=heads, rows=rows, best=fastest, title=title, caption=caption)
 
 
-def draft_table(predictions: list[Prediction]) -> Table:
+def draft_table(predictions: list[Prediction]) -> TerminalTable:
     """Return a table with a row per draft, and plain decoding as the last row.
 
     A row has the best K of its draft. It also has the number of tokens per target pass that this draft would need to be
@@ -146,17 +140,15 @@ def draft_table(predictions: list[Prediction]) -> Table:
         )
     title = f"Predicted with {fastest.target}, batch size {fastest.batch}"
     rows.append([NO_DRAFT, "–", "–", "1.00", f"{fastest.plain_tokens_per_second:.4g}", "1.00", ""])
-    table = terminal_table(
-        heads, rows, best=predictions.index(fastest) if helps else len(predictions), title=title
-    )
-    table.caption = (
+    caption = (
         "* Fastest. c: time of a draft pass / time of a target pass. Needed to be fastest: tokens per target pass "
         "with which this draft would be as fast as the fastest draft."
     )
-    return table
+    best = predictions.index(fastest) if helps else len(predictions)
+    return TerminalTable(heads=heads, rows=rows, best=best, title=title, caption=caption)
 
 
-def best_k_table(draft: DraftPrediction) -> Table:
+def best_k_table(draft: DraftPrediction) -> TerminalTable:
     """Return a table of the best K for each batch size and prompt length."""
     rows = [
         [
@@ -169,7 +161,7 @@ def best_k_table(draft: DraftPrediction) -> Table:
         for best in draft.best_ks
     ]
     heads = ("batch", "prompt\ntokens", "K", "speed-up", "tok/s of\nthe batch")
-    return terminal_table(heads, rows, title=f"Best K of {draft.prediction.name}")
+    return TerminalTable(heads=heads, rows=rows, title=f"Best K of {draft.prediction.name}")
 
 
 def _cells(points: Sequence[Latency]) -> list[str]:

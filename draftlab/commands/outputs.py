@@ -417,18 +417,19 @@ def _shown(directory: Path, manifest: "Manifest", facts: Mapping[str, object]) -
     return Outcome(path=directory, show=text, data=data)
 
 
-SHOWN_POSITIONS = 5  # more columns do not fit into a terminal; --json has all positions
+SHOWN_POSITIONS = 5  # a narrow terminal leaves out the columns of later positions
 
 
 def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
-    from draftlab.results.tables import terminal_table
+    from draftlab.results.tables import TerminalTable
 
-    deepest = min(SHOWN_POSITIONS, max(row.k for row in rows))
+    deepest = max(row.k for row in rows)
     positions = [f"at\n{i}" for i in range(1, deepest + 1)]
     heads = ["texts\nof", "n", "K", "acceptance\nlength", "acceptance\nrate", *positions]
     cells: list[list[str]] = []
     for row in rows:
-        by_position = [f"{share.value:.2f}" for share in row.conditional[:deepest]]
+        by_position = [f"{share.value:.2f}" for share in row.conditional]
+        by_position += [""] * (deepest - len(by_position))
         spreads = [_spread(row.length), _spread(row.rate)]
         cells.append([row.group, str(row.texts), str(row.k), *spreads, *by_position])
     title = f"{replayed.draft} on {replayed.target}, {replayed.sampling.describe()}"
@@ -442,7 +443,8 @@ def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
             f"{loops} of {len(replayed.texts)} texts mostly repeat themselves, so drafts are accepted more often than "
             "usual"
         )
-    return [terminal_table(heads, cells, title=title), *notes]
+    wide = frozenset(positions[SHOWN_POSITIONS:])
+    return [TerminalTable(heads=heads, rows=cells, title=title, wide=wide), *notes]
 
 
 def _spread(interval: "Interval") -> str:

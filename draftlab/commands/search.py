@@ -21,9 +21,8 @@ from draftlab.model import hub
 from draftlab.output import Output
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from draftlab.intervals import Interval
+    from draftlab.results.tables import TerminalTable
     from draftlab.searching.schedule import Search
 
 CANDIDATES, TEXT = "Candidates", "Text of users"  # panels of --help
@@ -214,11 +213,11 @@ def search(result: "Search", output: Output) -> Searched:
     )
 
 
-def _rung_table(search: "Search") -> "Table":
+def _rung_table(search: "Search") -> "TerminalTable":
     """Return a table with one row per candidate, with its results on the last rung that it reached."""
     from draftlab.model.shape import format_count
     from draftlab.results.ranking import NO_DRAFT
-    from draftlab.results.tables import terminal_table
+    from draftlab.results.tables import TerminalTable
 
     gains = {each.name: each.gain.as_speedup() for each in search.measured}
     rows: dict[str, list[str]] = {}
@@ -249,11 +248,11 @@ def _rung_table(search: "Search") -> "Table":
     last = [NO_DRAFT, "", "", "", "", "1.00", "1.00x", f"1.00x, {plain:.4g} tokens/s"]
     best = list(rows).index(search.winner.name) if search.pays else len(rows)
     title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}; the fastest is marked"
-    table = terminal_table(heads, [*rows.values(), last], best=best, title=title)
-    table.caption = (
+    caption = (
         f"{search.spent_seconds / 60:.1f} minutes. Predicted: speed-up of decoding without prefill, at the best K, "
-        "from "
-        "a replay and the latency law, after the number of training steps in the table. Measured: speed-up of whole "
+        "from a "
+        "replay and the latency law, after the number of training steps in the table. Measured: speed-up of whole "
         "requests, with a 95% interval over prompts."
     )
-    return table
+    every = [*rows.values(), last]
+    return TerminalTable(heads=heads, rows=every, best=best, title=title, caption=caption)

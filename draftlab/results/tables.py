@@ -1,14 +1,18 @@
-"""Tables of text for terminals of 80 or more columns, for Markdown, and for HTML pages."""
+"""Tables of text for terminals of any width, for files and pipes, for Markdown, and for HTML pages."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.table import Table as TerminalTable
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from draftlab.intervals import Interval
@@ -20,6 +24,9 @@ if TYPE_CHECKING:
 
 Rows = list[list[str]]
 EMPTY = ("", "–")
+FIRST_COLUMN = 10  # least width of a first column that wraps
+WIDEST = 100_000  # a width in which every table has room
+BEST = "bold green"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +36,7 @@ class Table:
     Args:
         heads: Heads of the columns. Line breaks in them are only for terminals.
         best: Index of the row that is marked as the best.
-        wide: Heads of columns that are left out in terminals, because there is no room for them.
+        wide: Heads of columns that a narrow terminal leaves out.
     """
 
     heads: Sequence[str]
@@ -66,18 +73,18 @@ class Table:
     @property
     def titles(self) -> list[str]:
         """Return the heads of the columns without line breaks."""
-        return [re.sub(r"-\n", "", head).replace("\n", " ") for head in self.heads]
+        return [plain_head(head) for head in self.heads]
 
-    def terminal(self) -> TerminalTable:
-        shown = [i for i, head in enumerate(self.heads) if head not in self.wide]
-        heads = [self.heads[i] for i in shown]
-        rows = []
-        for row in self.rows:
-            cells = [row[0], *map(_stacked, row[1:])]
-            rows.append([cells[i] for i in shown])
-        table = terminal_table(heads, rows, self.best, title=self.title)
-        table.caption = _text(self.caption) if self.caption else None
-        return table
+    def terminal(self) -> "TerminalTable":
+        rows = [[row[0], *map(_stacked, row[1:])] for row in self.rows]
+        return TerminalTable(
+            heads=self.heads,
+            rows=rows,
+            title=self.title,
+            caption=self.caption,
+            best=self.best,
+            wide=self.wide,
+        )
 
     def markdown(self) -> str:
         rule = ["---"] + ["---:"] * (len(self.heads) - 1)
@@ -85,29 +92,102 @@ class Table:
         return "\n".join(f"| {line} |" for line in lines)
 
 
-def terminal_table(
-    heads: Sequence[str], rows: Rows, best: int | None = None, title: str = ""
-) -> TerminalTable:
-    """Return a table for a terminal. In a narrow terminal the first column shrinks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TerminalTable:
+    """A table that rich prints as a terminal has room for it, so that no column and no digit is lost.
 
-    best: Index of the row that is marked as the best.
+    A file or pipe gets all columns at their full width. In a terminal the first column wraps, down to FIRST_COLUMN. If
+    that is still too wide, the columns in `wide` are left out, and the caption names them. If that is too wide, every
+    row becomes a list of lines with one cell each.
+
+    Args:
+        heads: Heads of the columns, with line breaks.
+        best: Index of the row that is marked as the best.
+        wide: Heads of the columns that a narrow terminal leaves out.
     """
-    table = TerminalTable(
-        title=_text(title) if title else None,
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-        title_justify="left",
-        caption_justify="left",
-    )
-    for i, head in enumerate(heads):
-        justify = "right" if i else "left"
-        table.add_column(head, justify=justify, no_wrap=i > 0, overflow="fold", vertical="top")
-    for i, cells in enumerate(rows):
-        first = f"* {cells[0]}" if i == best else cells[0]
-        table.add_row(*map(_text, (first, *cells[1:])), style="bold green" if i == best else None)
-    return table
+
+    heads: Sequence[str]
+    rows: Rows
+    title: str = ""
+    caption: str = ""
+    best: int | None = None
+    wide: frozenset[str] = frozenset()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        every = range(len(self.heads))
+        if not console.is_terminal:
+            table = self._grid(every, self.caption)
+            yield from console.render(table, options.update(width=table_width(table, console)))
+            return
+        kept = [i for i in every if self.heads[i] not in self.wide]
+        absent = "; ".join(plain_head(head) for head in self.heads if head in self.wide)
+        hint = f"{self.caption} Left out, because the terminal is too narrow: {absent}.".lstrip()
+        for columns, caption in ((every, self.caption), (kept, hint)):
+            table = self._grid(columns, caption)
+            first = self._width(0)
+            if table_width(table, console) - first + min(first, FIRST_COLUMN) <= options.max_width:
+                yield table
+                return
+        yield from self._records()
+
+    def _width(self, column: int) -> int:
+        """Return the number of cells that the text of a column takes."""
+        mark = 0 if self.best is None or column else cell_len("* ")
+        texts = [self.heads[column], *(row[column] for row in self.rows)]
+        return mark + max(cell_len(line) for text in texts for line in text.split("\n"))
+
+    def _grid(self, columns: Sequence[int], caption: str) -> RichTable:
+        table = RichTable(
+            title=_text(self.title) if self.title else None,
+            caption=_text(caption) if caption else None,
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+            show_edge=False,
+            title_justify="left",
+            caption_justify="left",
+        )
+        for i in columns:
+            table.add_column(
+                _text(self.heads[i]),
+                justify="right" if i else "left",
+                no_wrap=i > 0,
+                # rich shrinks only the columns that wrap, as long as they are wider than this
+                min_width=self._width(i) if i else min(self._width(i), FIRST_COLUMN),
+                overflow="fold",
+                vertical="top",
+            )
+        for i, cells in enumerate(self.rows):
+            shown = [_text(cells[column]) for column in columns]
+            if i == self.best:
+                shown[0] = Text("* ") + shown[0]
+            table.add_row(*shown, style=BEST if i == self.best else None)
+        return table
+
+    def _records(self) -> Iterator[RenderableType]:
+        """Return a line with the first cell for each row, and under it a line for every other cell."""
+        if self.title:
+            yield _text(self.title)
+        for i, row in enumerate(self.rows):
+            mark, style = ("* ", BEST) if i == self.best else ("", "")
+            yield Text(f"{mark}{plain_head(self.heads[0])}: ", style) + _text(row[0])
+            for head, cell in zip(self.heads[1:], row[1:], strict=True):
+                if cell:
+                    line = f"{plain_head(head)}: {cell}".replace("\n", " ")
+                    yield Padding(Text(printable(line), style, overflow="fold"), (0, 0, 0, 2))
+        if self.caption:
+            yield _text(self.caption)
+
+
+def table_width(table: RichTable, console: Console) -> int:
+    """Return the width of a table in cells, if there is room for every column."""
+    room = console.options.update(width=WIDEST)
+    return Measurement.get(console, room, table).maximum
+
+
+def plain_head(head: str) -> str:
+    """Return the head of a column without line breaks."""
+    return re.sub(r"-\n", "", head).replace("\n", " ")
 
 
 def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> TerminalTable:

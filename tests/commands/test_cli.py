@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -242,13 +241,10 @@ def test_help_shows_types_and_no_code(command):
     assert not re.search(r"typing|Annotated|0x[0-9a-f]{4}", text)
 
 
-def test_an_interrupt_before_the_command_begins_is_no_traceback(monkeypatch, capsys):
-    # a job in the background ignores it
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("draftlab.cli.app", lambda: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    monkeypatch.undo()
-    signal.signal(signal.SIGINT, before)
-    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+def test_an_interrupt_before_the_command_begins_is_no_traceback():
+    code = (
+        "import signal; from draftlab import cli; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "cli.app = lambda: signal.raise_signal(signal.SIGINT); cli.main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, b"interrupted\n")

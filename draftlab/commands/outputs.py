@@ -446,4 +446,6 @@ def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
 
 
 def _spread(interval: "Interval") -> str:
+    if not interval.decides:
+        return interval.text(3)
     return f"{interval.value:.3f} ±{(interval.high - interval.low) / 2:.3f}"

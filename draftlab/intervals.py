@@ -98,7 +98,7 @@ class Interval(FileModel):
         return self.text(unit="x")
 
     def text(self, digits: int = 2, unit: str = "") -> str:
-        """Return the value and, if there are enough conversations, the interval, with so many digits after the point."""
+        """Return the value and, with enough conversations, the interval. digits: Number of digits after the point."""
         value = f"{self.value:.{digits}f}{unit}"
         if self.decides:
             return f"{value} ({self.low:.{digits}f} to {self.high:.{digits}f})"

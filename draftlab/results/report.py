@@ -51,7 +51,7 @@ WIDE = frozenset(
 )
 CAPTION = (
     "* Fastest. ~ Not shown to be slower than the fastest draft. Each row has the draft's own speed-up at its best K, "
-    "chosen on other requests. That of the fastest row may be higher than the gain of choosing it, which the text names. "
+    "chosen on other requests. That of the fastest row may exceed the gain of choosing it, which the text names. "
     "speed-up: speed of whole requests (prefill and decoding), divided by that of the fastest plain decoding. "
     "relative to best: speed-up divided by the fastest draft's speed-up. TPOT: speed-up of the tokens after the first. "
     "tok/s: tokens per second of whole requests. Intervals: 95% over conversations."

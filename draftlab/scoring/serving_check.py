@@ -228,7 +228,10 @@ class ServedDraft:
             f"{a:.2f} / {b:.2f}"
             for a, b in zip(there.per_position_acceptance, by_position, strict=False)
         )
-        text = f"{measured:.3f} tokens per target pass on the server, {here.text(3)} here at K = {texts.k}; acceptance by position, server / here: {positions}"
+        text = (
+            f"{measured:.3f} tokens per target pass on the server, {here.text(3)} here at K = {texts.k}; "
+            f"acceptance by position, server / here: {positions}"
+        )
         if not here.decides:
             fix = f"check with {FEWEST} prompts or more"
             yield warning("acceptance", f"{text}; these are too few texts to compare", fix)

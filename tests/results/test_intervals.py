@@ -1,4 +1,4 @@
-"""Intervals are Student's, over conversations; a winner's gain is that of a choice; few conversations decide nothing."""
+"""Intervals are Student's, over conversations; a winner's gain is a choice's; few conversations decide nothing."""
 
 import json
 import math

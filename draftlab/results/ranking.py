@@ -188,6 +188,7 @@ def category_rows(score: Score) -> list[dict[str, Any]]:
             {
                 "category": name,
                 "prompts": len(prompts),
+                "conversations": part.conversations,
                 "k": k,
                 "mean_acceptance_length": length,
                 "tokens_per_target_pass": per_pass,

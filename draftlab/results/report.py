@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from draftlab.errors import UserError
-from draftlab.intervals import Interval
+from draftlab.intervals import FEWEST, Interval
 from draftlab.model.shape import format_count
 from draftlab.provenance import Stage
 from draftlab.reading import command_words
@@ -142,7 +142,7 @@ def category_table(score: Score) -> Table | None:
         gain = "–"
         if row["speedup"] is not None:
             gain = f"{row['speedup']:.2f}x"
-            if row["prompts"] > 1:
+            if row["conversations"] >= FEWEST:
                 gain += f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
         passes = optional(row["tokens_per_target_pass"], ".2f")
         speed = optional(row["output_tps"], ".4g")

@@ -1,29 +1,55 @@
-"""Speed-ups and acceptance with their bootstrap intervals over prompts. No torch.
+"""Speed-ups, ratios and acceptance with 95 % intervals over conversations. No torch.
 
-Shapes: R prompts, K tested numbers of drafted tokens, C columns, S bootstrap samples.
+The rows of all functions are conversations: the turns of a conversation depend on each other, so their tokens and
+seconds are summed (see by_conversation). A request without further turns is a conversation of its own.
+
+One method makes every interval: the statistic is computed again without each conversation, which gives its standard
+error (delete-one jackknife: Miller, "The jackknife - a review", Biometrika 1974). The interval is that many standard
+errors wide as Student's t says for G - 1 degrees of freedom (Cochran, Sampling Techniques, 1977, chapter 6; for rows
+that are clusters Cameron and Miller, "A practitioner's guide to cluster-robust inference", J. Human Resources 2015).
+python -m benchmarks.coverage measures how often such intervals contain the truth; docs/method.md has the table.
+
+Shapes: G conversations, C columns, K tested numbers of drafted tokens, P random partitions of the conversations.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, field_serializer, field_validator
 
 from draftlab.reading import FileModel
 
 if TYPE_CHECKING:
     import numpy as np
+    from numpy.typing import ArrayLike
 
-SAMPLES = 2000
-BLOCK = 100  # samples that are in memory at a time
-SPLITS = 20
+COVERAGE = 0.95
+POWER = (
+    0.8  # chance with which the number of conversations that rows_to_show names shows a difference
+)
+FEWEST = 4  # below this number of conversations, an interval is too wide to be of use
+# Below this number, kinds of requests that are rare may be missing. No interval can know of them.
+RARE = 12
+ENOUGH = 24
+PARTITIONS, PARTS = 40, 3
+MOST_ROWS = 10_000  # a larger number of conversations is not worth naming
 
-Timing = tuple[int, float]  # tokens, seconds
-# timings with drafts, [K, R], and timings without drafts, [R]
-Timings = tuple[Sequence[Sequence[Timing]], Sequence[Timing]]
+Timing = tuple[float, float]  # tokens, seconds
+
+
+class Timings(NamedTuple):
+    """Tokens and seconds of each conversation.
+
+    drafted: With drafts, [K, G, 2]. plain: Without drafts, [G, 2].
+    """
+
+    drafted: "ArrayLike"
+    plain: "ArrayLike"
 
 
 class Interval(FileModel):
-    """An estimate with its 95 % bootstrap interval over n prompts."""
+    """An estimate with its 95 % interval over n conversations. With n < 2, it reaches from 0 to infinity."""
 
     model_config = ConfigDict(allow_inf_nan=True)
 
@@ -32,65 +58,101 @@ class Interval(FileModel):
     high: float
     n: int
 
+    @field_validator("low", mode="before")
+    @classmethod
+    def _low(cls, value: float | None) -> float:
+        return 0.0 if value is None else value
+
+    @field_validator("high", mode="before")
+    @classmethod
+    def _high(cls, value: float | None) -> float:
+        return math.inf if value is None else value
+
+    @field_serializer("low", "high")
+    def _end(self, value: float) -> float | None:
+        return value if self.n > 1 else None
+
+    @property
+    def decides(self) -> bool:
+        """Return whether there are enough conversations for a verdict."""
+        return self.n >= FEWEST
+
+    def above(self, bar: float) -> bool:
+        """Return whether the whole interval is above a bar, and has enough conversations for this verdict."""
+        return self.decides and self.low > bar
+
+    def below(self, bar: float) -> bool:
+        """Return whether the whole interval is below a bar, and has enough conversations for this verdict."""
+        return self.decides and self.high < bar
+
+    @property
+    def drawn(self) -> tuple[float, float]:
+        """Return the ends to draw: those of the interval, or twice the value where n is too small."""
+        return (self.low, self.high) if self.decides else (self.value, self.value)
+
     def __str__(self) -> str:
-        return f"{self.value:.2f}" + (f" ({self.low:.2f} to {self.high:.2f})" if self.n > 1 else "")
+        return self.text()
 
     def as_speedup(self) -> str:
-        """Return text such as "1.52x (1.40 to 1.63)". An estimate from one prompt has no interval."""
-        return f"{self.value:.2f}x " + (
-            f"({self.low:.2f} to {self.high:.2f})" if self.n > 1 else "(n = 1)"
-        )
+        """Return text such as "1.52x (1.40 to 1.63)"."""
+        return self.text(unit="x")
+
+    def text(self, digits: int = 2, unit: str = "") -> str:
+        """Return the value and, with enough conversations, the interval. digits: Number of digits after the point."""
+        value = f"{self.value:.{digits}f}{unit}"
+        if self.decides:
+            return f"{value} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+        return f"{value} (n = {self.n})" if self.n < 2 else f"{value} (n = {self.n}, too few)"
 
 
-def bootstrap(
-    statistic: "Callable[[np.ndarray], np.ndarray]", rows: int, seed: int = 0
-) -> "np.ndarray":
-    """Return a statistic of all prompts, followed by the statistic of each bootstrap sample, [1 + S, ...].
+def by_conversation(values: "ArrayLike", conversations: Sequence[int | None]) -> "np.ndarray":
+    """Return the sums over the requests of each conversation, [G, C].
 
-    The same seed draws the same samples, so two statistics of the same prompts can be compared sample by sample.
-
-    Args:
-        statistic: Function that returns the statistic of each of n samples, [n, ...]. Its argument has the number of
-            times that each sample contains each prompt, [n, R].
-        rows: Number of prompts, R.
+    values: One row for each request, [requests, C].
+    conversations: Number of each request's conversation. A request without a number counts for itself.
     """
     import numpy as np
 
-    rng = np.random.default_rng(seed)
-    blocks = (rng.multinomial(rows, [1 / rows] * rows, BLOCK) for _ in range(SAMPLES // BLOCK))
-    return np.concatenate([statistic(np.ones((1, rows))), *map(statistic, blocks)])
+    places: dict[tuple[bool, int], int] = {}
+    rows = []
+    for i, number in enumerate(conversations):
+        key = (False, i) if number is None else (True, number)
+        rows.append(places.setdefault(key, len(places)))
+    array = np.asarray(values, dtype=float)
+    sums = np.zeros((len(places), array.shape[1]))
+    np.add.at(sums, rows, array)
+    return sums
 
 
-def interval(values: "np.ndarray", n: int) -> Interval:
-    """Return an estimate with its 95 % bootstrap interval.
+def ratio_intervals(
+    over: "np.ndarray", under: "np.ndarray", most: "np.ndarray | float" = math.inf
+) -> list[Interval]:
+    """Return the ratio sum(over) / sum(under) of each column, with its interval.
 
-    values: The estimate, then its value in each bootstrap sample, [1 + S]. Samples whose value is nan are left out.
-    n: Number of prompts.
+    A ratio with sum(under) = 0 is 0. Conversations without a denominator are not counted in n.
+
+    over, under: Numerators and denominators, [G, C] each. most: Upper limit of each ratio, such as 1 for shares, [C].
     """
     import numpy as np
 
-    low, high = np.nanpercentile(values[1:], [2.5, 97.5])
-    return Interval(value=float(values[0]), low=float(low), high=float(high), n=n)
-
-
-def ratio_intervals(over: "np.ndarray", under: "np.ndarray") -> list[Interval]:
-    """Return the ratio sum(over) / sum(under) of each column, with its interval over prompts.
-
-    A ratio with sum(under) = 0 is 0.
-
-    over, under: Numerators and denominators, [R, C] each.
-    """
-    import numpy as np
-
-    def ratios(counts: np.ndarray) -> np.ndarray:
-        sums = counts @ under
-        return np.divide(counts @ over, sums, out=np.zeros_like(sums, dtype=float), where=sums > 0)
-
-    return [interval(column, len(over)) for column in bootstrap(ratios, len(over)).T]
+    found = []
+    for o, u, high in zip(over.T, under.T, np.broadcast_to(most, over.shape[1]), strict=True):
+        used = u > 0
+        o, u = np.append(o[used], o[~used].sum()), np.append(u[used], 0.0)
+        n = int(used.sum())
+        # the whole, then without each conversation; the last entry holds what has no denominator
+        tops = o.sum() - np.append(0.0, o[:n])
+        bottoms = u.sum() - np.append(0.0, u[:n])
+        if n < 2:
+            value = float(tops[0] / bottoms[0]) if n else 0.0
+            found.append(Interval(value=value, low=0.0, high=math.inf, n=n))
+        else:
+            found.append(_interval(tops / bottoms, most=float(high)))
+    return found
 
 
 def ratio(pairs: "Sequence[tuple[float, float]] | np.ndarray") -> Interval:
-    """Return the sum of the first column over the sum of the second column, with its interval. pairs: [R, 2]."""
+    """Return the sum of the first column over the sum of the second column, with its interval. pairs: [G, 2]."""
     import numpy as np
 
     over, under = np.array(pairs, dtype=float).T[:, :, None]
@@ -117,87 +179,256 @@ def slowest_over_fastest(repeats: Sequence[Timing]) -> float:
     return max(times) / min(times) if min(times) > 0 else 1.0
 
 
-def speedup(timings: Timings, *, chosen_by: Sequence[Sequence[Timing]] | None = None) -> Interval:
+def speedup(timings: Timings, *, chosen_by: "ArrayLike | None" = None) -> Interval:
     """Return the speed-up: tokens per second with drafts over tokens per second without drafts.
 
-    Both rates are ratios of sums over prompts. K is the number of drafted tokens per step. A K that is chosen on the
-    timed prompts looks faster than it is. The prompts are therefore split into random halves, SPLITS times. Each half
-    is timed at the K that is fastest on the other half.
+    Both rates are ratios of sums over conversations. A K that is chosen on the timed conversations looks faster than it
+    is, so K is chosen by cross-validation, see _log_speedups.
 
-    chosen_by: Timings by which the fastest K is chosen: one for each K and run. Default: the timings with drafts.
+    The interval is that of the speed-up, not of its logarithm, which would call a draft faster too often where some
+    answers take much longer than others.
+
+    chosen_by: Timings by which the fastest K is chosen, [K, G, 2]. Default: the timings with drafts.
     """
-    return interval(_speedups(timings, chosen_by or timings[0], seed=0), _timed_prompts(timings))
+    import numpy as np
+
+    logs = _log_speedups(timings, chosen_by)
+    return _interval(np.exp(logs))
+
+
+def best_of(drafters: Sequence[Timings]) -> Interval:
+    """Return the speed-up of the fastest of several drafters, each at its fastest K.
+
+    Drafter and K are chosen together by cross-validation, so the value is not that of the luckiest drafter. If the
+    drafters were timed in several runs, their seconds are first put in proportion to plain decoding of the first run.
+
+    drafters: Timings of the same conversations.
+    """
+    import numpy as np
+
+    paces = [_rate(np.asarray(each.plain, dtype=float)) for each in drafters]
+    columns = [
+        np.asarray(each.drafted, dtype=float) * [1.0, pace / paces[0]]
+        for each, pace in zip(drafters, paces, strict=True)
+    ]
+    return speedup(Timings(np.concatenate(columns), drafters[0].plain))
+
+
+def _rate(timings: "np.ndarray") -> float:
+    tokens, seconds = timings.sum(0)
+    return float(tokens / seconds)
 
 
 def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
     """Return the ratio of the first speed-up to the second, with its interval.
 
-    paired: Whether both speed-ups are of the same prompts. They are then compared on the same bootstrap samples.
+    The interval is that of the logarithm, so the inverse ratio has the inverse interval.
+
+    paired: Whether both speed-ups are of the same conversations. If not, degrees of freedom are Welch's ("The
+        generalization of Student's problem when several different population variances are involved", Biometrika 1947).
     """
-    ratios = _speedups(first, first[0], seed=0) / _speedups(
-        second, second[0], seed=0 if paired else 1
-    )
-    return interval(ratios, min(_timed_prompts(first), _timed_prompts(second)))
+    if paired:
+        first, second = _timed_in_all([first, second])
+        a, b = _log_speedups(first), _log_speedups(second)
+        return _log_interval(a - b)
+    a, b = _log_speedups(first), _log_speedups(second)
+    n = min(len(a), len(b)) - 1
+    if n < 2:
+        return Interval(value=math.exp(a[0] - b[0]), low=0.0, high=math.inf, n=n)
+    parts = [(_standard_error(logs) ** 2, len(logs) - 2) for logs in (a, b)]
+    variance = sum(part for part, _ in parts)
+    spread = sum(part**2 / df for part, df in parts)
+    df = variance**2 / spread if spread else n - 1
+    return _around(a[0] - b[0], _student(df) * math.sqrt(variance), n)
 
 
-def _speedups(timings: Timings, chosen_by: Sequence[Sequence[Timing]], seed: int) -> "np.ndarray":
-    """Return the speed-up on all prompts, followed by the speed-up on each bootstrap sample, [1 + S].
-
-    The speed-up of a sample without timings is nan.
-    """
-    import numpy as np
-
-    drafted, plain = (
-        np.array(timings[0], dtype=float),
-        np.array(timings[1], dtype=float),
-    )  # [K, R, 2], [R, 2]
-    judged = np.array(chosen_by, dtype=float)  # [K, R, 2]
-
-    def ratios(counts: np.ndarray) -> np.ndarray:
-        chosen, baseline = (
-            _at_cross_validated_k(drafted, judged, counts),
-            counts @ plain,
-        )  # [S, 2] each
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return chosen[:, 0] / chosen[:, 1] / (baseline[:, 0] / baseline[:, 1])
-
-    return bootstrap(ratios, len(plain), seed)
-
-
-def _at_cross_validated_k(
-    drafted: "np.ndarray", judged: "np.ndarray", counts: "np.ndarray"
-) -> "np.ndarray":
-    """Return the tokens and seconds of each bootstrap sample, [S, 2].
-
-    They are sums over the halves of all splits. For each half, K is the number of drafted tokens that is fastest on the
-    other half.
+class Behind(NamedTuple):
+    """A drafter next to the fastest one.
 
     Args:
-        drafted: Tokens and seconds by K and prompt, [K, R, 2].
-        judged: Tokens and seconds by which the fastest K is chosen, [K, R, 2].
-        counts: Number of times that each sample contains each prompt, [S, R].
+        ratio: Speed-up of the drafter over that of the fastest one. The drafter is slower if the interval is below 1.
+        needed: Number of conversations that would probably show a drafter to be slower if it is 10 % slower. None: too
+            many to name, or unknown.
+    """
+
+    ratio: Interval
+    needed: int | None
+
+
+SHOWN = 0.9  # a drafter with this share of the fastest one's speed-up is 10 % slower
+
+
+def against_first(drafters: Sequence[Timings]) -> list[Behind]:
+    """Compare the drafters with the first one, which is the fastest.
+
+    The data choose the fastest drafter, so each comparison may be any of the m (m - 1) / 2 pairs of m drafters. In at
+    most 5 % of rankings of equal drafters is any of them called slower: the levels are those of Holm ("A simple
+    sequentially rejective multiple test procedure", Scand. J. Statist. 1979) over the pairs of the drafters left.
+
+    drafters: Timings of the same conversations, the drafter with the highest speed-up first.
     """
     import numpy as np
 
-    rng, n = np.random.default_rng(0), drafted.shape[1]
-    first = np.stack([rng.permutation(n) < n // 2 for _ in range(SPLITS)])
-    halves = np.stack([first, ~first]) * counts[:, None, None]  # [S, 2, SPLITS, R]
-    sums, judging = (
-        np.einsum("shpr,krx->shpkx", halves, timings, optimize=True)
-        for timings in (drafted, judged)
-    )  # [S, 2, SPLITS, K, 2]
-    # if the other half has no timing, both halves decide
-    others = np.where(
-        judging[:, ::-1, :, :, 1:] > 0, judging[:, ::-1], judging.sum(1, keepdims=True)
+    logs = [_log_speedups(each) for each in _timed_in_all(drafters)]
+    n, m = len(logs[0]) - 1, len(logs)
+    if n < 2:
+        values = [math.exp(each[0] - logs[0][0]) for each in logs[1:]]
+        return [Behind(Interval(value=v, low=0.0, high=math.inf, n=n), None) for v in values]
+    gaps = [logs[0] - each for each in logs[1:]]
+    errors = [_standard_error(gap) for gap in gaps]
+    scores = np.array(
+        [gap[0] / error if error > 0 else math.inf for gap, error in zip(gaps, errors, strict=True)]
     )
+    critical = np.zeros(m - 1)
+    order = np.argsort(-scores)
+    for i, left in enumerate(range(m, 1, -1)):
+        critical[order[i:]] = _student(n - 1, pairs=left * (left - 1) // 2)
+        if scores[order[i]] <= critical[order[i]]:
+            break
+    return [
+        Behind(
+            _around(-gap[0], float(t) * error, n),
+            rows_to_show(error, n, -math.log(SHOWN), pairs=m * (m - 1) // 2),
+        )
+        for gap, error, t in zip(gaps, errors, critical, strict=True)
+    ]
+
+
+def rows_to_reach(gain: Interval, bar: float) -> int | None:
+    """Return the number of conversations with which the low end of an interval would probably be above a bar.
+
+    The estimate and the spread are assumed to stay as they are. None: the estimate is not above the bar, the number is
+    too large to name, or there are too few conversations to know.
+    """
+    if gain.n < 2 or gain.value <= bar:
+        return None
+    error = (gain.high - gain.value) / _student(gain.n - 1)
+    return rows_to_show(error, gain.n, gain.value - bar)
+
+
+def rows_to_show(error: float, n: int, distance: float, pairs: int = 1) -> int | None:
+    """Return the number of conversations that shows a distance in 80 % of measurements, or None if it is too large.
+
+    error: Standard error over n conversations. pairs: Number of comparisons among which this one is.
+    """
+    from scipy.special import ndtri
+
+    for rows in range(FEWEST, MOST_ROWS):
+        needed = _student(rows - 1, pairs) + float(ndtri(POWER))
+        if needed * error * math.sqrt(n / rows) <= distance:
+            return rows
+        if rows > 100 and needed * error * math.sqrt(n / MOST_ROWS) > distance:
+            return None
+    return None
+
+
+def _student(df: float, pairs: int = 1) -> float:
+    """Return the two-sided critical value of Student's t, divided among several comparisons after Bonferroni."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(df, 1 - (1 - COVERAGE) / 2 / pairs))
+
+
+def _interval(values: "np.ndarray", most: float = math.inf) -> Interval:
+    """Return a statistic with its interval, which is cut at 0 and at `most`.
+
+    values: The statistic of all conversations, then without each of them, [1 + G].
+    """
+    n = len(values) - 1
+    value = float(values[0])
+    if n < 2:
+        return Interval(value=value, low=0.0, high=math.inf, n=n)
+    half = _student(n - 1) * _standard_error(values)
+    return Interval(value=value, low=max(0.0, value - half), high=min(most, value + half), n=n)
+
+
+def _log_interval(logs: "np.ndarray") -> Interval:
+    """Return exp(logs[0]) with its interval, whose width follows from the logarithms. logs: as in _interval."""
+    n = len(logs) - 1
+    if n < 2:
+        return Interval(value=math.exp(logs[0]), low=0.0, high=math.inf, n=n)
+    return _around(logs[0], _student(n - 1) * _standard_error(logs), n)
+
+
+def _around(log: float, half: float, n: int) -> Interval:
+    return Interval(value=math.exp(log), low=math.exp(log - half), high=math.exp(log + half), n=n)
+
+
+def _standard_error(values: "np.ndarray") -> float:
+    """Return the jackknife's standard error. values: as in _interval."""
+    left = values[1:]
+    return math.sqrt((len(left) - 1) / len(left) * float(((left - left.mean()) ** 2).sum()))
+
+
+def _timed_in_all(drafters: Sequence[Timings]) -> list[Timings]:
+    """Return the timings of the conversations that plain decoding timed in the runs of all drafters."""
+    import numpy as np
+
+    arrays = [(np.asarray(each.drafted), np.asarray(each.plain)) for each in drafters]
+    timed = np.all([plain[:, 1] > 0 for _, plain in arrays], axis=0)
+    return [Timings(drafted[:, timed], plain[timed]) for drafted, plain in arrays]
+
+
+def _log_speedups(timings: Timings, chosen_by: "ArrayLike | None" = None) -> "np.ndarray":
+    """Return the logarithm of the speed-up of the fastest column, then without each conversation, [1 + G].
+
+    Each third of the conversations is timed at the column that is fastest on the other two thirds. Tokens and seconds
+    are summed over PARTITIONS random partitions. The choice is repeated without each conversation, so the interval
+    contains its uncertainty (Bates, Hastie and Tibshirani, "Cross-validation: what does it estimate and how well does
+    it do it?", JASA 2024). Conversations without timings of plain decoding are left out.
+
+    chosen_by: See speedup.
+    """
+    import numpy as np
+
+    plain = np.asarray(timings.plain, dtype=float)  # [G, 2]
+    timed = plain[:, 1] > 0
+    plain = plain[timed]
+    drafted = np.asarray(timings.drafted, dtype=float)[:, timed]  # [C, G, 2]
+    judged = drafted if chosen_by is None else np.asarray(chosen_by, dtype=float)[:, timed]
+    n = len(plain)
+    if not n:
+        return np.array([math.nan])
+    kept = np.vstack([np.ones(n), 1 - np.eye(n)]) if n > 1 else np.ones((1, n))  # [1 + G, G]
     with np.errstate(divide="ignore", invalid="ignore"):
-        rates = np.nan_to_num(others[..., 0] / others[..., 1])  # [S, 2, SPLITS, K]
+        base = kept @ plain
+        chosen = _at_cross_validated_column(drafted, judged, kept)
+        logs = np.log(chosen[:, 0] / chosen[:, 1]) - np.log(base[:, 0] / base[:, 1])
+    # an interval of one conversation has no width
+    return logs if n > 1 else np.repeat(logs, 1 + n)
+
+
+def _at_cross_validated_column(
+    drafted: "np.ndarray", judged: "np.ndarray", kept: "np.ndarray"
+) -> "np.ndarray":
+    """Return tokens and seconds with drafts, [1 + G, 2]: sums over the parts of all partitions.
+
+    Args:
+        drafted: Tokens and seconds by column and conversation, [C, G, 2].
+        judged: Tokens and seconds by which the fastest column is chosen, [C, G, 2].
+        kept: 1 for the conversations to use, [1 + G, G].
+    """
+    import numpy as np
+
+    if len(drafted) == 1:
+        return kept @ drafted[0]
+    n, rng = drafted.shape[1], np.random.default_rng(0)
+    parts = min(PARTS, n)
+    part_of = np.stack([rng.permutation(n) % parts for _ in range(PARTITIONS)])
+    part = (part_of[:, None] == np.arange(parts)[:, None]).reshape(-1, n)  # [parts * P, G]
+
+    def sums(rows: np.ndarray, of: np.ndarray) -> np.ndarray:
+        """Return sums over conversations, [1 + G, rows, C, 2]. rows: [1 + G, rows, G]."""
+        flat = of.transpose(1, 0, 2).reshape(n, -1)
+        return (rows @ flat).reshape(*rows.shape[:2], -1, 2)
+
+    timed = sums(kept[:, None] * part, drafted)
+    others = sums(kept[:, None] * ~part, judged)
+    # if the other parts have no timing, all conversations decide
+    others = np.where(others[..., 1:] > 0, others, sums(kept[:, None], judged))
+    rates = np.nan_to_num(others[..., 0] / others[..., 1])  # [1 + G, parts * P, C]
     best = rates.argmax(-1)[..., None, None]
-    return np.take_along_axis(sums, best, 3).sum((1, 2, 3))
-
-
-def _timed_prompts(timings: Timings) -> int:
-    return sum(seconds > 0 for _, seconds in timings[1])
+    return np.take_along_axis(timed, best, 2).sum((1, 2))
 
 
 def _seconds_per_token(timing: Timing) -> float:

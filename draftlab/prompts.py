@@ -37,7 +37,8 @@ class Prompt:
 
     Args:
         ids: Token ids.
-        conversation: Number of the conversation. All requests of one conversation have the same number.
+        conversation: Number of the conversation. All requests of one conversation have the same number, as have all
+            prompts that are cut from one document.
         messages: Messages that the chat template rendered to the ids. Empty without a chat template.
         later: The user's messages of later turns. Each is asked after the model has answered the previous turn.
         tools: Tools that the model may call.
@@ -78,6 +79,22 @@ class Prompts:
     def requests(self) -> int:
         """Return the number of requests. Every turn of a conversation is a request."""
         return sum(1 + len(p.later) for p in self.rows)
+
+    @property
+    def conversations(self) -> list[int]:
+        """Return for each prompt a number that all prompts of its conversation have.
+
+        Prompts of one row, of one document or with the same first message depend on each other, so an interval counts
+        them as one.
+        """
+        by_row: dict[int, int] = {}
+        by_key: dict[str, int] = {}
+        return [
+            by_row.setdefault(
+                prompt.conversation, by_key.setdefault(prompt.key, prompt.conversation)
+            )
+            for prompt in self.rows
+        ]
 
     @property
     def longest(self) -> int:
@@ -244,11 +261,9 @@ def prompt_rows(
 def data_prompts(
     spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, seed: int
 ) -> Prompts:
-    """Return `count` prompts of `tokens` tokens each, from held-out documents of a source (see heldout_prompts)."""
-    rows = [
-        Prompt(ids)
-        for ids in data.heldout_prompts(spec, tokenizer, count=count, length=tokens, seed=seed)
-    ]
+    """Return `count` prompts of `tokens` tokens each, see data.numbered_prompts."""
+    found = data.numbered_prompts(spec, tokenizer, count=count, length=tokens, seed=seed)
+    rows = [Prompt(ids, conversation=document) for document, ids in found]
     return Prompts(rows=rows, source=spec, sha256=digest(rows), tokens=tokens)
 
 

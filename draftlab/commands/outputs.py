@@ -421,6 +421,7 @@ SHOWN_POSITIONS = 5  # a narrow terminal leaves out the columns of later positio
 
 
 def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
+    from draftlab.intervals import FEWEST
     from draftlab.results.tables import TerminalTable
 
     deepest = max(row.k for row in rows)
@@ -436,7 +437,7 @@ def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
     notes = [
         "acceptance length: tokens per target pass, including the target's own token. acceptance rate: accepted tokens "
         "over drafted tokens. at i: the rate at position i if all earlier tokens are accepted. ±: half of the 95 % "
-        "interval over texts"
+        f"interval over conversations, if there are {FEWEST} or more"
     ]
     if loops := int(replayed.degenerate.sum()):
         notes.append(
@@ -448,4 +449,5 @@ def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
 
 
 def _spread(interval: "Interval") -> str:
-    return f"{interval.value:.3f} ±{(interval.high - interval.low) / 2:.3f}"
+    spread = f" ±{(interval.high - interval.low) / 2:.3f}" if interval.decides else ""
+    return f"{interval.value:.3f}{spread}"

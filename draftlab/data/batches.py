@@ -608,10 +608,18 @@ def open_heldout(
 def heldout_prompts(
     spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int, seed: int
 ) -> list[list[int]]:
+    """Return the ids of held-out prompts, see numbered_prompts."""
+    found = numbered_prompts(spec, tokenizer, count=count, length=length, seed=seed)
+    return [ids for _, ids in found]
+
+
+def numbered_prompts(
+    spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int, seed: int
+) -> list[tuple[int, list[int]]]:
     """Return `count` held-out prompts of `length` tokens each from the first source of a mixture, in random order.
 
     The prompts are the first tokens of documents and, if these prompts are too few, later parts of the same documents.
-    In its document, each prompt is followed by at least `length` more tokens.
+    In its document, each prompt is followed by at least `length` more tokens. Each comes with its document's number.
 
     Raises:
         UserError: The source cannot be read, or its held-out split is too short.
@@ -626,7 +634,7 @@ def heldout_prompts(
         return []
 
     places = itertools.product(range(0, 16 * length, 2 * length), range(len(docs)))
-    starts = (ids(i)[at : at + length] for at, i in places if len(ids(i)) >= at + 2 * length)
+    starts = ((i, ids(i)[at : at + length]) for at, i in places if len(ids(i)) >= at + 2 * length)
     prompts = list(itertools.islice(starts, count))
     settle(docs, prompts)
     if len(prompts) < count:

@@ -8,13 +8,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from draftlab import intervals
 from draftlab.config.base import MAX_K
-from draftlab.intervals import Interval, Timings
+from draftlab.intervals import Interval, Timing, Timings
 from draftlab.model.shape import Shape
 from draftlab.provenance import Stage
 from draftlab.reading import FileModel, read_model
@@ -29,6 +29,9 @@ from draftlab.results.decoding import (
     request_timings,
 )
 from draftlab.sampling import FILTERS, Filter, SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Above any of these three limits, times are in doubt.
 BUSY = 0.5  # fraction of the cores that other work keeps busy
@@ -154,10 +157,15 @@ class Model(FileModel):
 
 
 class PromptRecord(FileModel):
-    """The length of a prompt in tokens, and its category in the prompt file."""
+    """The length of a prompt in tokens, its category in the prompt file, and its conversation.
+
+    conversation: Number of the conversation of which the prompt is a turn, or of the document from which it is cut.
+        Older files have no number.
+    """
 
     tokens: NonNegativeInt
     category: str = ""
+    conversation: NonNegativeInt | None = None
 
 
 class Conditions(FileModel):
@@ -289,6 +297,8 @@ class Score(FileModel):
                 raise ValueError("plain and speculative decoding must have the same prompts")
             if max(g.tokens for g in runs) <= 1:
                 raise ValueError("every text has one token, so no decoding was timed")
+            if not sum(g.request[1] for g in runs):
+                raise ValueError("the seconds of all requests are 0, so nothing was timed")
         for k in self.speculative:
             self.acceptance(k)  # raises ValueError where the counts of a step contradict each other
         return self
@@ -349,10 +359,9 @@ class Score(FileModel):
 
     @property
     def best_k_speedup(self) -> Interval:
-        """Return the speed-up of whole requests at the best K.
+        """Return the speed-up of whole requests at the best K, which is chosen on other requests.
 
-        The prompts are split into random halves several times. Each half is timed at the K that is fastest on the other
-        half, see intervals.speedup.
+        See intervals.speedup.
         """
         return intervals.speedup(self.timings(self.speculative))
 
@@ -368,7 +377,8 @@ class Score(FileModel):
         """Return the speed-up: tokens per second at this K, divided by tokens per second of the fastest plain decoding.
 
         The rates are those of whole requests, which consist of the prefill of target and draft, and decoding. Tokens
-        and seconds are summed over prompts. For each prompt, the repeat with the median time per token is used.
+        and seconds are summed over prompts. For each prompt, the repeat with the median time per token is used. The
+        interval is over conversations.
         """
         return intervals.speedup(self.timings([k]))
 
@@ -379,20 +389,43 @@ class Score(FileModel):
         """Return the tokens per second of whole requests. k = 0 stands for the fastest plain decoding."""
         return intervals.tokens_per_second(request_timings(self._runs(k)))
 
-    def timings(self, ks: Collection[int]) -> Timings:
-        """Return the timings of whole requests at each K in `ks`, and the timings of the fastest plain decoding."""
-        return [request_timings(self.speculative[k]) for k in ks], request_timings(self.baseline)
+    def timings(
+        self, ks: Collection[int], conversations: Sequence[int | None] | None = None
+    ) -> Timings:
+        """Return the timings of each conversation's requests at each K in `ks`, and in the fastest plain decoding.
+
+        conversations: Number of each prompt's conversation. Default: the numbers in `prompts`.
+        """
+        return Timings(
+            [self._summed(request_timings(self.speculative[k]), conversations) for k in ks],
+            self._summed(request_timings(self.baseline), conversations),
+        )
+
+    @property
+    def conversations(self) -> int:
+        """Return the number of conversations. A request of which no conversation is known counts for itself."""
+        return len(self._summed(request_timings(self.plain)))
+
+    def _summed(
+        self, timings: Sequence[Timing], conversations: Sequence[int | None] | None = None
+    ) -> "np.ndarray":
+        """Return the sums of each conversation, [G, 2]. timings: For each prompt, in the order of the prompts."""
+        known = conversations or [prompt.conversation for prompt in self.prompts]
+        prompts = sorted({g.prompt for g in self.plain})
+        numbers = [known[i] if known else None for i in prompts]
+        return intervals.by_conversation(timings, numbers)
 
     def tpot_speedup(self, k: int) -> Interval | None:
         """Return the speed-up of the tokens after the first (TPOT), or None if servers decoded."""
         return self._tpot_speedup([k])
 
     def _tpot_speedup(self, ks: Collection[int]) -> Interval | None:
-        drafted = [decode_timings(self.generations(k)) for k in ks]
         plain = decode_timings(self.generations(0))
         if not any(tokens for tokens, _ in plain):
             return None
-        return intervals.speedup((drafted, plain), chosen_by=self.timings(ks)[0])
+        drafted = [self._summed(decode_timings(self.generations(k))) for k in ks]
+        timings = Timings(drafted, self._summed(plain))
+        return intervals.speedup(timings, chosen_by=self.timings(ks).drafted)
 
     def decode_tps(self, k: int) -> float | None:
         """Return the tokens per second after the first token, or None if servers decoded.
@@ -407,7 +440,7 @@ class Score(FileModel):
         k = 0 stands for the fastest plain decoding.
         """
         pairs = [(1e3 * seconds, n) for n, seconds in decode_timings(self.generations(k))]
-        return intervals.ratio(pairs) if pairs else None
+        return intervals.ratio(self._summed(pairs)) if pairs else None
 
     def ttft_ms(self, k: int) -> Interval | None:
         """Return the mean milliseconds to the first token (TTFT), or None if servers decoded.
@@ -416,12 +449,12 @@ class Score(FileModel):
         """
         repeats = repeats_by_prompt(self.generations(k), lambda g: g.prefill_seconds)
         pairs = [(1e3 * sorted(each)[(len(each) - 1) // 2], 1) for each in repeats]
-        return intervals.ratio(pairs) if pairs else None
+        return intervals.ratio(self._summed(pairs)) if pairs else None
 
     def request_ms(self, k: int) -> Interval:
         """Return the mean milliseconds of a whole request. k = 0 stands for the fastest plain decoding."""
         runs = request_timings(self._runs(k))
-        return intervals.ratio([(1e3 * seconds, 1) for _, seconds in runs])
+        return intervals.ratio(self._summed([(1e3 * seconds, 1) for _, seconds in runs]))
 
     def _runs(self, k: int) -> Runs:
         return self.speculative[k] if k else self.baseline
@@ -605,17 +638,33 @@ class Score(FileModel):
             return f"the repeats of {uneven} of {self.conditions.prompts} prompts differ in time, by up to {worst:.1f}x"
         return None
 
+    @property
+    def undecided(self) -> str | None:
+        """Return the reason why the requests allow no verdict, or None."""
+        k, n = self.best_k, self.conversations
+        if not self.acceptance(k).num_draft_tokens:
+            return "no token was drafted"
+        if n < 2:
+            return "all requests are of one conversation"
+        if n < intervals.FEWEST:
+            return f"{n} conversations are too few"
+        return None
+
     def headline(self) -> str:
         """Return text about the speed-up of whole requests, its baseline, and the reason to doubt it, if any."""
-        gain, doubt = self.best_k_speedup, self.doubt
-        opening = "Faster" if gain.low > 1 else "Slower than no draft"
-        if gain.n == 1 or gain.low <= 1 <= gain.high:
-            opening = "No clear difference"
-        if doubt is not None:
+        gain, doubt, undecided = self.best_k_speedup, self.doubt, self.undecided
+        opening = "No clear difference"
+        if undecided is not None:
+            opening = f"No verdict, because {undecided}. Measured"
+        elif doubt is not None:
             opening = (
                 f"Cannot tell whether the draft helps, because {doubt}; measure again on a machine without "
                 "other work. Measured"
             )
+        elif gain.above(1):
+            opening = "Faster"
+        elif gain.below(1):
+            opening = "Slower than no draft"
         text = f"{opening}: {gain.as_speedup()} in whole requests at K = {self.best_k}"
         if self.output_differs:
             text = f"The output differs from the target's own. {text}"

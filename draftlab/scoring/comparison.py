@@ -59,7 +59,8 @@ class Requests:
         """
         return {
             "prompts": [
-                PromptRecord(tokens=len(p.ids), category=p.category) for p in self.prompts.rows
+                PromptRecord(tokens=len(p.ids), category=p.category, conversation=number)
+                for p, number in zip(self.prompts.rows, self.prompts.conversations, strict=True)
             ],
             "equal_texts": share_of_equal_texts(plain, texts)
             if self.sampling.temperature == 0

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -343,9 +343,14 @@ class TargetAnswers:
             chosen = set(heldout)
             written = [number for number in written if number not in chosen]
 
+        talks = prompts.conversations
+
         def answers(numbers: Sequence[int]) -> Sequence[TargetOutput | None]:
             asked = [prompts.rows[i] for i in numbers]
-            return _answered(target.generate(asked, numbers, self.sampling, k), numbers, bad)
+            found = _answered(target.generate(asked, numbers, self.sampling, k), numbers, bad)
+            return [
+                output and replace(output, conversation=talks[output.number]) for output in found
+            ]
 
         def shard(number: int) -> Sequence[TargetOutput | None]:
             return answers(written[number * size : (number + 1) * size])

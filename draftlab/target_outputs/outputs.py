@@ -101,6 +101,8 @@ class TargetOutput:
 
     number: int  # position of the prompt in its file or data
     category: str = ""
+    # number of the conversation of which the prompt is a turn; None in stores that were built before this field
+    conversation: int | None = None
     prompt: np.ndarray  # never empty
     ids: np.ndarray  # [n]
     finish_reason: FinishReason = "length"

@@ -25,7 +25,7 @@ from draftlab.config.server_rules import DecodingRule
 from draftlab.console import progress
 from draftlab.data.batches import first_tokens
 from draftlab.errors import OtherArchitecture, Quantised, UserError
-from draftlab.intervals import Interval, ratio_intervals
+from draftlab.intervals import Interval, by_conversation, ratio_intervals
 from draftlab.model import checkpoint, hub, llama, modes
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
@@ -82,6 +82,7 @@ class ReplayedText(FileModel):
 
     Args:
         number: Position of the prompt in its file.
+        conversation: Number of the conversation of which the prompt is a turn, or None if the store has no such number.
         chances: Probability that each token of the text is accepted if it is drafted, [n]. A parallel draft or a head
             has [n, K], because the probability depends on the token's position in the draft.
         drafted: For prompt lookup, the length of the draft of a step that begins at each token, [n]. None for other
@@ -89,6 +90,7 @@ class ReplayedText(FileModel):
     """
 
     number: NonNegativeInt
+    conversation: NonNegativeInt | None = None
     category: str
     prompt_tokens: NonNegativeInt
     finish_reason: FinishReason
@@ -136,6 +138,11 @@ class Replay(FileModel):
         by_age = () if self.offsets is None else (self.offsets,)
         return [np.array(text.chances).reshape(-1, *by_age)[1:] for text in self.texts]
 
+    @property
+    def conversations(self) -> list[int | None]:
+        """Return the number of each text's conversation. Stores that were built before have none."""
+        return [text.conversation for text in self.texts]
+
     def padded(self) -> Texts:
         """Return the texts and their length limits in the form that draftlab.acceptance.expected takes."""
         longest = self.sampling.max_tokens
@@ -160,7 +167,7 @@ class Replay(FileModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceRow:
-    """Acceptance in a group of texts when each step drafts k tokens, with confidence intervals over the texts."""
+    """Acceptance in a group of texts when each step drafts k tokens, with intervals over their conversations."""
 
     group: str
     texts: int
@@ -336,20 +343,30 @@ def rows_of(replayed: Replay, ks: Sequence[int]) -> list[AcceptanceRow]:
     """
     counted = [replayed.counts(k) for k in ks]
     everything = np.arange(len(replayed.texts))
-    rows = [_row("all", counts, everything, k) for counts, k in zip(counted, ks, strict=True)]
+    talks = replayed.conversations
+    rows = [
+        _row("all", counts, everything, talks, k) for counts, k in zip(counted, ks, strict=True)
+    ]
     names = sorted({name for name in replayed.categories if name})
     groups = {name: np.flatnonzero(replayed.categories == name) for name in names}
     if replayed.degenerate.any() and not replayed.degenerate.all():
         groups["without loops"] = np.flatnonzero(~replayed.degenerate)
-    return rows + [_row(name, counted[-1], which, ks[-1]) for name, which in groups.items()]
+    last = counted[-1]
+    return rows + [_row(name, last, which, talks, ks[-1]) for name, which in groups.items()]
 
 
-def _row(group: str, counts: Counts, which: np.ndarray, k: int) -> AcceptanceRow:
+def _row(
+    group: str, counts: Counts, which: np.ndarray, talks: Sequence[int | None], k: int
+) -> AcceptanceRow:
     c = counts.rows(which)
     accepted = c.accepted
     over = np.column_stack([c.tokens, c.steps + accepted, accepted, c.reached[:, 1:]])
     under = np.column_stack([c.passes, c.steps, c.drafted, c.examined])
-    per_pass, length, rate, *conditional = ratio_intervals(over, under)
+    numbers = [talks[i] for i in which]
+    most = np.array([np.inf, np.inf] + [1.0] * (over.shape[1] - 2))
+    per_pass, length, rate, *conditional = ratio_intervals(
+        by_conversation(over, numbers), by_conversation(under, numbers), most
+    )
     return AcceptanceRow(
         group=group,
         texts=len(which),
@@ -371,6 +388,7 @@ def _replayed(text: TargetOutput, score: TokenLogprobs, *, certain: bool) -> Rep
     log_p = np.zeros(len(text.ids)) if certain or text.logprobs is None else text.logprobs
     return ReplayedText(
         number=text.number,
+        conversation=text.conversation,
         category=text.category,
         prompt_tokens=len(text.prompt),
         finish_reason=text.finish_reason,

@@ -59,7 +59,7 @@ TOP: dict[str, type] = {  # arrays of StoredLogprobs in a shard, in the order of
     "normalizers": np.float32,
 }
 DTYPES: dict[str, type] = {  # of all arrays in a shard
-    **dict.fromkeys(("number", "prompt_offsets", "offsets"), np.int64),
+    **dict.fromkeys(("number", "conversation", "prompt_offsets", "offsets"), np.int64),
     "category": np.uint16,
     **dict.fromkeys(("stopped", "counted"), np.uint8),
     **dict.fromkeys(("prompt_ids", "ids"), np.uint32),
@@ -447,6 +447,9 @@ def _arrays(outputs: Sequence[TargetOutput], manifest: Manifest) -> dict[str, np
         "offsets": offsets([o.ids for o in outputs]),
         "ids": np.concatenate([o.ids for o in outputs]),
     }
+    numbers = [o.conversation for o in outputs if o.conversation is not None]
+    if len(numbers) == len(outputs):
+        arrays["conversation"] = numbers
     if any(o.counted is not None for o in outputs):
         marks = [np.ones(len(o.ids), bool) if o.counted is None else o.counted for o in outputs]
         arrays["counted"] = np.concatenate(marks)
@@ -463,7 +466,7 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
     prompts = np.split(arrays["prompt_ids"], arrays["prompt_offsets"][1:-1])
     bounds, counted = arrays["offsets"], arrays.get("counted")
     listed = bounds if counted is None else np.concatenate([[0], np.cumsum(counted)])[bounds]
-    logprobs = arrays.get("logprobs")
+    logprobs, talks = arrays.get("logprobs"), arrays.get("conversation")
     top = None
     if manifest.top_logprobs:
         columns = (arrays[name] for name in TOP)
@@ -478,6 +481,7 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
             TargetOutput(
                 number=int(arrays["number"][i]),
                 category=manifest.categories[arrays["category"][i]],
+                conversation=None if talks is None else int(talks[i]),
                 prompt=prompt,
                 ids=arrays["ids"][part],
                 finish_reason="stop" if arrays["stopped"][i] else "length",
@@ -498,7 +502,7 @@ def _check_layout(arrays: Mapping[str, np.ndarray], sequences: int) -> None:
             )
     tokens = len(arrays["ids"])
     listed = int(arrays["counted"].sum()) if "counted" in arrays else tokens
-    lengths = dict.fromkeys(("number", "category", "stopped"), sequences)
+    lengths = dict.fromkeys(("number", "conversation", "category", "stopped"), sequences)
     lengths |= dict.fromkeys(("prompt_offsets", "offsets"), sequences + 1)
     lengths |= dict.fromkeys(("counted", "logprobs"), tokens) | dict.fromkeys(TOP, listed)
     for name, length in lengths.items():

@@ -92,7 +92,11 @@ def narrow_intervals(content: dict[str, Any], section: str) -> bool:
     settings, or the smallest in the file. If there is none, the intervals count as narrow.
     """
     settings = content.get("settings", {})
-    about = [name for name in settings if section.startswith((name, SECTIONS.get(name, name)))]
+    about = [
+        name
+        for name in settings
+        if section.startswith(name) or section.startswith(SECTIONS.get(name, name))
+    ]
     counts = list(_counts(settings[max(about, key=len)] if about else content))
     return "intervals" not in content and min(counts, default=0) < ENOUGH
 

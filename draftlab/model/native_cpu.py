@@ -423,9 +423,10 @@ def _compilers() -> list[list[str]]:
         rf"((?:{machine})-[\w.-]*{system}[\w.-]*-)?(c\+\+|g\+\+|clang\+\+)(?:-([\d.]+))?"
     )
     found = list[tuple[tuple[object, ...], Path]]()
-    for at, folder in enumerate(os.environ.get("PATH", os.defpath).split(os.pathsep)):
+    folders = filter(None, os.environ.get("PATH", os.defpath).split(os.pathsep))
+    for at, folder in enumerate(folders):
         with contextlib.suppress(OSError):
-            for file in Path(folder or ".").iterdir():
+            for file in Path(folder).iterdir():
                 parts = name.fullmatch(file.name)
                 if parts and shutil.which(file):
                     prefix, kind, version = parts.groups()

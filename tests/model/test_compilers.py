@@ -5,7 +5,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from builders import build
 from errors import raises_option
 
-from draftlab.model import native_cpu
+from draftlab.model import llama, modes, native_cpu
 
 GCC = shutil.which("g++")
 pytestmark = pytest.mark.skipif(GCC is None, reason="no g++")
@@ -32,12 +32,16 @@ extern "C" int uses_openmp() {
 LOGITS = """
 import sys, torch
 from pathlib import Path
-from draftlab.model import llama, modes, native_cpu
+from test_compilers import logits
+from draftlab.model import modes
 modes.set_threads("native", None)
-model = native_cpu.NativeLlama(llama.load(Path(sys.argv[1]), torch.float32))
-ids = torch.arange(3, 27).view(2, 12)
-torch.save([model.forward(ids, model.new_cache(2, 12)), torch.get_num_threads()], sys.argv[2])
+torch.save([logits(Path(sys.argv[1])), torch.get_num_threads()], sys.argv[2])
 """
+
+
+def logits(directory: Path) -> torch.Tensor:
+    model = native_cpu.NativeLlama(llama.load(directory, torch.float32))
+    return model.forward(torch.arange(3, 27).view(2, 12), model.new_cache(2, 12))
 
 
 @pytest.fixture
@@ -49,6 +53,14 @@ def bin_folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return folder
+
+
+@pytest.fixture
+def cleared(compile_small) -> Iterator[None]:
+    """No library in this process, before and after the test."""
+    native_cpu.library.cache_clear()
+    yield
+    native_cpu.library.cache_clear()
 
 
 @pytest.fixture
@@ -125,9 +137,6 @@ def test_a_compiler_that_hangs_is_left(bin_folder, compile_small, monkeypatch):
     script(bin_folder / "c++", "exec sleep 60")
     with raises_option("c++", "0"):
         compile_small()
-    monkeypatch.setattr(native_cpu, "TRIAL_SECONDS", 60)
-    script(bin_folder / "g++")
-    assert compile_small().uses_openmp()
 
 
 def test_a_library_that_cannot_be_loaded_is_no_library(bin_folder, compile_small):
@@ -147,14 +156,69 @@ def test_without_openmp_the_engine_runs_on_one_thread(bin_folder, compile_small,
     assert compile_small().uses_openmp()
 
 
-def test_without_openmp_logits_are_the_same(bin_folder, tmp_path):
+CPU = torch.device("cpu")
+
+
+def test_more_threads_than_one_are_refused_without_openmp(bin_folder, cleared, capsys):
+    script(bin_folder / "c++", REFUSES_OPENMP)
+    assert modes.resolve_mode("native", CPU, torch.float32, [], threads=1) == "native"
+    assert modes.resolve_mode("auto", CPU, torch.float32, []) == "native"
+    assert modes.resolve_mode("auto", CPU, torch.float32, [], threads=2) == "eager"
+    assert "--threads 2" in capsys.readouterr().err
+    with raises_option("--threads 2"):
+        modes.resolve_mode("native", CPU, torch.float32, [], threads=2)
+
+
+def test_int8_without_a_compiler_says_what_the_compiler_said(bin_folder, cleared):
+    script(bin_folder / "c++", "echo this compiler has no licence >&2; exit 1")
+    with raises_option("--int8", "no licence"):
+        modes.resolve_mode("auto", CPU, torch.float32, [], int8=True)
+    with raises_option("no licence"):
+        modes.resolve_mode("native", CPU, torch.float32, [])
+    assert modes.resolve_mode("auto", CPU, torch.float32, []) == "eager"
+
+
+NOEXEC = """
+mount -t tmpfs -o noexec none "$0" && export XDG_CACHE_HOME="$0" TMPDIR="$0" && exec "$@"
+"""
+RESOLVE = """
+import sys, torch
+from draftlab.errors import UserError
+from draftlab.model import modes
+for mode in ("auto", "native"):
+    try:
+        print(modes.resolve_mode(mode, torch.device("cpu"), torch.float32, []))
+    except UserError as error:
+        print("error", error)
+"""
+
+
+def test_where_nothing_can_be_executed_auto_is_eager(tmp_path):
+    """In a mount namespace of its own, whose folders for caches and temporary files are noexec."""
+    (tmp_path / "noexec").mkdir()
+    alone = ["unshare", "-m", "sh", "-c", NOEXEC, tmp_path / "noexec"]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"]).returncode:
+        pytest.skip("no mount namespaces")
+    done = subprocess.run(
+        [*alone, sys.executable, "-c", RESOLVE], capture_output=True, text=True, check=True
+    )
+    first, second = done.stdout.splitlines()
+    assert first == "eager"
+    assert second.startswith("error ")
+    assert "Traceback" not in done.stderr
+    assert str(tmp_path / "noexec") in done.stderr
+
+
+def test_without_openmp_logits_are_the_same(tmp_path):
     """And torch runs on one thread, too, so that records tell the truth."""
     build("qwen3").save_pretrained(tmp_path / "model")
-    found = {}
-    for name, before in (("with", ""), ("without", REFUSES_OPENMP)):
-        script(bin_folder / "c++", before)
-        words = [sys.executable, "-c", LOGITS, tmp_path / "model", tmp_path / name]
-        subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "2"}, check=True)
-        found[name] = torch.load(tmp_path / name)
-    assert torch.equal(found["with"][0], found["without"][0])
-    assert [found["with"][1], found["without"][1]] == [2, 1]
+    script(tmp_path / "c++", REFUSES_OPENMP)
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {"PATH": str(tmp_path), "PYTHONPATH": paths, "OMP_NUM_THREADS": "2"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": ""}
+    words = [sys.executable, "-c", LOGITS, tmp_path / "model", tmp_path / "without"]
+    subprocess.run(words, env=os.environ | environment, check=True)
+    found, threads = torch.load(tmp_path / "without")
+    assert native_cpu.has_threads()
+    assert torch.equal(found, logits(tmp_path / "model"))
+    assert threads == 1

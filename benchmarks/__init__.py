@@ -7,9 +7,15 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from draftlab import provenance
 from draftlab.intervals import Interval
 from draftlab.results.score import Score
+
+INTERVALS = (
+    "jackknife over conversations"  # how the intervals of a record are made, see docs/method.md
+)
 
 
 def environment(threads: int) -> dict[str, object]:
@@ -20,6 +26,7 @@ def environment(threads: int) -> dict[str, object]:
         "machine": platform.platform(),
         "cpu": cpu_name(),
         "versions": provenance.versions(),
+        "intervals": INTERVALS,
     }
 
 
@@ -63,7 +70,19 @@ def drafting_row(score: Score) -> dict[str, Any]:
         "tpot_speedup": tpot and bounds(tpot),
         "identical": score.identical,
         "equal_texts": score.equal_texts,
+        "requests": requests(score),
     }
+
+
+def requests(score: Score) -> dict[str, Any]:
+    """Return what the intervals of a score are made of: the timings of each conversation, [tokens, seconds].
+
+    plain: Without a draft. drafted: With the draft, by K.
+    """
+    ks = sorted(score.speculative)
+    timings = score.timings(ks)
+    drafted, plain = np.asarray(timings.drafted).round(6), np.asarray(timings.plain).round(6)
+    return {"plain": plain.tolist(), "drafted": dict(zip(ks, drafted.tolist(), strict=True))}
 
 
 def bounds(estimate: Interval) -> list[float]:

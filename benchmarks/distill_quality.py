@@ -149,9 +149,9 @@ def _measure(
         "alpha_before": evals[0].acceptance or 0.0,
         "alpha": evals[-1].acceptance or 0.0,
         "greedy_before": greedy.before,
-        "greedy": greedy.after,
+        "greedy": greedy.after.value,
         "sampled_before": drawn.before,
-        "sampled": drawn.after,
+        "sampled": drawn.after.value,
     }
 
 

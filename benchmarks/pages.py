@@ -16,7 +16,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, UndefinedError, nodes
 
 from benchmarks import tables
-from benchmarks.formats import FILTERS, Printed, tagged
+from benchmarks.formats import FILTERS, Printed, narrow_intervals, tagged
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -48,10 +48,16 @@ class Pages:
     def __init__(self, results: Path = RESULTS) -> None:
         self.printed: Printed = []
         files = {file.stem: json.loads(file.read_text()) for file in sorted(results.glob("*.json"))}
-        self.data = {name: tagged(content, name, self.printed) for name, content in files.items()}
+        self.data = {name: self._tagged(content, name) for name, content in files.items()}
         self.environment = Environment(undefined=Missing)
         self.environment.filters = dict(FILTERS)
         self.environment.globals = dict(self.data) | {"tables": tables.Tables(self.data)}
+
+    def _tagged(self, content: dict[str, Any], name: str) -> dict[str, Any]:
+        return {
+            key: tagged({key: each}, name, self.printed, narrow_intervals(content, key))[key]
+            for key, each in content.items()
+        }
 
     def lines(self, source: str) -> Iterator[Line]:
         for number, line in enumerate(source.splitlines(), 1):

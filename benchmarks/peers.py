@@ -33,7 +33,7 @@ from draftlab.engine.generate import Drafter, ModelDrafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, hf
 from draftlab.exporting.verify import running
-from draftlab.intervals import Interval, Timing
+from draftlab.intervals import Interval, Timing, Timings
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.modes import with_mode
 from draftlab.prompts import Prompts, load_prompts
@@ -432,7 +432,7 @@ def _rate(answers: list[Answer], timings: Any) -> Interval:
     answers: The answers at each K. timings: Function that returns the timings of an answer.
     """
     one_a_second = [(1, 1.0)] * len(answers[0].texts)
-    return intervals.speedup(([timings(answer) for answer in answers], one_a_second))
+    return intervals.speedup(Timings([timings(answer) for answer in answers], one_a_second))
 
 
 def _over(first: dict[int, Answer], second: dict[int, Answer]) -> Interval:
@@ -440,7 +440,7 @@ def _over(first: dict[int, Answer], second: dict[int, Answer]) -> Interval:
     # both speed-ups have the same baseline, which cancels out
     shared = next(iter(second.values())).requests()
     timings = [
-        ([answer.requests() for answer in by_k.values()], shared) for by_k in (first, second)
+        Timings([answer.requests() for answer in by_k.values()], shared) for by_k in (first, second)
     ]
     return intervals.speedup_ratio(timings[0], timings[1], paired=True)
 

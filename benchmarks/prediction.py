@@ -164,7 +164,9 @@ def _row(
 
     Each simpler prediction leaves out one term of the cost model.
     """
-    measured = intervals.speedup(([decode_timings(runs[name, row.k])], decode_timings(runs[PLAIN])))
+    measured = intervals.speedup(
+        intervals.Timings([decode_timings(runs[name, row.k])], decode_timings(runs[PLAIN]))
+    )
     counted = sum(len(g.drafted) for g in runs[name, row.k])
     less = {
         "without_turns": _without_turns(paid),

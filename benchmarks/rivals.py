@@ -6,7 +6,7 @@ object. Each row has the figures of a drafter's score on greedy requests, over p
 the target.
 
 over_draft, over_fallback: Speed-up of whole requests divided by that of the draft after ten stores of answers at the
-best fixed K, alone and after prompt lookup, each at its own best K, as [value, low, high] of a paired bootstrap over
+best fixed K, alone and after prompt lookup, each at its own best K, as [value, low, high], paired by
 requests.
 training: What the draft or head learnt from: tokens of answers, CPU seconds of all its distillations on one core, and
 held-out acceptance after the last of them. A draft's distillations include those of the drafts that it began as.
@@ -27,8 +27,9 @@ from benchmarks import bounds, drafting_row, environment
 from benchmarks.published_draft import over_same_weights
 from benchmarks.sheared import recorded
 from benchmarks.smollm2 import scores, settings
+from draftlab import intervals
 from draftlab.acceptance.expected import Counts
-from draftlab.intervals import Interval, bootstrap, interval, ratio
+from draftlab.intervals import Interval, ratio
 from draftlab.provenance import read_record
 from draftlab.results.ranking import speedup_ratio
 from draftlab.target_outputs.replay import read_replay
@@ -90,12 +91,14 @@ def by_seed(folder: Path) -> dict[str, Any]:
 
 def ratio_of_lengths(first: Counts, second: Counts) -> Interval:
     """Return the tokens per pass of the first draft divided by those of the second on the same texts."""
-
-    def ratios(times: np.ndarray) -> np.ndarray:
-        lengths = [times @ counts.tokens / (times @ counts.passes) for counts in (first, second)]
-        return lengths[0] / lengths[1]
-
-    return interval(bootstrap(ratios, len(first.tokens)), len(first.tokens))
+    # a ratio of rates of the same rows is that of two speed-ups over plain decoding of one token a second
+    rates = [
+        intervals.Timings(
+            np.stack([each.tokens, each.passes], 1)[None], np.ones((len(each.tokens), 2))
+        )
+        for each in (first, second)
+    ]
+    return intervals.speedup_ratio(*rates, paired=True)
 
 
 def training(folder: Path, place: Path) -> dict[str, Any]:

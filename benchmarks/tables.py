@@ -608,7 +608,7 @@ class Tables:
         text += f"They were trained on {tokens[0]} and {tokens[1]} tokens. "
         if separates(row["speedup"], less["speedup"]):
             return f"{text}The intervals do not overlap."
-        return f"{text}The intervals overlap, so neither is shown to be faster."
+        return f"{text}Neither is shown to be faster."
 
     def llama_65b(self) -> Iterator[str]:
         """Yield a table of the predicted tokens per second at the best K, by the acceptance probability alpha."""

@@ -86,17 +86,24 @@ class Interval(FileModel):
         """Return whether the whole interval is below a bar, and has enough conversations for this verdict."""
         return self.decides and self.high < bar
 
+    @property
+    def drawn(self) -> tuple[float, float]:
+        """Return the ends to draw: those of the interval, or twice the value where n is too small."""
+        return (self.low, self.high) if self.decides else (self.value, self.value)
+
     def __str__(self) -> str:
-        return f"{self.value:.2f}{self._ends()}"
+        return self.text()
 
     def as_speedup(self) -> str:
         """Return text such as "1.52x (1.40 to 1.63)"."""
-        return f"{self.value:.2f}x{self._ends()}"
+        return self.text(unit="x")
 
-    def _ends(self) -> str:
+    def text(self, digits: int = 2, unit: str = "") -> str:
+        """Return the value and, with enough conversations, the interval. digits: Number of digits after the point."""
+        value = f"{self.value:.{digits}f}{unit}"
         if self.decides:
-            return f" ({self.low:.2f} to {self.high:.2f})"
-        return f" (n = {self.n})" if self.n < 2 else f" (n = {self.n}, too few)"
+            return f"{value} ({self.low:.{digits}f} to {self.high:.{digits}f})"
+        return f"{value} (n = {self.n})" if self.n < 2 else f"{value} (n = {self.n}, too few)"
 
 
 def by_conversation(values: "ArrayLike", conversations: Sequence[int | None]) -> "np.ndarray":

@@ -457,13 +457,9 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
         )
     if lengths:
         chosen = {2, 4, lengths[-1].k} if offsets else {2, 4}
-        text = [
-            f"K = {n.k}: {n.before:.2f} -> {n.after:.2f} ({n.low:.2f} to {n.high:.2f})"
-            for n in lengths
-            if n.k in chosen
-        ]
+        text = [f"K = {n.k}: {n.before:.2f} -> {n.after}" for n in lengths if n.k in chosen]
         lines.append("tokens per target pass before -> after (95% interval): " + "; ".join(text))
-        if all(n.gain_low <= 1 for n in lengths):
+        if not any(n.gain.above(1) for n in lengths):
             lines.append(
                 "no significant gain at any K; try more --steps, another --lr or other text"
             )

@@ -304,7 +304,7 @@ def init(written: NewWorkspace) -> Outcome:
 
 def _size_lines(source: str, size: "SourceSize") -> list[str]:
     """Return lines of text about the size of a text source, and about how much of it prune, distill and score use."""
-    from draftlab.results.ranking import FEW_PROMPTS
+    from draftlab.intervals import ENOUGH, RARE
 
     whole, train, heldout = size.whole, size.train, size.heldout
     calibration = PruneConfig.model_fields["calibration_tokens"].default
@@ -319,9 +319,9 @@ def _size_lines(source: str, size: "SourceSize") -> list[str]:
         if not whole.answers:
             teaches = f"distill --text target trains on the target's answers to {train.questions:,} prompts"
         measures = f"score takes {heldout.questions:,} prompts"
-        if heldout.questions < FEW_PROMPTS:
+        if heldout.questions < RARE:
             measures += (
-                f", too few for a narrow interval: add conversations, or name {FEW_PROMPTS} prompts by "
+                f", too few for a narrow interval: add conversations, or name {ENOUGH} prompts by "
                 "--prompt-file"
             )
     return [

@@ -421,6 +421,7 @@ SHOWN_POSITIONS = 5  # more columns do not fit into a terminal; --json has all p
 
 
 def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
+    from draftlab.intervals import FEWEST
     from draftlab.results.tables import terminal_table
 
     deepest = min(SHOWN_POSITIONS, max(row.k for row in rows))
@@ -435,7 +436,7 @@ def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
     notes = [
         "acceptance length: tokens per target pass, including the target's own token. acceptance rate: accepted tokens "
         "over drafted tokens. at i: the rate at position i if all earlier tokens are accepted. ±: half of the 95 % "
-        "interval over texts"
+        f"interval over conversations, if there are {FEWEST} or more"
     ]
     if loops := int(replayed.degenerate.sum()):
         notes.append(
@@ -446,4 +447,5 @@ def _table(replayed: "Replay", rows: "list[AcceptanceRow]") -> list[object]:
 
 
 def _spread(interval: "Interval") -> str:
-    return f"{interval.value:.3f} ±{(interval.high - interval.low) / 2:.3f}"
+    spread = f" ±{(interval.high - interval.low) / 2:.3f}" if interval.decides else ""
+    return f"{interval.value:.3f}{spread}"

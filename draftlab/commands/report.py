@@ -37,7 +37,8 @@ class ReportConfig(Config):
     )
     min_speedup: float | None = option(
         None,
-        "Exit with code 3 if the fastest draft has a lower speed-up over plain decoding than this, prefill included.",
+        "Exit with code 3 unless the interval of the fastest draft's speed-up over plain decoding, prefill included, "
+        "is above this.",
         ge=0,
     )
     min_acceptance_length: float | None = option(
@@ -112,9 +113,7 @@ def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
         path=path,
         show=show,
         data={"path": str(path) if path else None, "ranking": rows},
-        missed=missed_thresholds(
-            ranking[0].score, config.min_speedup, config.min_acceptance_length
-        ),
+        missed=missed_thresholds(ranking[0], config.min_speedup, config.min_acceptance_length),
         scores=scores,
         next=(served or None) if path else f"{config.command_line('report')} --html report.html",
     )
@@ -135,7 +134,7 @@ def _serve(fastest: "Ranked") -> str:
     if fastest.doubt or score.served or Path(target.partition("@")[0]).name != score.target.name:
         return ""
     words = ["vllm", "serve", target]
-    if fastest.speedup.low > 1 and not score.output_differs:
+    if fastest.gain.above(1) and not score.output_differs:
         try:
             config = parse_drafter(score.name).speculative_config(fastest.k)
         except UserError:  # the score's name is not a drafter, but the folder of a draft model

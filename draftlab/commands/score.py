@@ -162,8 +162,8 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     )
     min_speedup: float | None = option(
         None,
-        "Exit with code 3 if any draft, at any batch size, has a lower speed-up over plain decoding than this, prefill "
-        "included.",
+        "Exit with code 3 unless the interval of the speed-up over plain decoding, prefill included, is above this for "
+        "every draft and batch size.",
         ge=0,
     )
 
@@ -232,16 +232,20 @@ class Scored(Outcome):
     @property
     def best(self) -> "Score":
         """Return the score with the highest speed-up of whole requests."""
-        return max(self.scores, key=lambda score: score.best_k_speedup.value)
+        from draftlab.results.ranking import rank
+
+        return rank(self.scores)[0].score
 
     @property
     def interval(self) -> "Interval":
-        """Return the speed-up of the best score with its 95 % interval. Times are those of whole requests."""
-        return self.best.best_k_speedup
+        """Return the speed-up of whole requests with its 95 % interval, if draft and K are chosen on other requests."""
+        from draftlab.results.ranking import rank
+
+        return rank(self.scores)[0].gain
 
     @property
     def speedup(self) -> float:
-        """Return the speed-up of the best score over plain decoding. Times are those of whole requests."""
+        """Return the value of `interval`."""
         return self.interval.value
 
 
@@ -479,7 +483,7 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
     assert isinstance(config, ScoreConfig)
     missed: list[str] = []
     for each in scores:
-        missed += missed_thresholds(each, config.min_speedup, None)
+        missed += missed_thresholds(rank([each])[0], config.min_speedup, None)
     ranking = rank(scores)
     comparable = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
     tables = [ranking_table(ranking), *map(category_table, scores), accuracy_table(scores)]

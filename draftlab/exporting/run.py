@@ -259,6 +259,6 @@ def advice(scores: Sequence[Score], draft: Path) -> str:
         )
     return (
         f"do not serve {draft.name}: with it the target runs at {gain.as_speedup()} of its speed without a draft"
-        if gain.high < 1
+        if gain.below(1)
         else ""
     )

@@ -25,7 +25,7 @@ from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_tokens
 from draftlab.console import heartbeat
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.errors import UserError
-from draftlab.intervals import Interval, ratio
+from draftlab.intervals import FEWEST, Interval, ratio
 from draftlab.model.decoder import Decoder
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
@@ -224,8 +224,7 @@ class Verification:
             "gap": self.measured - expected.value,
             "measured": self.measured,
             "draftlab": expected.value,
-            "low": expected.low,
-            "high": expected.high,
+            **expected.model_dump(include={"low", "high"}),
         }
 
     def line(self) -> str:
@@ -233,8 +232,8 @@ class Verification:
             f"temperature {self.temperature:g}, {self.method} drafts, " if self.temperature else ""
         )
         return (
-            f"{self.runtime}: {self.measured:.3f} tokens per target pass; draftlab expects {self.expected.value:.3f} "
-            f"({self.expected.low:.3f} to {self.expected.high:.3f}), K = {self.k}, {sampled}{self.texts} texts; "
+            f"{self.runtime}: {self.measured:.3f} tokens per target pass; draftlab expects "
+            f"{self.expected.text(3)}, K = {self.k}, {sampled}{self.texts} texts; "
             f"{self.details}"
         )
 
@@ -355,8 +354,13 @@ def verify(
         count: Function that counts draftlab's steps on the texts, as counts_of does.
 
     Raises:
-        UserError: The server does not start, or its acceptance length is outside draftlab's 95 % interval.
+        UserError: There are too few prompts, the server does not start, or its acceptance length is outside draftlab's
+            95 % interval.
     """
+    if len(texts.prompts) < FEWEST:
+        raise UserError(
+            f"--verify-with: {len(texts.prompts)} prompts are too few to compare acceptance; name {FEWEST} or more"
+        )
     with running(server.command(program, trial), own_environment(server)) as (client, _):
         completions, measured = ask(server, client, texts)
     texts, details = as_served(texts, completions)

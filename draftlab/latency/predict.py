@@ -13,7 +13,7 @@ from pydantic_core import to_jsonable_python
 
 from draftlab.acceptance.expected import chain
 from draftlab.errors import UserError
-from draftlab.intervals import Interval, ratio_intervals
+from draftlab.intervals import Interval, by_conversation, ratio_intervals
 from draftlab.latency.cost_model import CostModel, alpha_for, closed_form_speedup
 from draftlab.latency.k_schedule import Schedule, schedule
 from draftlab.latency.steps import (
@@ -234,9 +234,13 @@ def predict(
     by_k = {k: steps(work, k, server) for k in ks}
     times = [expected_time(costs, work.prompt_tokens, each).total for each in by_k.values()]
     counts = [chain(work.texts, k) for k in ks]
-    emitted = np.stack([c.steps + c.accepted for c in counts], 1)
-    lengths = ratio_intervals(emitted, np.stack([c.steps for c in counts], 1))
-    speedups = ratio_intervals(np.stack([plain] * len(ks), 1), np.stack(times, 1))
+
+    def ratios(over: Sequence[np.ndarray], under: Sequence[np.ndarray]) -> list[Interval]:
+        sums = (by_conversation(np.stack(each, 1), work.talks) for each in (over, under))
+        return ratio_intervals(*sums)
+
+    lengths = ratios([c.steps + c.accepted for c in counts], [c.steps for c in counts])
+    speedups = ratios([plain] * len(ks), times)
     return Prediction(
         name=f"{draft.profile.name}, {draft.profile.mode}",
         draft=draft.profile.describe(),
@@ -281,13 +285,11 @@ def required_length(prediction: Prediction, speedup: float) -> tuple[int, float]
 def verdict(prediction: Prediction) -> str:
     """Return text with the predicted speed-up, the largest cost, and what to change first."""
     row, gain = prediction.best, prediction.best.speedup
-    opening = (
-        "Faster"
-        if gain.low > 1
-        else "Slower than no draft"
-        if gain.high < 1
-        else "No clear difference"
-    )
+    opening = "No clear difference" if gain.decides else "Speed-up"
+    if gain.above(1):
+        opening = "Faster"
+    elif gain.below(1):
+        opening = "Slower than no draft"
     limit = max(prediction.halved, key=lambda name: prediction.halved[name])
     halves = ", ".join(f"{LOSSES[name]} {value:.2f}x" for name, value in prediction.halved.items())
     return (

@@ -3,6 +3,7 @@
 R texts of at most n tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ class Workload:
         prompt_tokens: Length of each prompt, [R].
         kind: Kind of drafter, as --drafter names it.
         model: Name and hash of the draft; None if acceptance is assumed.
+        conversations: Number of each text's conversation, [R]. None: every text is a conversation of its own.
         rule: Rule by which sampled tokens were accepted; None if acceptance is assumed or decoding is greedy.
     """
 
@@ -33,6 +35,12 @@ class Workload:
     kind: str = "model"
     model: tuple[str, str | None] | None = None
     rule: str | None = None
+    conversations: Sequence[int | None] | None = None
+
+    @property
+    def talks(self) -> Sequence[int | None]:
+        """Return the number of each text's conversation, or None for a text that counts for itself, [R]."""
+        return self.conversations or [None] * len(self.prompt_tokens)
 
     @property
     def tokens(self) -> float:
@@ -75,6 +83,7 @@ def workload_of_replay(replay: "Replay") -> Workload:
         prompt_tokens=np.array([text.prompt_tokens for text in replay.texts]),
         kind=replay.kind,
         model=(replay.draft, replay.draft_sha256),
+        conversations=replay.conversations,
         rule=replay.rule if replay.sampling.temperature > 0 else None,
     )
 
@@ -114,6 +123,7 @@ def workload_of_score(score: Score) -> Workload:
         prompt_tokens=np.array(lengths),
         model=(score.draft.name, score.draft.sha256),
         rule=conditions.rule if conditions.temperature > 0 else None,
+        conversations=[score.prompts[i].conversation for i in order] if score.prompts else None,
     )
 
 

@@ -132,11 +132,11 @@ def plot_ranking(gains: Sequence[tuple[Mark, Interval]]) -> Markup:
         ax.axvline(1, color="black", linewidth=1, linestyle="--")
         ends = [1.0]
         for row, (mark, gain) in enumerate(gains):
-            ax.hlines(row, gain.low, gain.high, color=mark.colour, linewidth=2)
+            ax.hlines(row, *gain.drawn, color=mark.colour, linewidth=2)
             ax.plot(gain.value, row, color=mark.colour, marker=mark.marker, markersize=7)
             text = f"{short(mark.name)}  {gain.value:.2f}x"
             ax.annotate(text, (gain.value, row), (0, 6), textcoords="offset points", ha="center")
-            ends += [gain.low, gain.high]
+            ends += gain.drawn
         margin = 0.25 * (max(ends) - min(ends) or 1)
         ax.annotate(
             NO_DRAFT, (1, len(gains) - 0.4), (4, 0), textcoords="offset points", va="center"
@@ -158,7 +158,7 @@ def plot_by_k(speedups: Sequence[tuple[Mark, Mapping[int, Interval]]]) -> Markup
         ax.axhline(1, color="black", linewidth=1, linestyle="--")
         for mark, by_k in speedups:
             ks, gains = list(by_k), list(by_k.values())
-            low, high = [g.low for g in gains], [g.high for g in gains]
+            low, high = zip(*(g.drawn for g in gains), strict=True)
             ax.plot(ks, [g.value for g in gains], color=mark.colour, marker=mark.marker)
             ax.fill_between(ks, low, high, color=mark.colour, alpha=0.15, linewidth=0)
             if len(ks) == 1:  # with one K a band has no width

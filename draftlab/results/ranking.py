@@ -1,13 +1,13 @@
 """Rank drafts by their scores. Test which differences are significant, and list the doubts about scores."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from draftlab import intervals
 from draftlab.errors import UserError
-from draftlab.intervals import Interval
+from draftlab.intervals import Interval, Timings
 from draftlab.results.score import SAMPLING, Score, read_score, score_files
 
 NO_DRAFT = "no draft"
@@ -21,8 +21,12 @@ class Ranked:
     Args:
         speedup: Speed-up of whole requests.
         doubt: Reason to doubt the score, or None.
+        gain: For the fastest draft, the speed-up that counts for a verdict: draft and K are chosen on other requests
+            (see intervals.best_of). For other drafts, their own speed-up.
+        choices: Number of drafts among which the fastest one was chosen, all with the same requests.
         ratio_to_fastest: Speed-up of this draft divided by the speed-up of the fastest draft. None for the fastest
-            draft itself.
+            draft itself. If the requests were the same, the draft is slower if the interval is below 1.
+        needed: Number of conversations that would probably show that a draft is slower, if it is 10 % slower.
         paired: Whether the requests of this draft and of the fastest draft were the same.
     """
 
@@ -30,7 +34,10 @@ class Ranked:
     k: int
     speedup: Interval
     doubt: str | None
+    gain: Interval
+    choices: int = 1
     ratio_to_fastest: Interval | None = None
+    needed: int | None = None
     paired: bool = True
 
     @property
@@ -41,7 +48,14 @@ class Ranked:
     def significant(self) -> bool | None:
         """Return whether this draft is significantly slower than the fastest draft, or None if no test is possible."""
         ratio = self.ratio_to_fastest
-        return None if ratio is None or ratio.n < 2 else ratio.high < 1
+        if (
+            ratio is None
+            or not self.paired
+            or not ratio.decides
+            or self.score.undecided is not None
+        ):
+            return None
+        return ratio.below(1)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row of this draft in the JSON output of `draftlab report`."""
@@ -56,11 +70,14 @@ class Ranked:
             "plain_tokens_per_second": max(score.plain_tps.values()),
             "plain_tokens_per_second_by_weights": score.plain_tps,
             "speedup": self.speedup.model_dump(),
+            "gain": self.gain.model_dump(),
+            "choices": self.choices,
             "tpot_speedup": tpot and tpot.model_dump(),
             "doubt": self.doubt,
             "identical": not score.output_differs,
             "equal_texts": score.equal_texts,
             "ratio_to_fastest": ratio and ratio.model_dump(),
+            "needed_conversations": self.needed,
             "same_prompts": self.paired,
             "significant": self.significant,
             "accuracy": [result.model_dump(exclude={"items"}) for result in score.draft.tasks],
@@ -103,20 +120,44 @@ def rank(scores: Sequence[Score]) -> list[Ranked]:
         )
     gains = [(score, score.best_k_speedup) for score in scores]
     gains.sort(key=lambda pair: (pair[0].output_differs, -pair[1].value))
-    fastest, gain = gains[0]
-    ranking = [Ranked(score=fastest, k=fastest.best_k, speedup=gain, doubt=fastest.doubt)]
-    for score, gain in gains[1:]:
-        ranking.append(
-            Ranked(
-                score=score,
-                k=score.best_k,
-                speedup=gain,
-                doubt=score.doubt,
-                ratio_to_fastest=speedup_ratio(score, fastest),
-                paired=same_requests(score, fastest),
-            )
-        )
+    ordered, fastest = [score for score, _ in gains], gains[0][0]
+    # a draft that changed the output, or that ran at another batch size, was not among the choices
+    rivals = [
+        score
+        for score in ordered
+        if same_requests(score, fastest)
+        and score.output_differs == fastest.output_differs
+        and score.conditions.batch == fastest.conditions.batch
+    ]
+    timed = _timed_alike(rivals)
+    behind = dict(zip(map(id, rivals[1:]), intervals.against_first(timed), strict=True))
+    chosen = intervals.best_of(timed)
+    ranking = []
+    for score, gain in gains:
+        row = Ranked(score=score, k=score.best_k, speedup=gain, doubt=score.doubt, gain=gain)
+        if score is fastest:
+            row = replace(row, gain=chosen, choices=len(rivals))
+        elif id(score) in behind:
+            ratio, needed = behind[id(score)]
+            row = replace(row, ratio_to_fastest=ratio, needed=needed)
+        else:
+            ratio, paired = speedup_ratio(score, fastest), same_requests(score, fastest)
+            row = replace(row, ratio_to_fastest=ratio, paired=paired)
+        ranking.append(row)
     return ranking
+
+
+def _timed_alike(scores: Sequence[Score]) -> list[Timings]:
+    """Return the timings of scores of the same requests, each at all its K, by conversation.
+
+    If one of the scores does not say which requests are of one conversation, another one may.
+    """
+    numbers = next((known for known in map(_conversations, scores) if None not in known), None)
+    return [score.timings(score.speculative, numbers) for score in scores]
+
+
+def _conversations(score: Score) -> list[int | None]:
+    return [prompt.conversation for prompt in score.prompts] or [None]
 
 
 def same_requests(a: Score, b: Score) -> bool:
@@ -126,11 +167,11 @@ def same_requests(a: Score, b: Score) -> bool:
 def speedup_ratio(a: Score, b: Score) -> Interval:
     """Return the speed-up of score a divided by the speed-up of score b, each at its best K, with an interval.
 
-    The bootstrap is paired if both scores have the same requests.
+    If both scores have the same requests, the ratio is that of each conversation with itself.
     """
-    return intervals.speedup_ratio(
-        a.timings(a.speculative), b.timings(b.speculative), paired=same_requests(a, b)
-    )
+    if same_requests(a, b):
+        return intervals.speedup_ratio(*_timed_alike([a, b]), paired=True)
+    return intervals.speedup_ratio(a.timings(a.speculative), b.timings(b.speculative), paired=False)
 
 
 def category_rows(score: Score) -> list[dict[str, Any]]:
@@ -147,6 +188,7 @@ def category_rows(score: Score) -> list[dict[str, Any]]:
             {
                 "category": name,
                 "prompts": len(prompts),
+                "conversations": part.conversations,
                 "k": k,
                 "mean_acceptance_length": length,
                 "tokens_per_target_pass": per_pass,
@@ -163,51 +205,62 @@ def flat(name: str, estimate: Interval | None) -> dict[str, float | None]:
     names = (name, f"{name}_low", f"{name}_high")
     if estimate is None:
         return dict.fromkeys(names)
-    return dict(zip(names, (estimate.value, estimate.low, estimate.high), strict=True))
+    ends = estimate.model_dump()
+    return dict(zip(names, (ends["value"], ends["low"], ends["high"]), strict=True))
 
 
 def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
     """Return sentences about a ranking: which draft to serve, and which drafts are significantly slower."""
-    lines = [_first_line(ranking[0])]
-    fastest = ranking[0].score.label
-    for ranked in ranking[1:]:
-        name, ratio = ranked.score.label, ranked.ratio_to_fastest
-        if ranked.score.output_differs:
-            lines.append(_discounted(ranked))
-        elif ranked.doubt is not None:
-            lines.append(f"Cannot tell whether {name} is slower than {fastest}: {ranked.doubt}.")
-        elif ranked.significant is None:
-            lines.append(
-                f"Cannot tell whether {name} is slower than {fastest}: the test needs several prompts per score."
-            )
-        elif ranked.significant:
-            lines.append(f"{name} is slower: {ratio} of the speed-up of {fastest}.")
-        else:
-            lines.append(
-                f"{name} does not differ significantly: {ratio} of the speed-up of {fastest}."
-            )
-    return lines
+    fastest = ranking[0]
+    return [_first_line(fastest), *(_later_line(ranked, fastest) for ranked in ranking[1:])]
+
+
+def _later_line(ranked: Ranked, fastest: Ranked) -> str:
+    name, best, ratio = ranked.score.label, fastest.score.label, ranked.ratio_to_fastest
+    assert ratio is not None
+    reason = ranked.doubt or ranked.score.undecided or fastest.score.undecided
+    if ranked.score.output_differs:
+        return _discounted(ranked)
+    if not ranked.paired:
+        return f"{name} and {best} had other requests, so neither is called faster: {ratio} of its speed-up."
+    if reason is not None:
+        return f"Cannot tell whether {name} is slower than {best}: {reason}."
+    if ratio.below(1):
+        return f"{name} is slower: {ratio} of the speed-up of {best}."
+    if ratio.low > intervals.SHOWN:
+        return f"{name} is less than 10 % slower than {best}, or faster: {ratio} of its speed-up."
+    text = f"Cannot tell whether {name} is slower than {best}: {ratio} of its speed-up"
+    if ranked.needed is not None and ranked.needed > ratio.n:
+        text += f"; about {ranked.needed:,} conversations show a difference of 10 %"
+    return f"{text}."
 
 
 def missed_thresholds(
-    score: Score, min_speedup: float | None, min_acceptance_length: float | None
+    ranked: Ranked, min_speedup: float | None, min_acceptance_length: float | None
 ) -> list[str]:
     """Return a sentence for each threshold that a draft misses, or that it may miss because its score is in doubt.
 
-    min_speedup, min_acceptance_length: Thresholds of the user, or None.
+    min_speedup: Threshold of the user for the low end of the speed-up's interval, or None.
+    min_acceptance_length: Threshold of the user, or None.
     """
-    name, doubt, missed = score.name, score.doubt, []
+    score, gain, missed = ranked.score, ranked.gain, list[str]()
+    name, bar = score.name, f"--min-speedup {min_speedup}"
     if min_speedup is not None:
-        speedup = score.best_k_speedup.value
+        reason = score.undecided or ranked.doubt
         if score.output_differs:
             missed.append(
                 f"{name}: its output differs from the target's own, so its speed-up does not count"
             )
-        if speedup < min_speedup:
-            missed.append(f"{name}: speed-up {speedup:.3f} is below --min-speedup {min_speedup}")
-        elif doubt is not None:
+        if gain.value < min_speedup:
             missed.append(
-                f"{name}: cannot tell whether it reaches --min-speedup {min_speedup}, because {doubt}"
+                f"{name}: speed-up {gain} is below {bar}, by {min_speedup - gain.value:.3f}"
+            )
+        elif reason is not None:
+            missed.append(f"{name}: cannot tell whether it reaches {bar}, because {reason}")
+        elif gain.low < min_speedup:
+            missed.append(
+                f"{name}: speed-up {gain} may be below {bar}: the low end misses it by "
+                f"{min_speedup - gain.low:.3f}; {_more(gain, min_speedup)}"
             )
     length = score.tokens_per_pass(score.best_k)
     if min_acceptance_length is not None and length < min_acceptance_length:
@@ -216,27 +269,39 @@ def missed_thresholds(
     return missed
 
 
+def _more(gain: Interval, bar: float) -> str:
+    """Return text about the number of conversations that would show whether a speed-up is above a bar."""
+    rows = intervals.rows_to_reach(gain, bar)
+    if rows is None:
+        return "it is too close to the bar to be decided by more conversations"
+    return f"about {max(1, rows - gain.n):,} more conversations like these would decide"
+
+
 def _first_line(ranked: Ranked) -> str:
-    name, gain, at = ranked.score.label, ranked.speedup, f"at K = {ranked.k}"
+    name, gain, at = ranked.score.label, ranked.gain, f"at K = {ranked.k}"
+    among = f" (best of {ranked.choices}, chosen on other requests)" if ranked.choices > 1 else ""
     if ranked.score.output_differs:
         return _discounted(ranked)
+    if ranked.score.undecided is not None:
+        return (
+            f"No verdict: {name} has {gain.as_speedup()} {at}{among}, but {ranked.score.undecided}."
+        )
     if ranked.doubt is not None:
-        return f"Cannot tell which is fastest: {name} has {gain.as_speedup()} {at}, but {ranked.doubt}."
-    if gain.high < 1:
+        return f"Cannot tell which is fastest: {name} has {gain.as_speedup()} {at}{among}, but {ranked.doubt}."
+    if gain.below(1):
         return (
             f"Serve the target without a draft: with {name}, the best draft, the target runs at {gain} of its own "
-            f"speed {at}."
+            f"speed {at}{among}."
         )
-    if gain.low <= 1:
-        return f"No draft is significantly faster than the target alone. The best is {name} with {gain} {at}."
-    return f"Serve with {name} {at}: whole requests run at {gain.as_speedup()} the speed of the target alone."
+    if not gain.above(1):
+        return f"No draft is shown to be faster than the target alone. The best is {name} with {gain} {at}{among}."
+    return f"Serve with {name} {at}: whole requests run at {gain.as_speedup()} the speed of the target alone{among}."
 
 
 def _discounted(ranked: Ranked) -> str:
     return f"{ranked.score.label} changed the output: its speed-up of {ranked.speedup.value:.2f}x does not count."
 
 
-FEW_PROMPTS = 8
 LOOPING_4GRAMS = 0.5
 MANY_STEPS = 0.1  # fraction of truncated steps above which a warning is given
 
@@ -301,8 +366,16 @@ def _reasons(score: Score) -> Iterator[str]:
             f"the draft was trained on answers to {score.learnt_prompts} of the {conditions.prompts} prompts, and "
             "gains less on other prompts; name unseen prompts by --prompt-file"
         )
-    if conditions.prompts < FEW_PROMPTS:
-        yield f"{conditions.prompts} prompts are too few for a good interval; use {FEW_PROMPTS} prompts or more"
+    n, enough = score.conversations, f"use {intervals.ENOUGH} or more"
+    if n < intervals.FEWEST:
+        yield f"{n} conversation{'' if n == 1 else 's'} give no useful interval; {enough}"
+    elif n < intervals.RARE:
+        yield f"{n} conversations are too few to meet rare kinds of requests; {enough}"
+    if None in _conversations(score):
+        yield (
+            "the score was written before scores named the conversations of their requests, so each request counts "
+            "for itself; intervals that were printed then were narrower"
+        )
     for model in (score.target, score.draft):
         if model.via_transformers:
             yield f"transformers ran {model.name}, which is slower than draftlab's engine"

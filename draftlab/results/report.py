@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from draftlab.errors import UserError
-from draftlab.intervals import Interval
+from draftlab.intervals import FEWEST, Interval
 from draftlab.model.shape import format_count
 from draftlab.provenance import Stage
 from draftlab.reading import command_words
@@ -50,10 +50,11 @@ WIDE = frozenset(
     }
 )
 CAPTION = (
-    "* Fastest. ~ No significant difference from the fastest draft. Each draft has its best K, chosen on other "
-    "prompts. speed-up: speed of whole requests (prefill and decoding), divided by that of the fastest plain decoding. "
+    "* Fastest. ~ Not shown to be slower than the fastest draft. Each row has the draft's own speed-up at its best K, "
+    "chosen on other requests. That of the fastest row may exceed the gain of choosing it, which the text names. "
+    "speed-up: speed of whole requests (prefill and decoding), divided by that of the fastest plain decoding. "
     "relative to best: speed-up divided by the fastest draft's speed-up. TPOT: speed-up of the tokens after the first. "
-    "tok/s: tokens per second of whole requests. Intervals: 95% bootstrap over prompts."
+    "tok/s: tokens per second of whole requests. Intervals: 95% over conversations."
 )
 
 
@@ -141,7 +142,7 @@ def category_table(score: Score) -> Table | None:
         gain = "–"
         if row["speedup"] is not None:
             gain = f"{row['speedup']:.2f}x"
-            if row["prompts"] > 1:
+            if row["conversations"] >= FEWEST:
                 gain += f" ({row['speedup_low']:.2f} to {row['speedup_high']:.2f})"
         passes = optional(row["tokens_per_target_pass"], ".2f")
         speed = optional(row["output_tps"], ".4g")
@@ -231,7 +232,7 @@ def export_command(fastest: Ranked) -> str:
     measured on servers, or if it is not a checkpoint that the score's command names with --draft.
     """
     score = fastest.score
-    if fastest.doubt or score.output_differs or fastest.speedup.low <= 1:
+    if fastest.doubt or score.output_differs or not fastest.gain.above(1):
         return ""
     named = _named(score, "--draft")
     drafts = [draft for draft in named if draft.endswith(score.draft.name)]
@@ -352,7 +353,7 @@ def _figures(
                 k_rows,
                 title="Speed-up against K",
                 caption="Speed-up of whole requests by K, the number of drafted tokens. Above the dashed line the "
-                "draft helps. Bands are 95% intervals over prompts.",
+                "draft helps. Bands are 95% intervals over conversations.",
             ),
             key=key,
         ),

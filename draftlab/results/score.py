@@ -389,11 +389,16 @@ class Score(FileModel):
         """Return the tokens per second of whole requests. k = 0 stands for the fastest plain decoding."""
         return intervals.tokens_per_second(request_timings(self._runs(k)))
 
-    def timings(self, ks: Collection[int]) -> Timings:
-        """Return the timings of each conversation's requests at each K in `ks`, and in the fastest plain decoding."""
+    def timings(
+        self, ks: Collection[int], conversations: Sequence[int | None] | None = None
+    ) -> Timings:
+        """Return the timings of each conversation's requests at each K in `ks`, and in the fastest plain decoding.
+
+        conversations: Number of each prompt's conversation. Default: the numbers in `prompts`.
+        """
         return Timings(
-            [self._summed(request_timings(self.speculative[k])) for k in ks],
-            self._summed(request_timings(self.baseline)),
+            [self._summed(request_timings(self.speculative[k]), conversations) for k in ks],
+            self._summed(request_timings(self.baseline), conversations),
         )
 
     @property
@@ -401,10 +406,13 @@ class Score(FileModel):
         """Return the number of conversations. A request of which no conversation is known counts for itself."""
         return len(self._summed(request_timings(self.plain)))
 
-    def _summed(self, timings: Sequence[Timing]) -> "np.ndarray":
+    def _summed(
+        self, timings: Sequence[Timing], conversations: Sequence[int | None] | None = None
+    ) -> "np.ndarray":
         """Return the sums of each conversation, [G, 2]. timings: For each prompt, in the order of the prompts."""
+        known = conversations or [prompt.conversation for prompt in self.prompts]
         prompts = sorted({g.prompt for g in self.plain})
-        numbers = [self.prompts[i].conversation if self.prompts else None for i in prompts]
+        numbers = [known[i] if known else None for i in prompts]
         return intervals.by_conversation(timings, numbers)
 
     def tpot_speedup(self, k: int) -> Interval | None:

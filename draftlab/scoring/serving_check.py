@@ -20,7 +20,7 @@ from draftlab.errors import UserError
 from draftlab.exporting import verify
 from draftlab.exporting.artifact import Checkable, Form
 from draftlab.exporting.verify import TargetTexts
-from draftlab.intervals import Interval, ratio
+from draftlab.intervals import FEWEST, Interval, ratio
 from draftlab.model import checkpoint, modes
 from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import MOST_DRAFTED
@@ -229,10 +229,13 @@ class ServedDraft:
             for a, b in zip(there.per_position_acceptance, by_position, strict=False)
         )
         text = (
-            f"{measured:.3f} tokens per target pass on the server, {here.value:.3f} here ({here.low:.3f} to "
-            f"{here.high:.3f}) at K = {texts.k}; acceptance by position, server / here: {positions}"
+            f"{measured:.3f} tokens per target pass on the server, {here.text(3)} here at K = {texts.k}; "
+            f"acceptance by position, server / here: {positions}"
         )
-        if here.low <= measured <= here.high:
+        if not here.decides:
+            fix = f"check with {FEWEST} prompts or more"
+            yield warning("acceptance", f"{text}; these are too few texts to compare", fix)
+        elif here.low <= measured <= here.high:
             yield ok("acceptance", text)
         else:
             yield error("acceptance", text, hint(there.per_position_acceptance, by_position))

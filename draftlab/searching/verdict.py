@@ -238,7 +238,8 @@ class Ceiling:
         It may if the limit is above the 95 % interval of the speed-up of `best`.
         """
         return (
-            self.speedup > self.best.speedup * self.best.at_fewest.high / self.best.at_fewest.value
+            self.speedup
+            > self.best.speedup * self.best.at_fewest.drawn[1] / self.best.at_fewest.value
         )
 
     def text(self, minutes: float) -> str:
@@ -315,7 +316,7 @@ def judged(speedups: Mapping[int, Interval]) -> tuple[bool, str]:
 
     speedups: Speed-ups of this candidate, by number of concurrent requests.
     """
-    gains = [n for n, gain in speedups.items() if gain.low > 1]
+    gains = [n for n, gain in speedups.items() if gain.above(1)]
     losses = [n for n, gain in speedups.items() if gain.value < 1]
     if not gains:
         best = max(speedups.values(), key=lambda gain: gain.value)

@@ -17,7 +17,7 @@ from draftlab.acceptance.expected import tokens_per_pass
 from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
 from draftlab.console import note
 from draftlab.data import HeldOut
-from draftlab.intervals import ratio
+from draftlab.intervals import Interval, ratio
 from draftlab.model.checkpoint import Weights, max_model_len
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
@@ -36,17 +36,13 @@ CPU_OPERATIONS = 7e11
 class LengthComparison:
     """The tokens per target pass with k drafted tokens, before and after training.
 
-    Attributes:
-        low, high: 95 % bootstrap interval of `after` over texts.
-        gain_low: Lower end of the 95 % bootstrap interval of after / before.
+    gain: after / before.
     """
 
     k: int
     before: float
-    after: float
-    low: float
-    high: float
-    gain_low: float
+    after: Interval
+    gain: Interval
 
 
 def affordable(most: int, operations: float, device: torch.device) -> int:
@@ -181,16 +177,7 @@ class TargetTextEvaluator:
             # both evaluations have the same tokens, so this is a ratio of passes
             gain = ratio(np.stack([old[:, 1], new[:, 1]], 1))
             first = float(old[:, 0].sum() / old[:, 1].sum())
-            comparisons.append(
-                LengthComparison(
-                    k=k,
-                    before=first,
-                    after=now.value,
-                    low=now.low,
-                    high=now.high,
-                    gain_low=gain.low,
-                )
-            )
+            comparisons.append(LengthComparison(k=k, before=first, after=now, gain=gain))
         return comparisons
 
     def _stored(self, step: int) -> list[np.ndarray]:

@@ -233,7 +233,7 @@ def test_half_of_what_limits_a_pair_gains_most(draft, target, host, alpha, limit
 
 def score_of(runs: dict[int, list[list[Step]]]) -> Score:
     by_k = {k: [generation_of(run, i) for i, run in enumerate(each)] for k, each in runs.items()}
-    measured = {"plain": by_k[0], "speculative": {k: by_k[k] for k in KS}}
+    measured = {"plain": by_k[0], "speculative": {k: by_k[k] for k in KS}, "prompts": []}
     return conditioned(change(score("d"), **measured), prompts=3, prompt_tokens=6, max_tokens=NEW)
 
 

@@ -22,10 +22,10 @@ from draftlab.results.report import (
     ranking_table,
     target_named,
 )
-from draftlab.results.score import Conditions, Latency, Model, Score, TaskResult
+from draftlab.results.score import Conditions, Latency, Model, PromptRecord, Score, TaskResult
 from draftlab.results.tables import Table
 
-PROMPTS = 8
+PROMPTS = 12
 ACC = TaskResult(
     task="py_choice", metric="acc", value=0.612, stderr=0.014, n=200, higher_is_better=True
 )
@@ -81,7 +81,8 @@ def score(
     return Score(
         name=name, target=model("target", 12, 20.0, []), draft=model(f"runs/{name}", layers, 2.5, list(tasks)),
         conditions=CONDITIONS, plain=[plain(i, 0.6) for i in range(PROMPTS)], speculative=runs, equal_texts=1.0,
-        distinct_4grams=0.8, command=f"draftlab score {name}", versions={}, created="2026-01-02T03:04:05Z",
+        prompts=[PromptRecord(tokens=32, conversation=i) for i in range(PROMPTS)], distinct_4grams=0.8,
+        command=f"draftlab score {name}", versions={}, created="2026-01-02T03:04:05Z",
     )  # fmt: skip
 
 
@@ -91,7 +92,7 @@ def conditioned(base: Score, **fields: object) -> Score:
 
 def with_cuts(steps_cut: int, of: int) -> Score:
     runs = [
-        speculative(i, [4] * (of // PROMPTS), 4, 0.3, cut=steps_cut if i == 0 else 0)
+        speculative(i, [4] * (of // PROMPTS), 4, 0.3, cut=steps_cut // 2 if i < 2 else 0)
         for i in range(PROMPTS)
     ]
     return change(score(), speculative={4: runs})
@@ -285,10 +286,13 @@ def test_json_has_vllms_names_and_the_records_numbers():
     [
         change(score(), equal_texts=0.5),
         change(score(), distinct_4grams=0.49),
-        conditioned(score(), prompts=7),
-        with_cuts(2, of=16),
+        change(
+            score(), prompts=[PromptRecord(tokens=32, conversation=i // 2) for i in range(PROMPTS)]
+        ),
+        change(score(), prompts=[]),
+        with_cuts(4, of=24),
     ],
-    ids=["lossy", "loop", "few", "cut"],
+    ids=["lossy", "loop", "few", "older", "cut"],
 )
 def test_each_fault_gives_its_own_warning_everywhere(faulty: Score):
     (found,) = score_warnings([faulty])
@@ -301,7 +305,7 @@ def test_no_warning_up_to_the_bar():
         score(),
         change(score(), equal_texts=None),
         change(score(), distinct_4grams=0.5),
-        with_cuts(4, of=40),
+        with_cuts(6, of=60),
     ]
     assert [score_warnings([each]) for each in sound] == [[]] * 4
 

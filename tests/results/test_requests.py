@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy.stats import t as student
 from test_report import CONDITIONS, change, model, score, speculative
 
 from draftlab.results.decoding import Generation, share_of_equal_texts
@@ -10,7 +12,7 @@ from draftlab.results.ranking import category_rows, missed_thresholds, rank
 from draftlab.results.score import Latency, PromptRecord, Score
 from draftlab.searching.verdict import Arm, ranking
 
-PROMPTS = 8
+PROMPTS = 12
 TOKENS = 21
 
 
@@ -42,15 +44,23 @@ def test_a_request_is_its_prefill_and_its_decoding():
     assert one.break_even_length(4) == pytest.approx(5 / 4)  # steps of 5 tokens: decoding alone
 
 
-def test_intervals_of_requests_and_of_tpot_draw_the_same_prompts():
+def test_intervals_of_requests_and_of_tpot_leave_out_the_same_prompts():
     """Half of the prompts gain 2 in requests and 4 in decoding, the others neither."""
-    mixed = [answer(i, 0.5, 0.25 if i % 2 else 1.0, 4) for i in range(PROMPTS)]
+    gains = [0.25 if i % 2 else 1.0 for i in range(PROMPTS)]
+    mixed = [answer(i, 0.5, seconds, 4) for i, seconds in enumerate(gains)]
     one = change(drafted("d", 0.5, {4: 0.25}), speculative={4: mixed})
-    tpot = one.best_k_tpot_speedup
-    assert one.best_k_speedup.value == pytest.approx(1.5 / 1.125)
-    assert tpot.value == pytest.approx(1 / 0.625)
-    assert 1 <= one.best_k_speedup.low < one.best_k_speedup.value < one.best_k_speedup.high <= 2
-    assert 1 <= tpot.low < tpot.value < tpot.high <= 4
+    for found, prefill in ((one.best_k_speedup, 0.5), (one.best_k_tpot_speedup, 0.0)):
+        assert found is not None
+
+        def gain(without: int | None, prefill: float = prefill) -> float:
+            kept = [seconds for i, seconds in enumerate(gains) if i != without]
+            return len(kept) * (prefill + 1) / sum(prefill + seconds for seconds in kept)
+
+        left = np.array([gain(i) for i in range(PROMPTS)])
+        error = np.sqrt((PROMPTS - 1) * left.var())
+        half = student.ppf(0.975, PROMPTS - 1) * error
+        assert found.value == pytest.approx(gain(None))
+        assert (found.low, found.high) == pytest.approx((gain(None) - half, gain(None) + half))
 
 
 def test_ttft_is_the_median_repeat_of_each_prompt():
@@ -68,8 +78,8 @@ def test_k_and_the_verdict_are_chosen_by_requests_where_decoding_alone_says_othe
     model_draft, lookup = drafted("draft", 1.3, {4: 0.25}), drafted("lookup", 0.5, {4: 0.8})
     places = rank([model_draft, lookup])
     assert [place.name for place in places] == ["lookup", "draft"]
-    assert missed_thresholds(places[1].score, 1.1, None)
-    assert not missed_thresholds(places[0].score, 1.1, None)
+    assert missed_thresholds(places[1], 1.1, None)
+    assert not missed_thresholds(places[0], 1.1, None)
     candidates = [Arm(kind="draft", draft=Path("draft")), Arm(kind="draft", draft=Path("lookup"))]
     by_auto = ranking(candidates, {1: {"draft": model_draft, "lookup": lookup}})
     assert [choice.name for choice in by_auto] == ["lookup", "draft"]

@@ -114,7 +114,7 @@ def test_the_estimate_stands_and_its_interval_covers_the_truth_whatever_stalls(
     for arm in ARMS[1:]:
         drafted = [decode_timings(m.generations[arm]) for m in (quiet, noisy)]
         truth = intervals.tokens_per_second(drafted[0]) / intervals.tokens_per_second(plain[0])
-        speedup = intervals.speedup(([drafted[1]], plain[1]))
+        speedup = intervals.speedup(intervals.Timings([drafted[1]], plain[1]))
         assert speedup.low - 0.03 * truth <= truth <= speedup.high + 0.03 * truth
     assert all(g.stalled_passes == 0 for arm in ARMS for g in quiet.generations[arm])
 

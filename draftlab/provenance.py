@@ -262,7 +262,9 @@ def _commit(folder: Path) -> str | None:
     if git is None or not (folder / ".git").exists():
         return None
     done = subprocess.run(
-        [git, "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        [git, "-C", str(folder), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        encoding="utf-8",
     )
     return done.stdout.strip() if done.returncode == 0 else None
 

@@ -11,7 +11,7 @@ import draftlab
 
 PACKAGE = Path(draftlab.__file__).parent
 LAYERS = [
-    ["errors", "trust"],
+    ["errors", "shell", "trust"],
     [
         "console",
         "streams",
@@ -51,6 +51,7 @@ LAYERS = [
 ]
 NO_TORCH = [
     "errors",
+    "shell",
     "console",
     "streams",
     "reading",

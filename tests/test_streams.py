@@ -20,6 +20,8 @@ from draftlab.config.base import Config
 from draftlab.console import note, progress
 from draftlab.results.tables import TerminalTable
 
+count = int(sys.argv.pop())
+
 class MakeConfig(Config):
     pass
 
@@ -30,7 +32,7 @@ def make(config):
         for i in range(20):
             advance(i + 1, "")
     Path("made").write_text("whole", encoding="utf-8")
-    rows = [["größe", "1.00 ±0.25"], ["no draft", "–"]] * int(sys.argv.pop())
+    rows = [["größe", "1.00 ±0.25"], ["no draft", "–"]] * count
     table = TerminalTable(heads=("draft", "accept"), rows=rows, title="Ranking")
     return Outcome(path=Path("made"), show=[table, "größe"], data={"größe": rows}, next="größe")
 
@@ -42,7 +44,9 @@ def program(
     folder: Path, *arguments: str, rows: int = 3, redirect: str = "", **environ: str
 ) -> subprocess.CompletedProcess[bytes]:
     """Run the command in a shell with redirections, and check that its work stays and that nothing is a traceback."""
-    words = [sys.executable, "-c", COMMAND, *arguments, str(rows)]
+    file = folder / "command.py"
+    file.write_text(COMMAND, encoding="utf-8")
+    words = [sys.executable, str(file), *arguments, str(rows)]
     ended = subprocess.run(
         ["sh", "-c", f'"$@" {redirect}', "sh", *words],
         cwd=folder,
@@ -103,7 +107,7 @@ def test_a_pipe_that_does_not_block_gets_everything(tmp_path):
         words, cwd=tmp_path, env=environ, stdout=writer, stderr=subprocess.DEVNULL
     )
     os.close(writer)
-    while not (tmp_path / "made").exists():
+    while not (tmp_path / "made").exists() and started.poll() is None:
         time.sleep(0.05)
     time.sleep(0.3)  # the pipe is full before its reader begins
     with open(reader, "rb") as pipe:

@@ -33,6 +33,7 @@ from draftlab.model import hub
 from draftlab.model.hub import ROW_FILES, has_suffix
 from draftlab.output import Output
 from draftlab.registry import CROSS_ENTROPY, LOSSES
+from draftlab.shell import typed
 from draftlab.trust import check_address
 
 if TYPE_CHECKING:
@@ -469,9 +470,9 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
             f"{result.skipped_steps:,} of {config.steps:,} steps were skipped, because their loss or gradient norm was "
             "not finite"
         )
-    drafter = f"--drafter {config.student.kind}:heads={output.out}"
+    drafter = ["--drafter", f"{config.student.kind}:heads={output.out}"]
     if config.student.starts_from_draft:
-        drafter = f"--draft {output.out}"
+        drafter = ["--draft", output.out]
     return Trained(
         path=output.out,
         show=lines,
@@ -481,7 +482,7 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
         tokens=result.tokens,
         seconds=result.seconds,
         lengths=lengths,
-        next=f"draftlab score {drafter}",
+        next=typed("draftlab", "score", *drafter),
     )
 
 

@@ -1,6 +1,5 @@
 """The commands check and export, which bring a finished draft into a server."""
 
-import shlex
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from draftlab.model.hub import ROUNDED
 from draftlab.output import Output
 from draftlab.registry import SERVERS
 from draftlab.servers.kinds import Finding
+from draftlab.shell import typed
 
 if TYPE_CHECKING:
     from draftlab.exporting.run import Exported
@@ -275,7 +275,7 @@ def check(found: tuple[Path, list[Finding]]) -> Checked:
         data={"findings": list(map(asdict, findings)), "fits": not errors},
         missed=[missed] if errors else [],
         findings=findings,
-        next=None if errors or not exported else f"draftlab export {draft} --to vllm",
+        next=None if errors or not exported else typed("draftlab", "export", draft, "--to", "vllm"),
     )
 
 
@@ -366,7 +366,7 @@ def export(exported: "Exported", output: Output) -> Outcome:
         path=output.out,
         show=[text for text in show if text],
         data={"path": str(output.out), **exported.notes},
-        next=f"{starts} {shlex.quote(str(script))}" if script else None,
+        next=typed(starts, script) if script else None,
     )
 
 

@@ -36,6 +36,7 @@ from draftlab.config.shared import (
 from draftlab.errors import UserError, about
 from draftlab.model import families, hub
 from draftlab.output import Output
+from draftlab.shell import typed
 
 if TYPE_CHECKING:
     from draftlab.latency.predict import DraftPrediction
@@ -412,5 +413,5 @@ def _fitted(directory: Path, law: "ScalingLaw") -> Profiled:
         },
     }
     show = [law_table(law), law.verdict(), str(directory)]
-    then = f"draftlab design --latency-ms 2 --law {directory}"
+    then = typed("draftlab", "design", "--latency-ms", "2", "--law", directory)
     return Profiled(path=directory, show=show, data=data, profiles=law.profiles, law=law, next=then)

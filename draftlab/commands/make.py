@@ -25,6 +25,7 @@ from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.model.hf_files import read_config
 from draftlab.output import Output
+from draftlab.shell import typed
 from draftlab.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
         path=output.out,
         show=[str(output.out)],
         data=data,
-        next=f"draftlab init --target {output.out}",
+        next=typed("draftlab", "init", "--target", output.out),
     )
 
 
@@ -289,15 +290,23 @@ def init(written: NewWorkspace) -> Outcome:
     data = space.model_dump(mode="json", exclude_none=True)
     if sizes:
         data["text"] = {source: asdict(size) for source, size in sizes.items()}
-    plan = "" if hub.local(space.source) else " --dry-run"  # shows what prune would download
-    then = f"draftlab prune --layers {_layers(space)}{plan}"
+    plan = [] if hub.local(space.source) else ["--dry-run"]  # shows what prune would download
+    then = typed("draftlab", "prune", "--layers", _layers(space), *plan)
     if questions is not None:
-        then = (
-            f"draftlab score --draft {space.draft} --drafter fallback:draft_tokens=3 "
-            f"--dtype bfloat16 --int8 both --prompt-file {questions} --k 2-4 --max-new-tokens 64 --repeats 1"
-        )
+        words = [
+            "draftlab",
+            "score",
+            "--draft",
+            space.draft,
+            "--drafter",
+            "fallback:draft_tokens=3",
+        ]
+        words += ["--dtype", "bfloat16", "--int8", "both", "--prompt-file", questions]
+        words += ["--k", "2-4", "--max-new-tokens", "64", "--repeats", "1"]
+        then = typed(*words)
     elif space.draft is not None:
-        then = f"draftlab auto {space.target} --draft {space.draft} --dry-run"
+        target = Path(space.target)
+        then = typed("draftlab", "auto", target, "--draft", space.draft, "--dry-run")
     return Outcome(path=workspace.FILE, show=show, data=data, next=then)
 
 
@@ -395,13 +404,15 @@ def design(designed: "tuple[Design, Path | None]") -> Designed:
         for name, shape in found.shapes.items()
     }
     name, first = next(iter(found.shapes.items()))
-    sizes = f"--layers {first.layers} --width {first.hidden} --ffn {first.ffn}"
+    sizes = ["--layers", first.layers, "--width", first.hidden, "--ffn", first.ffn]
+    if out is not None:
+        sizes = ["--shape", out / f"{name}.yaml"]
     return Designed(
         path=out,
         show=[shape_table(found.shapes, found.latency_ms)],
         data={"shapes": rows},
         shapes=found.shapes,
-        next="draftlab prune " + (sizes if out is None else f"--shape {out / name}.yaml"),
+        next=typed("draftlab", "prune", *sizes),
     )
 
 

@@ -16,6 +16,7 @@ from draftlab.console import note_if_slow
 from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
+from draftlab.shell import typed
 
 if TYPE_CHECKING:
     from draftlab.intervals import Interval
@@ -110,8 +111,9 @@ def _build_facts(
 )
 def build(manifest: "Manifest", output: Output) -> Outcome:
     """Store a target's text and probabilities, to distil drafts or to replay drafts; a killed build resumes."""
-    then = f"distill --outputs {output.out}" if manifest.top_logprobs else f"replay {output.out}"
-    return replace(_shown(output.out, manifest, {}), next=f"draftlab {then}")
+    then = ["distill", "--outputs"] if manifest.top_logprobs else ["replay"]
+    following = typed("draftlab", *then, output.out)
+    return replace(_shown(output.out, manifest, {}), next=following)
 
 
 def _located(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
@@ -390,7 +392,10 @@ def replay(replays: "dict[str, tuple[Replay, list[AcceptanceRow]]]", output: Out
         show=[*show, str(output.out)],
         data={"out": str(output.out), "replays": data},
         rows=rows,
-        next=f"draftlab predict --acceptance {output.out / min(priced)} --draft-profile DRAFT --target-profile TARGET"
+        next=typed(
+            *("draftlab", "predict", "--acceptance", output.out / min(priced)),
+            *("--draft-profile", "DRAFT", "--target-profile", "TARGET"),
+        )
         if priced
         else None,
     )

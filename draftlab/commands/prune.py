@@ -27,6 +27,7 @@ from draftlab.model import families, hub
 from draftlab.model.families import shape_name
 from draftlab.model.shape import Shape, check, parse_count
 from draftlab.output import Output
+from draftlab.shell import typed
 
 if TYPE_CHECKING:
     from draftlab.pruning.masks.training import MaskTraining
@@ -372,9 +373,9 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
         data["acceptance"] = agreement.acceptance
     config = output.config
     assert isinstance(config, PruneConfig)
-    trains_on = f" --data {config.data}" if config.is_set("data") else ""
+    trains_on = ["--data", config.data] if config.is_set("data") else []
     if is_chat_file(config.data):
-        trains_on += " --text target"
+        trains_on += ["--text", "target"]
     return Pruned(
         path=output.out,
         show=lines,
@@ -382,7 +383,7 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
         shape=shape,
         layers=list(layers),
         acceptance=agreement.acceptance if agreement else None,
-        next=f"draftlab distill --draft {output.out}{trains_on}",
+        next=typed("draftlab", "distill", "--draft", output.out, *trains_on),
     )
 
 

@@ -1,7 +1,6 @@
 """The command report, which ranks scores and shows them on a page."""
 
 import json
-import shlex
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -12,6 +11,7 @@ from draftlab.atomic import check_writable, write_atomic, writing
 from draftlab.commands.base import Job, Outcome, command
 from draftlab.config.base import OUTPUT, Config, option
 from draftlab.errors import UserError, about
+from draftlab.shell import typed
 
 if TYPE_CHECKING:
     from draftlab.results.ranking import Ranked
@@ -131,7 +131,7 @@ def _serve(fastest: "Ranked") -> str:
     target = target_named(score) or workspace.load().target
     if fastest.doubt or score.served or Path(target.partition("@")[0]).name != score.target.name:
         return ""
-    words = ["vllm", "serve", target]
+    words = ["vllm", "serve", Path(target)]
     if fastest.gain.above(1) and not score.output_differs:
         try:
             config = parse_drafter(score.name).speculative_config(fastest.k)
@@ -140,4 +140,4 @@ def _serve(fastest: "Ranked") -> str:
         if config is None:
             return ""
         words += ["--speculative-config", json.dumps(config)]
-    return shlex.join(words)
+    return typed(*words)

@@ -29,6 +29,7 @@ from draftlab.model import hub
 from draftlab.output import Output
 from draftlab.registry import REJECTION, RULES
 from draftlab.sampling import SamplingParams
+from draftlab.shell import typed
 
 if TYPE_CHECKING:
     from draftlab.intervals import Interval
@@ -294,7 +295,10 @@ def score(result: "PlainAnswers | Score | list[Score]", output: Output) -> Score
             str(output.out),
         ],
         data={"path": str(output.out), "output_tps": speed},
-        next=f"draftlab score --server {output.out} --speculative-server http://HOST:PORT",
+        next=typed(
+            *("draftlab", "score", "--server", output.out),
+            *("--speculative-server", "http://HOST:PORT"),
+        ),
     )
 
 
@@ -499,17 +503,17 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
     show += verdict_lines(ranking) if comparable else []
     show += [*(f"warning: {text}" for text in score_warnings(scores)), str(output.out)]
     categories = {s.name: category_rows(s) for s in scores}
-    then = f"report {output.out} --html report.html"
+    then = ["report", output.out, "--html", "report.html"]
     drafts = {Path(name).name: name for name in (n.partition("@")[0] for n in config.draft)}
     fastest = drafts.get(ranking[0].name.partition("@")[0])
     if fastest and not config.served:
-        target = f" --target {config.target}" if config.is_set("target") else ""
-        then = f"export {fastest}{target} --to vllm"
+        target = ["--target", config.target] if config.is_set("target") else []
+        then = ["export", Path(fastest), *target, "--to", "vllm"]
     return Scored(
         path=output.out,
         show=show,
         data={"scores": json_rows(scores), "categories": categories},
         missed=missed,
         scores=scores,
-        next=f"draftlab {then}",
+        next=typed("draftlab", *then),
     )

@@ -19,6 +19,7 @@ from draftlab.config.base import (
 from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
+from draftlab.shell import typed
 
 if TYPE_CHECKING:
     from draftlab.intervals import Interval
@@ -209,7 +210,7 @@ def search(result: "Search", output: Output) -> Searched:
         data={"path": str(output.out), **result.model_dump(mode="json")},
         search=result,
         draft=draft,
-        next=f"draftlab export {draft} --to vllm" if result.pays else None,
+        next=typed("draftlab", "export", draft, "--to", "vllm") if result.pays else None,
     )
 
 

@@ -1,7 +1,6 @@
 """Config, the base class of a command's settings: options with help and bounds, rules between options, and files."""
 
 import json
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from draftlab.errors import UsageError, UserError, did_you_mean, one_line, plain
 from draftlab.model.shape import parse_numbers
 from draftlab.provenance import RECORD_FILE, read_record
 from draftlab.reading import read_yaml
+from draftlab.shell import typed
 from draftlab.trust import printable, without_secrets
 
 OUTPUT, SERVER, TRAINING, CHECKPOINTS = (
@@ -342,12 +342,12 @@ class Config(BaseModel):
             for item in value if isinstance(value, list | tuple) else [value]:
                 item = without_secrets(item) if isinstance(item, str) else item
                 if extra(field)["argument"]:
-                    arguments.append(str(item))
+                    arguments.append(Path(item))  # a name on the hub is unchanged
                 elif isinstance(item, bool):
                     words.append(self.flag(name) if item else "--no-" + name.replace("_", "-"))
                 else:
                     words += [self.flag(name), str(item)]
-        return shlex.join(words + arguments)
+        return typed(*words, *arguments)
 
     @classmethod
     def _complaint(cls, item: dict[str, Any]) -> str:

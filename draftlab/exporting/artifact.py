@@ -26,6 +26,7 @@ from draftlab.model.shape import Shape
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import check_embeds, common_vocabulary, first_difference
 from draftlab.servers.kinds import Artifact, DraftKind, Finding, ServerKind, error, ok, warning
+from draftlab.shell import typed
 from draftlab.target_outputs.replay import ReplayContext
 
 UNMEASURED_K = "a default; draftlab score finds the fastest K"
@@ -111,11 +112,8 @@ class DraftModel:
         copy = f"if the draft was trained on the target's ids, copy the tokenizer files of {self.target} into the draft"
         if other is not None:
             text = f"the draft's vocabulary differs from the target's, but speculation needs the same: {other}"
-            yield error(
-                "tokenizer",
-                text,
-                f"run mergekit-tokensurgeon {self.path} {self.target} OUT; or {copy}",
-            )
+            transplant = typed("mergekit-tokensurgeon", self.path, self.target, "OUT")
+            yield error("tokenizer", text, f"run {transplant}; or {copy}")
         else:
             yield from self._probe_texts(copy)
             yield from self._special_tokens()
@@ -177,11 +175,8 @@ class DraftModel:
             yield ok("vocabulary", f"{self.vocab:,} logits in both")
         else:
             text = f"the draft has {self.vocab:,} logits, but the target has {self.target_vocab:,}"
-            yield warning(
-                "vocabulary",
-                text,
-                f"draftlab export {self.path} --to hf --target {self.target} resizes the draft",
-            )
+            resize = typed("draftlab", "export", self.path, "--to", "hf", "--target", self.target)
+            yield warning("vocabulary", text, f"{resize} resizes the draft")
         if (ids := read_head_ids(self.path, self.vocab)) is not None:
             text = (
                 f"the trimmed LM head predicts {len(ids):,} ids in draftlab; draftlab export writes a complete LM "

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from draftlab.provenance import Record, read_record
 from draftlab.reading import command_words
 from draftlab.results.ranking import score_warnings
 from draftlab.results.score import Score
+from draftlab.shell import typed
 from draftlab.trust import printable
 
 
@@ -96,7 +96,7 @@ def _typed(record: Record) -> str:
         value = record.config.get(name)
         if value is not None and f"--{name}" not in words and str(value) not in words:
             words += [f"--{name}", str(value)]
-    return shlex.join(Path(word).name if Path(word).is_absolute() else word for word in words)
+    return typed(*(Path(word).name if Path(word).is_absolute() else word for word in words))
 
 
 def _heldout(draft: Path) -> tuple[float, float] | None:

@@ -21,6 +21,7 @@ from draftlab.prompts import Prompts
 from draftlab.results.score import Score
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, Sampling, ServerTrial
+from draftlab.shell import typed
 
 NEW_TOKENS = 64  # length of each text that verifies an export
 # most tokens in the target's answer to an earlier turn, as by default in draftlab score
@@ -116,15 +117,14 @@ def export(
                 limit=artifact.context_limit,
             )
             script = form.server.script(launch)
-            (work / script[0]).write_text(script[1])
+            (work / script[0]).write_text(script[1], encoding="utf-8")
             if artifact.in_parallel and not form.server.parallel:
                 lines.append(
                     f"--to {form.to}: {form.server.name} cannot draft several tokens in one pass, so this draft makes "
                     "one pass for each drafted token"
                 )
-            lines.append(
-                f"serve with: {'sh' if script[0].endswith('.sh') else 'python'} {output.out / script[0]}"
-            )
+            shell = "sh" if script[0].endswith(".sh") else "python"
+            lines.append(f"serve with: {typed(shell, output.out / script[0])}")
         changes = f" Changed in this export: {', '.join(changed)}." if changed else ""
         commands, heldout = history(draft)
         card = Card(
@@ -250,7 +250,8 @@ def advice(scores: Sequence[Score], draft: Path) -> str:
     """Return the reason not to serve a draft, or "" if its newest score does not show that it is slower."""
     scores = _alone(scores)
     if not scores:
-        return f"{draft.name} is not measured yet; run draftlab score --draft {draft} before you serve it"
+        measure = typed("draftlab", "score", "--draft", draft)
+        return f"{draft.name} is not measured yet; run {measure} before you serve it"
     gain = scores[0].best_k_speedup
     if scores[0].doubt is not None:
         return (

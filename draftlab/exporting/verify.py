@@ -56,7 +56,7 @@ def running(
         free.bind((HOST, 0))
         port = free.getsockname()[1]
     words = [str(word) for word in (*command, "--host", HOST, "--port", port)]
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         try:
             process = subprocess.Popen(words, stdout=log, stderr=log, env=environ)
         except OSError as error:

@@ -303,7 +303,8 @@ def read_profile(path: Path) -> Profile:
 
 def write_profile(profile: Profile, path: Path) -> None:
     path.write_text(
-        yaml.safe_dump(profile.model_dump(), sort_keys=False, default_flow_style=None, width=120)
+        yaml.safe_dump(profile.model_dump(), sort_keys=False, default_flow_style=None, width=120),
+        encoding="utf-8",
     )
 
 

@@ -139,6 +139,6 @@ def _one_cpu_thread(device: torch.device) -> bool:
 
 def _text(path: str) -> str:
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""

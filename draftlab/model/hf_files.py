@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pydantic import BaseModel, Field, TypeAdapter, model_validator
 
 from draftlab.errors import Quantised, UserError, one_line
 from draftlab.reading import read_json, read_object, reading
+from draftlab.shell import typed
 
 CONFIG, GENERATION, HEAD_IDS = "config.json", "generation_config.json", "head_ids.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -94,7 +94,7 @@ class Layout:
     def advice(self) -> str:
         """Return the end of an error message that begins with "PATH is": the layout, and the command to import it."""
         out = self.path.stem if self.kind == "gguf" else f"{self.path.absolute().name}-imported"
-        command = shlex.join(["draftlab", "import", str(self.path), "--out", out])
+        command = typed("draftlab", "import", self.path, "--out", out)
         return f"{NOUNS[self.kind]}; import it first: {command}"
 
 

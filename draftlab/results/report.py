@@ -1,10 +1,10 @@
 """Reports of scores: tables, Markdown, a self-contained HTML page, and flat JSON rows."""
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftlab.errors import UserError
@@ -31,6 +31,7 @@ from draftlab.results.tables import (
     speedup_text,
     three_digits,
 )
+from draftlab.shell import typed
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -238,10 +239,10 @@ def export_command(fastest: Ranked) -> str:
     drafts = [draft for draft in named if draft.endswith(score.draft.name)]
     if not drafts or score.draft.sha256 is None or score.served:
         return ""
-    words = ["draftlab", "export", drafts[0]]
+    words = ["draftlab", "export", Path(drafts[0])]
     if target := target_named(score):
         words += ["--target", target]
-    return shlex.join([*words, "--to", "vllm", "--k", str(fastest.k)])
+    return typed(*words, "--to", "vllm", "--k", fastest.k)
 
 
 def target_named(score: Score) -> str | None:

@@ -44,6 +44,7 @@ from draftlab.searching.plan import (
 )
 from draftlab.searching.schedule import NoCheapShape, StepRunner, number, read_search, record_of
 from draftlab.searching.verdict import Arm, Round, Scores, TrainingRounds, Verdict
+from draftlab.shell import typed
 from draftlab.target_outputs.replay import read_replay, rows_of
 from draftlab.training.students.draft import OrdinarySpec
 from draftlab.training.students.eagle import EagleStudent
@@ -143,7 +144,9 @@ class AutoRun:
         file, scores = self.folder / "report/report.html", self.folder / "score"
         file.parent.mkdir(exist_ok=True)
         measured = map(read_score, score_files([scores]))
-        write_atomic(file, html(list(measured), f"draftlab report {scores} --html {file}"))
+        write_atomic(
+            file, html(list(measured), typed("draftlab", "report", scores, "--html", file))
+        )
 
     def _run(self, name: str, command: str, **settings: Any) -> Path:
         out = self.steps.run(name, command, **settings)

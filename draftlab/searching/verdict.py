@@ -4,7 +4,6 @@ The export is verified in the server if the server is installed. The verdict is 
 """
 
 import json
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from draftlab.results.tables import Table, page_template, three_digits
 from draftlab.searching.plan import Plan, Request, in_words, not_tried, streams
 from draftlab.searching.schedule import StepRunner, record_of
 from draftlab.servers.kinds import Launch
+from draftlab.shell import typed
 
 Scores = Mapping[int, Mapping[str, Score]]  # scores by number of streams, then by name
 
@@ -370,10 +370,10 @@ def serve(
             out = steps.run("export", "export", **settings, to="hf")
             drafter = drafter or DraftModelSpec.of(draft=str(out))
         assert drafter is not None
-        rounded = f" --int8 {'target' if chosen.draft is None else 'both'}" if int8 else ""
+        rounded = ["--int8", "target" if chosen.draft is None else "both"] if int8 else []
         note = "to choose for a server and get a start script, add --for vllm, sglang, llama.cpp or transformers"
-        options = f"--drafter {drafter.text} --k {k}{rounded} --prompt-file {prompts}"
-        return f"draftlab score --target {request.name} {options}", [note]
+        words = ["--drafter", drafter.text, "--k", k, *rounded, "--prompt-file", prompts]
+        return typed("draftlab", "score", "--target", request.name, *words), [note]
     if chosen.draft is None:
         folder = steps.folder / "export"
         launch = Launch(
@@ -428,8 +428,8 @@ def unverified(request: Request) -> list[str]:
 def _typed(export: Path) -> str:
     script = export / "assist.py"
     if script.exists():
-        return f"python {shlex.quote(str(script))} 'a prompt'"
-    return f"sh {shlex.quote(str(export / 'serve.sh'))}"
+        return typed("python", script, "a prompt")
+    return typed("sh", export / "serve.sh")
 
 
 def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command: str) -> str:

@@ -27,6 +27,7 @@ from draftlab.errors import UserError
 from draftlab.registry import SERVERS
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
+from draftlab.shell import typed
 from draftlab.trust import printable
 
 if TYPE_CHECKING:
@@ -415,20 +416,18 @@ class ServerKind:
                     f"needs numbers of logits that are equal{allowed}, but the draft has {vocab:,} and the target "
                     f"{targets:,}"
                 )
-                yield error(
-                    self.name,
-                    text,
-                    f"draftlab export {artifact.path} --to {self.name} --target {artifact.target}",
-                )
+                resize = ("--to", self.name, "--target", artifact.target)
+                yield error(self.name, text, typed("draftlab", "export", artifact.path, *resize))
             return
-        transplant = f"mergekit-tokensurgeon {artifact.path} {artifact.target} OUT"
+        transplant = typed("mergekit-tokensurgeon", artifact.path, artifact.target, "OUT")
         if not self.translates:
             yield error(self.name, "needs a draft with the target's vocabulary", transplant)
         else:
             alike = f"{artifact.spelled_alike()} of the target's tokens also exist in the draft"
             text = f"can translate between the two vocabularies: {self.translates}; {alike}"
-            own = f"draftlab export {artifact.path} --target {artifact.target} --to {self.name}"
-            yield warning(self.name, text, f"{own} --use-heterogeneous-vocab, or {transplant}")
+            options = ("--target", artifact.target, "--to", self.name, "--use-heterogeneous-vocab")
+            own = typed("draftlab", "export", artifact.path, *options)
+            yield warning(self.name, text, f"{own}, or {transplant}")
 
     def lookup(self, device: str) -> str:
         """Return the name of the drafter that is the server's prompt lookup on a type of device, such as "cuda".

@@ -14,6 +14,7 @@ from draftlab.servers.kinds import (
     error,
     server,
 )
+from draftlab.shell import typed
 
 
 @server("transformers")
@@ -36,7 +37,9 @@ class Transformers(ServerKind):
                 f"{artifact.vocab:,}"
             )
             yield error(
-                self.name, text, f"mergekit-tokensurgeon {artifact.path} {artifact.target} OUT"
+                self.name,
+                text,
+                typed("mergekit-tokensurgeon", artifact.path, artifact.target, "OUT"),
             )
 
     def lookup(self, device: str) -> str:

@@ -91,7 +91,7 @@ def narrow_intervals(content: dict[str, Any], section: str) -> bool:
     the truth in clearly less than 95 % of cases (docs/method.md). The number of requests is that of the section's
     settings, or the smallest in the file. If there is none, the intervals count as narrow.
     """
-    settings = content.get("settings", {})
+    settings: dict[str, Any] = content.get("settings", {})
     about = [
         name
         for name in settings

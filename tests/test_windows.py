@@ -2,10 +2,10 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-import tomllib
 
 # what the standard library of Windows lacks
 WINDOWS = """

@@ -1,0 +1,84 @@
+"""Every command that draftlab proposes can be typed in a shell, whatever the names of folders and files are."""
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+from small_files import write_functions, write_workspace
+from typed import call
+from typer.testing import Result
+
+from draftlab.commands.outputs import ReplayConfig
+from draftlab.shell import typed
+
+PRUNE = "prune --layers 2 --width 32 --calibration-tokens 128 --seq-len 32"
+SCORE = "score --mode eager --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1 --k 1"
+NAMES = ["a b", "größe", 'it\'s "so"', "$(touch x)`y`;&", "-dash", "~", "#1*?"]
+
+
+def proposed(result: Result) -> list[str]:
+    """The words of the command that the last line on stderr proposes."""
+    *_, last = result.stderr.splitlines()
+    line = last.removeprefix("next: ")
+    assert line != last
+    return read_by_shell(line)
+
+
+def read_by_shell(line: str) -> list[str]:
+    code = f"set -- {line}; printf '%s\\0' \"$@\""
+    shown = subprocess.run(["sh", "-c", code], capture_output=True, check=True).stdout
+    return shown.decode().split("\0")[:-1]
+
+
+def option(words: list[str], flag: str) -> Path:
+    return Path(words[words.index(flag) + 1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_chain_of_proposed_commands_reads_what_was_written(
+    name, tmp_path, monkeypatch, family_dirs
+):
+    folder = tmp_path / name
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    write_workspace(family_dirs["llama"], write_functions(folder / "text.txt", repeats=9), folder)
+    out = Path(name)
+    words = proposed(call(PRUNE, "--out", out))
+    assert option(words, "--draft") == out
+    call("", *words[1:], "--dry-run")
+    words = proposed(call("check --files-only --for transformers", typed_path(out)))
+    assert Path(words[2]) == out
+    call("", *for_small_heads(words), "--dry-run")
+    scores = Path(f"{name} scores")
+    words = proposed(call(SCORE, "--draft", out, "--out", scores))
+    assert {out, scores} & set(map(Path, words))
+    call("", *for_small_heads(words), *(["--dry-run"] if words[1] == "export" else []))
+    served = Path(f"{name} served")
+    shown = call("export --to transformers", typed_path(out), "--out", served).stdout
+    (line,) = (line for line in shown.splitlines() if line.startswith("serve with: "))
+    words = read_by_shell(line.removeprefix("serve with: "))
+    assert Path(words[1]).is_file()
+    assert not words[1].startswith("-")
+
+
+def for_small_heads(words: list[str]) -> list[str]:
+    """The arguments of a command, with another format in place of vLLM's, whose heads are larger than the test's."""
+    return ["hf" if word == "vllm" else word for word in words[1:]]
+
+
+def typed_path(path: Path) -> str:
+    """The path as an argument that is no option."""
+    return f"./{path}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recorded_command_reads_the_same_directory(name):
+    line = ReplayConfig.build({"directory": Path(name), "draft": [name]}).command_line("replay")
+    words = shlex.split(line)
+    assert not words[-1].startswith("-")
+    assert (Path(words[-1]), option(words, "--draft")) == (Path(name), Path(name))
+
+
+def test_a_word_that_is_no_path_keeps_its_dash():
+    assert typed("draftlab", "prune", "--out", Path("-x")) == "draftlab prune --out ./-x"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import coverage
-from benchmarks.coverage import BARS, ONE, RARE, RATIO, TURNS, WINNER, Cell
+from benchmarks.coverage import BARS, ONE, RATIO, TURNS, WINNER, Cell
 from draftlab import intervals
 
 # standard errors by which no cell of a few hundred is away from its bar by chance
@@ -17,7 +17,7 @@ CHANCE = 3.5
 
 def missed_beyond_chance(rows: list[dict]) -> list[str]:
     """Return the bars that are missed by more than the binomial error of the scores explains."""
-    rows = [row for row in rows if row["scenario"] not in RARE.values()]
+    rows = [row for row in rows if not coverage.is_rare(row)]
     scores = rows[0]["scores"]
     return [
         name

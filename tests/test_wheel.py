@@ -39,11 +39,9 @@ def room(tmp_path_factory) -> Path:
     install = [room / "venv/bin/python", "-m", "pip", "install", "--no-deps", "--no-index", wheel]
     subprocess.run(install, check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(room / "venv")}))
-    (room / "packages").mkdir()
     for package in Path(sysconfig.get_path("purelib")).iterdir():
-        if "draftlab" not in package.name:  # not the clone, nor its plug-in
-            (room / "packages" / package.name).symlink_to(package)
-    (site / "packages.pth").write_text(str(room / "packages"))
+        if "draftlab" not in package.name and not (site / package.name).exists():
+            (site / package.name).symlink_to(package)  # not the clone, nor its plug-in
     return room
 
 

@@ -26,9 +26,7 @@ def room(tmp_path_factory) -> Path:
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
     )
-    for name in filter(
-        None, listed.stdout.split("\0")
-    ):  # a tree without what an earlier build left
+    for name in filter(None, listed.stdout.split("\0")):  # nothing that an earlier build left
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tree / name)
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(room / "dist")]

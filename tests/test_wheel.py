@@ -26,9 +26,7 @@ def room(tmp_path_factory) -> Path:
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
     )
-    for name in filter(
-        None, listed.stdout.split("\0")
-    ):  # a tree without what an earlier build left
+    for name in filter(None, listed.stdout.split("\0")):  # nothing that an earlier build left
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tree / name)
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(room / "dist")]
@@ -39,11 +37,9 @@ def room(tmp_path_factory) -> Path:
     install = [room / "venv/bin/python", "-m", "pip", "install", "--no-deps", "--no-index", wheel]
     subprocess.run(install, check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(room / "venv")}))
-    (room / "packages").mkdir()
     for package in Path(sysconfig.get_path("purelib")).iterdir():
-        if "draftlab" not in package.name:  # not the clone, nor its plug-in
-            (room / "packages" / package.name).symlink_to(package)
-    (site / "packages.pth").write_text(str(room / "packages"))
+        if "draftlab" not in package.name and not (site / package.name).exists():
+            (site / package.name).symlink_to(package)  # not the clone, nor its plug-in
     return room
 
 

@@ -22,9 +22,12 @@ How scores are drawn (sd is the standard deviation of a logarithm):
 * With rare requests, .15 of the requests gain nothing from a draft.
 * The requests of a conversation correlate as given.
 
-Where the truth depends on what a score chooses, it is the true speed-up of the drafter and K that the score names. If
-rare requests are a kind of their own, because all others are alike (a spread of .1) or gain much, no interval of a few
-conversations can know of them. These cells are in the table, but not under the bars. The control is a percentile bootstrap, which misses the bars.
+Where the truth depends on what a score chooses, it is the true speed-up of the drafter and K that the score names.
+
+If rare requests are a kind of their own, because all others are alike (a spread of .1) or gain much (a true speed-up of
+2), no interval of a few conversations can know of them. These cells are in the table, but not under the bars. Rare
+requests with larger spreads and a true speed-up of 1.3 are under the bars. The control is a percentile bootstrap, which
+misses the bars.
 """
 
 import argparse

@@ -88,7 +88,7 @@ class Interval(FileModel):
 
     @property
     def drawn(self) -> tuple[float, float]:
-        """Return the ends to draw: those of the interval, or twice the value where n is too small."""
+        """Return the ends to draw: those of the interval, or the value itself where n is too small."""
         return (self.low, self.high) if self.decides else (self.value, self.value)
 
     def __str__(self) -> str:

@@ -135,7 +135,7 @@ def test_text_of_the_target_measures_tokens_per_pass(family_dirs, tmp_path):
     assert drafted.max() == 63
     assert given.length(student(), 1) < 3
     found = given.length.compare(1, 0)
-    assert found[3].before < 3 < found[3].after
+    assert found[3].before < 3 < found[3].after.value
     assert {given.batches.turns[n][0] for n in range(8)} == {"data", "target", "draft"}
 
 

@@ -13,9 +13,8 @@ from draftlab.intervals import Interval
 from draftlab.model.processor import instructions, processor_model, read_cpuinfo
 from draftlab.results.score import Score
 
-INTERVALS = (
-    "jackknife over conversations"  # how the intervals of a record are made, see docs/method.md
-)
+# how the intervals of a record are made, see docs/method.md
+INTERVALS = "jackknife over conversations"
 
 
 def environment(threads: int) -> dict[str, object]:

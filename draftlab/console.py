@@ -30,16 +30,17 @@ COPIED = re.compile(r"draftlab [a-z]|\w{2,}/\w{2,}|\.sh\b")
 
 # variables that torchrun and accelerate launch set in every process that they start
 LAUNCHER = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+ALONE = (0, 1)  # rank, and number of processes
 
 
 def processes() -> int:
     """Return the number of processes that a launcher such as accelerate started."""
-    return _launch()[1]
+    return (_place() or ALONE)[1]
 
 
 def is_main_process() -> bool:
     """Return whether this is rank 0, the process that prints and writes."""
-    return _launch()[0] == 0
+    return (_place() or ALONE)[0] == 0
 
 
 def launched() -> bool:
@@ -47,18 +48,16 @@ def launched() -> bool:
 
     A shell in a pod or a job may have some variables of a launcher. A launched process has all of them.
     """
+    return _place() is not None
+
+
+def _place() -> tuple[int, int] | None:
+    """Return the rank of this process and the number of processes, or None if no launcher started this process."""
     values = [os.environ.get(name, "") for name in LAUNCHER]
     if not all(values) or not all(value.isdecimal() for value in values[:3]):
-        return False
+        return None
     world, rank = map(int, values[:2])
-    return rank < world
-
-
-def _launch() -> tuple[int, int]:
-    """Return the rank of this process, and the number of processes."""
-    if not launched():
-        return 0, 1
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return (rank, world) if rank < world else None
 
 
 def note(text: str) -> None:

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 COVERAGE = 0.95
-POWER = (
-    0.8  # chance with which the number of conversations that rows_to_show names shows a difference
-)
+# chance with which the number of conversations that rows_to_show names shows a difference
+POWER = 0.8
 FEWEST = 4  # below this number of conversations, an interval is too wide to be of use
 # Below this number, kinds of requests that are rare may be missing. No interval can know of them.
 RARE = 12
@@ -106,14 +105,19 @@ class Interval(FileModel):
         return f"{value} (n = {self.n})" if self.n < 2 else f"{value} (n = {self.n}, too few)"
 
 
-def by_conversation(values: "ArrayLike", conversations: Sequence[int | None]) -> "np.ndarray":
+def by_conversation(
+    values: "ArrayLike", conversations: Sequence[int | None] | None
+) -> "np.ndarray":
     """Return the sums over the requests of each conversation, [G, C].
 
     values: One row for each request, [requests, C].
-    conversations: Number of each request's conversation. A request without a number counts for itself.
+    conversations: Number of each request's conversation. A request without a number counts for itself. None: No request
+        has a number.
     """
     import numpy as np
 
+    if conversations is None:
+        return np.asarray(values, dtype=float)
     places: dict[tuple[bool, int], int] = {}
     rows = []
     for i, number in enumerate(conversations):
@@ -144,11 +148,8 @@ def ratio_intervals(
         # the whole, then without each conversation; the last entry holds what has no denominator
         tops = o.sum() - np.append(0.0, o[:n])
         bottoms = u.sum() - np.append(0.0, u[:n])
-        if n < 2:
-            value = float(tops[0] / bottoms[0]) if n else 0.0
-            found.append(Interval(value=value, low=0.0, high=math.inf, n=n))
-        else:
-            found.append(_interval(tops / bottoms, most=float(high)))
+        ratios = np.divide(tops, bottoms, out=np.zeros(n + 1), where=bottoms > 0)
+        found.append(_interval(ratios, most=float(high)))
     return found
 
 
@@ -207,17 +208,12 @@ def best_of(drafters: Sequence[Timings]) -> Interval:
     """
     import numpy as np
 
-    paces = [_rate(np.asarray(each.plain, dtype=float)) for each in drafters]
+    paces = [tokens_per_second(np.asarray(each.plain, dtype=float).tolist()) for each in drafters]
     columns = [
         np.asarray(each.drafted, dtype=float) * [1.0, pace / paces[0]]
         for each, pace in zip(drafters, paces, strict=True)
     ]
     return speedup(Timings(np.concatenate(columns), drafters[0].plain))
-
-
-def _rate(timings: "np.ndarray") -> float:
-    tokens, seconds = timings.sum(0)
-    return float(tokens / seconds)
 
 
 def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
@@ -230,12 +226,13 @@ def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
     """
     if paired:
         first, second = _timed_in_all([first, second])
-        a, b = _log_speedups(first), _log_speedups(second)
-        return _log_interval(a - b)
+        gap = _log_speedups(first) - _log_speedups(second)
+        n = len(gap) - 1
+        return _around(gap[0], _student(n - 1) * _standard_error(gap), n)
     a, b = _log_speedups(first), _log_speedups(second)
     n = min(len(a), len(b)) - 1
     if n < 2:
-        return Interval(value=math.exp(a[0] - b[0]), low=0.0, high=math.inf, n=n)
+        return _around(a[0] - b[0], math.inf, n)
     parts = [(_standard_error(logs) ** 2, len(logs) - 2) for logs in (a, b)]
     variance = sum(part for part, _ in parts)
     spread = sum(part**2 / df for part, df in parts)
@@ -272,9 +269,6 @@ def against_first(drafters: Sequence[Timings]) -> list[Behind]:
 
     logs = [_log_speedups(each) for each in _timed_in_all(drafters)]
     n, m = len(logs[0]) - 1, len(logs)
-    if n < 2:
-        values = [math.exp(each[0] - logs[0][0]) for each in logs[1:]]
-        return [Behind(Interval(value=v, low=0.0, high=math.inf, n=n), None) for v in values]
     gaps = [logs[0] - each for each in logs[1:]]
     errors = [_standard_error(gap) for gap in gaps]
     scores = np.array(
@@ -324,9 +318,14 @@ def rows_to_show(error: float, n: int, distance: float, pairs: int = 1) -> int |
 
 
 def _student(df: float, pairs: int = 1) -> float:
-    """Return the two-sided critical value of Student's t, divided among several comparisons after Bonferroni."""
+    """Return the two-sided critical value of Student's t, divided among several comparisons after Bonferroni.
+
+    Without a degree of freedom, it is infinite.
+    """
     from scipy.special import stdtrit
 
+    if df <= 0:
+        return math.inf
     return float(stdtrit(df, 1 - (1 - COVERAGE) / 2 / pairs))
 
 
@@ -335,29 +334,21 @@ def _interval(values: "np.ndarray", most: float = math.inf) -> Interval:
 
     values: The statistic of all conversations, then without each of them, [1 + G].
     """
-    n = len(values) - 1
-    value = float(values[0])
-    if n < 2:
-        return Interval(value=value, low=0.0, high=math.inf, n=n)
+    n, value = len(values) - 1, float(values[0])
     half = _student(n - 1) * _standard_error(values)
     return Interval(value=value, low=max(0.0, value - half), high=min(most, value + half), n=n)
 
 
-def _log_interval(logs: "np.ndarray") -> Interval:
-    """Return exp(logs[0]) with its interval, whose width follows from the logarithms. logs: as in _interval."""
-    n = len(logs) - 1
-    if n < 2:
-        return Interval(value=math.exp(logs[0]), low=0.0, high=math.inf, n=n)
-    return _around(logs[0], _student(n - 1) * _standard_error(logs), n)
-
-
 def _around(log: float, half: float, n: int) -> Interval:
+    """Return the ratio whose logarithm is `log`. half: Half of the width of the logarithm's interval."""
     return Interval(value=math.exp(log), low=math.exp(log - half), high=math.exp(log + half), n=n)
 
 
 def _standard_error(values: "np.ndarray") -> float:
-    """Return the jackknife's standard error. values: as in _interval."""
+    """Return the jackknife's standard error, which is infinite for one conversation. values: as in _interval."""
     left = values[1:]
+    if len(left) < 2:
+        return math.inf
     return math.sqrt((len(left) - 1) / len(left) * float(((left - left.mean()) ** 2).sum()))
 
 

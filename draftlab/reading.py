@@ -25,6 +25,14 @@ class FileModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+def text_of_system(path: Path | str) -> str:
+    """Return the text of a file of the system, such as /proc/cpuinfo, or "" where it is missing or closed to us."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 @contextlib.contextmanager
 def reading(what: object) -> Iterator[None]:
     """Turn any error of the block, except MemoryError, into a UserError of one line.

@@ -15,8 +15,8 @@ class Unprintable(UserError):
     """The error for a result that cannot be written to stdout. Files that the command wrote stay."""
 
 
-class Notes:
-    """stderr, where lines that cannot be written are dropped: a full disk or a closed pipe must not stop the work."""
+class Guarded:
+    """A stream of Python whose failures to write are answered by _failed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -24,45 +24,39 @@ class Notes:
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except OSError:
+        except OSError as error:
+            self._failed(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except OSError:
-            return
+        except OSError as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-class Results:
+class Notes(Guarded):
+    """stderr, where lines that cannot be written are dropped: a full disk or a closed pipe must not stop the work."""
+
+    def _failed(self, error: OSError) -> None:
+        """Drop what could not be written."""
+
+
+class Results(Guarded):
     """stdout, which raises Unprintable where a stream of Python raises OSError."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            raise self._unprintable(error) from error
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            raise self._unprintable(error) from error
-
-    def _unprintable(self, error: OSError) -> Unprintable:
+    def _failed(self, error: OSError) -> None:
         # Python flushes what is left at its end, which must not fail a second time
         with open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), self._stream.fileno())
-        return Unprintable(f"the result cannot be written to stdout: {error.strerror or error}")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        reason = error.strerror or error
+        raise Unprintable(f"the result cannot be written to stdout: {reason}") from error
 
 
 def guard_streams() -> None:

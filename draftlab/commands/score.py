@@ -33,6 +33,7 @@ from draftlab.shell import typed
 
 if TYPE_CHECKING:
     from draftlab.intervals import Interval
+    from draftlab.results.ranking import Ranked
     from draftlab.results.score import Score
     from draftlab.scoring.comparison import Comparison, Requests
     from draftlab.scoring.lm_eval import Tasks
@@ -233,21 +234,23 @@ class Scored(Outcome):
     @property
     def best(self) -> "Score":
         """Return the score with the highest speed-up of whole requests."""
-        from draftlab.results.ranking import rank
-
-        return rank(self.scores)[0].score
+        return _fastest(self.scores).score
 
     @property
     def interval(self) -> "Interval":
         """Return the speed-up of whole requests with its 95 % interval, if draft and K are chosen on other requests."""
-        from draftlab.results.ranking import rank
-
-        return rank(self.scores)[0].gain
+        return _fastest(self.scores).gain
 
     @property
     def speedup(self) -> float:
         """Return the value of `interval`."""
         return self.interval.value
+
+
+def _fastest(scores: "list[Score]") -> "Ranked":
+    from draftlab.results.ranking import rank
+
+    return rank(scores)[0]
 
 
 def prepare(config: ScoreConfig, weights: bool) -> "Job[PlainAnswers | Score | list[Score]]":
@@ -482,6 +485,7 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
 
 def _outcome(scores: "list[Score]", output: Output) -> Scored:
     from draftlab.results.ranking import (
+        alone,
         category_rows,
         missed_thresholds,
         rank,
@@ -494,7 +498,7 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
     assert isinstance(config, ScoreConfig)
     missed: list[str] = []
     for each in scores:
-        missed += missed_thresholds(rank([each])[0], config.min_speedup, None)
+        missed += missed_thresholds(alone(each), config.min_speedup, None)
     ranking = rank(scores)
     comparable = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
     tables = [ranking_table(ranking), *map(category_table, scores), accuracy_table(scores)]

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 import torch
@@ -15,6 +14,7 @@ import torch
 from draftlab.console import note
 from draftlab.engine.clocks import Clock, StepClock, clock_for, step_clock_for
 from draftlab.model.processor import processor_name, read_cpuinfo
+from draftlab.reading import text_of_system
 from draftlab.results.score import Environment
 
 WARM_UPS = (3, 10)  # fewest and most runs of a warm-up
@@ -30,8 +30,9 @@ def read_environment() -> Environment:
         processor=device_name(torch.device("cpu")),
         cores=cores,
         busy_cores=round(psutil.cpu_percent(interval=WATCH_SECONDS) / 100 * cores, 2),
-        governor=_text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip() or None,
-        driver=_text("/proc/driver/nvidia/version").partition("\n")[0].strip() or None,
+        governor=text_of_system("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip()
+        or None,
+        driver=text_of_system("/proc/driver/nvidia/version").partition("\n")[0].strip() or None,
     )
 
 
@@ -63,8 +64,8 @@ class CoreTime:
 
 
 def read_core_time() -> CoreTime:
-    own = _text(f"/proc/self/task/{threading.get_native_id()}/schedstat").split()
-    pressed = re.search(r"some .*total=(\d+)", _text("/proc/pressure/cpu"))
+    own = text_of_system(f"/proc/self/task/{threading.get_native_id()}/schedstat").split()
+    pressed = re.search(r"some .*total=(\d+)", text_of_system("/proc/pressure/cpu"))
     return CoreTime(
         clock=time.perf_counter(),
         ran=int(own[0]) / 1e9 if own else None,
@@ -135,10 +136,3 @@ def device_name(device: torch.device) -> str:
 
 def _one_cpu_thread(device: torch.device) -> bool:
     return device.type == "cpu" and torch.get_num_threads() == 1
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -236,7 +236,7 @@ def predict(
     counts = [chain(work.texts, k) for k in ks]
 
     def ratios(over: Sequence[np.ndarray], under: Sequence[np.ndarray]) -> list[Interval]:
-        sums = (by_conversation(np.stack(each, 1), work.talks) for each in (over, under))
+        sums = (by_conversation(np.stack(each, 1), work.conversations) for each in (over, under))
         return ratio_intervals(*sums)
 
     lengths = ratios([c.steps + c.accepted for c in counts], [c.steps for c in counts])

@@ -38,11 +38,6 @@ class Workload:
     conversations: Sequence[int | None] | None = None
 
     @property
-    def talks(self) -> Sequence[int | None]:
-        """Return the number of each text's conversation, or None for a text that counts for itself, [R]."""
-        return self.conversations or [None] * len(self.prompt_tokens)
-
-    @property
     def tokens(self) -> float:
         """Return the number of tokens in all texts, without each text's first token, which the prefill emits."""
         return float(self.texts.lengths.sum())

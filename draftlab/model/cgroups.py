@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftlab.reading import text_of_system
+
 
 @dataclass(frozen=True, slots=True)
 class Cgroups:
@@ -41,7 +43,9 @@ class Cgroups:
                 used = _numbers(group / usage)
                 if limit is None or not used:
                     continue
-                counts = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+                counts = dict(
+                    line.split() for line in text_of_system(group / "memory.stat").splitlines()
+                )
                 free.append(limit - used[0] + sum(int(counts.get(name, 0)) for name in cached))
         return max(0, min(free)) if free else None
 
@@ -65,7 +69,7 @@ class Cgroups:
 
         controller: Controller of cgroup v1, or "" for cgroup v2.
         """
-        for line in _text(self.membership).splitlines():
+        for line in text_of_system(self.membership).splitlines():
             _, controllers, name = line.split(":", 2)
             if controller not in controllers.split(","):
                 continue
@@ -92,12 +96,5 @@ def limit_threads() -> None:
 
 def _numbers(file: Path) -> list[int]:
     """Return the numbers in a file. The word "max", which stands for no limit, and a missing file have none."""
-    words = _text(file).split()
+    words = text_of_system(file).split()
     return [] if "max" in words else [int(word) for word in words]
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

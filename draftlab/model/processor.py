@@ -3,7 +3,8 @@
 import platform
 import subprocess
 import sys
-from pathlib import Path
+
+from draftlab.reading import text_of_system
 
 # processor flags and their names in messages, the fastest instructions first
 INSTRUCTIONS = {
@@ -114,10 +115,7 @@ def instructions(cpuinfo: str) -> list[str]:
 
 def read_cpuinfo() -> str:
     """Return the content of /proc/cpuinfo, or nothing where this file is missing."""
-    try:
-        return Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""
+    return text_of_system("/proc/cpuinfo")
 
 
 def _part(implementer: int, part: int) -> str:

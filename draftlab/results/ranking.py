@@ -118,9 +118,8 @@ def rank(scores: Sequence[Score]) -> list[Ranked]:
             f"the drafts have different targets, so they cannot be compared: {', '.join(targets)}; "
             "give only scores of the same target"
         )
-    gains = [(score, score.best_k_speedup) for score in scores]
-    gains.sort(key=lambda pair: (pair[0].output_differs, -pair[1].value))
-    ordered, fastest = [score for score, _ in gains], gains[0][0]
+    rows = sorted(map(alone, scores), key=lambda row: (row.score.output_differs, -row.gain.value))
+    ordered, fastest = [row.score for row in rows], rows[0].score
     # a draft that changed the output, or that ran at another batch size, was not among the choices
     rivals = [
         score
@@ -133,8 +132,8 @@ def rank(scores: Sequence[Score]) -> list[Ranked]:
     behind = dict(zip(map(id, rivals[1:]), intervals.against_first(timed), strict=True))
     chosen = intervals.best_of(timed)
     ranking = []
-    for score, gain in gains:
-        row = Ranked(score=score, k=score.best_k, speedup=gain, doubt=score.doubt, gain=gain)
+    for row in rows:
+        score = row.score
         if score is fastest:
             row = replace(row, gain=chosen, choices=len(rivals))
         elif id(score) in behind:
@@ -145,6 +144,12 @@ def rank(scores: Sequence[Score]) -> list[Ranked]:
             row = replace(row, ratio_to_fastest=ratio, paired=paired)
         ranking.append(row)
     return ranking
+
+
+def alone(score: Score) -> Ranked:
+    """Return a draft that is compared with no other draft."""
+    gain = score.best_k_speedup
+    return Ranked(score=score, k=score.best_k, speedup=gain, doubt=score.doubt, gain=gain)
 
 
 def _timed_alike(scores: Sequence[Score]) -> list[Timings]:

@@ -412,8 +412,7 @@ class Score(FileModel):
         """Return the sums of each conversation, [G, 2]. timings: For each prompt, in the order of the prompts."""
         known = conversations or [prompt.conversation for prompt in self.prompts]
         prompts = sorted({g.prompt for g in self.plain})
-        numbers = [known[i] if known else None for i in prompts]
-        return intervals.by_conversation(timings, numbers)
+        return intervals.by_conversation(timings, [known[i] for i in prompts] if known else None)
 
     def tpot_speedup(self, k: int) -> Interval | None:
         """Return the speed-up of the tokens after the first (TPOT), or None if servers decoded."""

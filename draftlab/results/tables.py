@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from html import escape
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.cells import cell_len
@@ -30,8 +30,8 @@ BEST = "bold green"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """A table of text, for terminals, Markdown and HTML pages.
+class Cells:
+    """The text of a table.
 
     Args:
         heads: Heads of the columns. Line breaks in them are only for terminals.
@@ -45,6 +45,11 @@ class Table:
     caption: str = ""
     best: int | None = None
     wide: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table(Cells):
+    """A table of text, for terminals, Markdown and HTML pages."""
 
     @classmethod
     def of(
@@ -76,15 +81,9 @@ class Table:
         return [plain_head(head) for head in self.heads]
 
     def terminal(self) -> "TerminalTable":
-        rows = [[row[0], *map(_stacked, row[1:])] for row in self.rows]
-        return TerminalTable(
-            heads=self.heads,
-            rows=rows,
-            title=self.title,
-            caption=self.caption,
-            best=self.best,
-            wide=self.wide,
-        )
+        cells: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Cells)}
+        cells["rows"] = [[row[0], *map(_stacked, row[1:])] for row in self.rows]
+        return TerminalTable(**cells)
 
     def markdown(self) -> str:
         rule = ["---"] + ["---:"] * (len(self.heads) - 1)
@@ -93,25 +92,13 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TerminalTable:
+class TerminalTable(Cells):
     """A table that rich prints as a terminal has room for it, so that no column and no digit is lost.
 
     A file or pipe gets all columns at their full width. In a terminal the first column wraps, down to FIRST_COLUMN. If
     that is still too wide, the columns in `wide` are left out, and the caption names them. If that is too wide, every
     row becomes a list of lines with one cell each.
-
-    Args:
-        heads: Heads of the columns, with line breaks.
-        best: Index of the row that is marked as the best.
-        wide: Heads of the columns that a narrow terminal leaves out.
     """
-
-    heads: Sequence[str]
-    rows: Rows
-    title: str = ""
-    caption: str = ""
-    best: int | None = None
-    wide: frozenset[str] = frozenset()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         every = range(len(self.heads))

@@ -87,7 +87,7 @@ def main(
                 file.write_text(json.dumps([{"draft": draft.name, **row} for row in found]))
             rows += json.loads(file.read_text())
     worst = max(rows, key=lambda row: abs(row["server_rule_gap"]) / row["half_width"])
-    about = {"benchmark": "server_rules", "target": place.name, "prompts": asked.sha256}
+    about = {"benchmark": "server_rules", "target": place.name, "prompts": asked.selection}
     # these two are from the row with the largest gap relative to its half width
     facts = {name: worst[name] for name in ("server_rule_gap", "half_width")}
     print(json.dumps(about | facts | {"rows": rows} | environment(torch.get_num_threads())))

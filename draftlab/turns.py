@@ -15,7 +15,7 @@ from draftlab.console import note
 from draftlab.data.bad_rows import BadRows
 from draftlab.data.text import Message, chat_ids, read_messages
 from draftlab.errors import UserError
-from draftlab.prompts import Prompt, Prompts, digest
+from draftlab.prompts import Prompt, Prompts
 from draftlab.reading import read_json_lines, reading
 from draftlab.sampling import SamplingParams
 
@@ -65,16 +65,25 @@ def answered(
         )
     requests: list[Prompt] = []
     for prompt in asked:
-        for _ in range(1 + len(prompt.later)):
+        for turn in range(1 + len(prompt.later)):
             messages = rows[len(requests)]
             where = f"{file}:{len(requests) + 1}"
             ids = chat_ids(messages, tokenizer, where, tools=prompt.tools)
-            requests.append(replace(prompt, ids=ids, messages=messages, later=()))
+            requests.append(
+                replace(
+                    prompt,
+                    ids=ids,
+                    messages=messages,
+                    later=(),
+                    first=prompt.ids,
+                    said=prompt.later[:turn],
+                )
+            )
     note(
         f"{prompts.source}: {len(asked)} conversations give {len(rows)} requests, one for each turn; the "
         f"target's answers to earlier turns are in {file}"
     )
-    return replace(prompts, rows=requests, sha256=digest(requests))
+    return replace(prompts, rows=requests)
 
 
 def place(prompts: Prompts, target: str, sampling: SamplingParams) -> Path | None:

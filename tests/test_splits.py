@@ -114,7 +114,7 @@ def test_a_row_is_in_one_split_as_text_and_as_prompt(row, tmp_path, chatty):  # 
     for split, those in splits.items():
         found = [document.key for document in documents(str(file), split)]
         prompts = prompt_rows(file, chatty, chat="on", split=split)
-        assert set(found) == {data.split_key(row.text, row.messages) for row, _ in prompts} == those
+        assert set(found) == {data.split_key(row.text, row.messages) for row in prompts} == those
 
 
 @pytest.mark.parametrize("count", range(2, 9))

@@ -260,6 +260,7 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
     from draftlab.latency.predict import predict_draft
     from draftlab.latency.roofline import parse_profile
     from draftlab.latency.scaling_law import read_law
+    from draftlab.latency.workload import note_on_prompts
     from draftlab.pruning.source import prunable_shape
 
     with about("--acceptance"):
@@ -299,7 +300,15 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
     target = cost("--target-profile", config.target_profile)
     how = {"ks": config.k, "batches": config.batch, "prompts": prompts, "server": config.server}
     pairs = list(zip(drafts, measured, strict=True))
-    return Job(lambda: [predict_draft(draft, target, work, **how) for draft, work in pairs])
+    notes = note_on_prompts(measured)
+
+    def run() -> "list[DraftPrediction]":
+        predicted = [predict_draft(draft, target, work, **how) for draft, work in pairs]
+        for each in predicted:
+            each.prediction.notes.extend(notes)
+        return predicted
+
+    return Job(run)
 
 
 @command(PredictConfig, prepare=prepare_predict)

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from draftlab.target_outputs.targets import StoreVerification, Target
 
 PROMPTS_OF_DATA = 64
-# default length of prompts cut from data, with --use distill and with --use replay
-START_TOKENS, PROMPT_TOKENS = (32, 64)
+START_TOKENS = 32  # default number of tokens of data that the target continues
 
 
 def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
@@ -200,23 +199,20 @@ def _prompts(config: OutputsBuildConfig, directory: Path, chats: bool) -> "Promp
     chats: Whether the prompts are the conversations of --data that are not held out.
     """
     from draftlab.model import checkpoint
-    from draftlab.prompts import data_prompts, file_prompts
+    from draftlab.prompts import file_prompts, load_prompts
 
     tokenizer = checkpoint.load_tokenizer(directory)
-    file = Path(config.data) if chats else config.prompt_file
-    if file is not None:
-        return fill(
-            file_prompts,
-            config,
-            file=file,
-            tokenizer=tokenizer,
-            count=config.num_prompts,
-            tokens=config.prompt_tokens,
-            split="train" if chats else None,
-        )
-    tokens = config.prompt_tokens or (START_TOKENS if config.use == "distill" else PROMPT_TOKENS)
-    count = config.num_prompts or PROMPTS_OF_DATA
-    return data_prompts(config.data, tokenizer, count=count, tokens=tokens, seed=config.seed)
+    asked = {
+        "tokenizer": tokenizer,
+        "count": config.num_prompts,
+        "tokens": config.prompt_tokens,
+        "chat": config.chat,
+    }
+    if chats:
+        return file_prompts(Path(config.data), **asked, split="train")
+    return load_prompts(
+        config.prompt_file, config.data, **asked, seed=config.seed, from_data=PROMPTS_OF_DATA
+    )
 
 
 def _target(

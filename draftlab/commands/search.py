@@ -113,13 +113,13 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
         UserError: A checkpoint, the shapes or the text cannot be used.
     """
     from draftlab.commands.steps import step_of
-    from draftlab.data.text import check_prompts
     from draftlab.latency.profile import check_shape
     from draftlab.model import checkpoint
     from draftlab.model.hf_files import check_trimmable
     from draftlab.model.modes import resolve_mode
     from draftlab.model.size import read_size
     from draftlab.model.tokenizer import common_vocabulary
+    from draftlab.prompts import file_prompts
     from draftlab.pruning.source import prunable_shape
     from draftlab.searching import run as library
     from draftlab.searching.schedule import NoCheapShape, StepRunner, smaller_shapes
@@ -152,9 +152,11 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
                     "--use distill"
                 )
         text = {"outputs": config.outputs}
+    requests = None
     if config.prompt_file is not None:
         with about("--prompt-file"):
-            check_prompts(config.prompt_file)
+            tokenizer = checkpoint.load_tokenizer(target)
+            requests = len(file_prompts(config.prompt_file, tokenizer, chat="auto").rows)
         prompts = {"prompt_file": config.prompt_file}
     if "data" in text | prompts:
         check_data(config.data, weights)
@@ -171,6 +173,7 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
         tried=tried,
         text=text,
         prompts=prompts,
+        requests=requests,
     )
     running = {
         "device": config.device,

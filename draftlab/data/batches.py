@@ -211,17 +211,24 @@ def tokenize(
     Raises:
         UserError: Too many rows are bad.
     """
-    parts: list[np.ndarray] = []
+    return np.concatenate([ids for _, ids in _tokenized(docs, tokenizer, limit)])[:limit]
+
+
+def _tokenized(
+    docs: list[Document], tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+) -> list[tuple[int, np.ndarray]]:
+    """Return the number and the ids of each document, see tokenize. The last documents may exceed the limit."""
+    parts: list[tuple[int, np.ndarray]] = []
     count = 0
     for start in range(0, len(docs), 64):
-        for doc in docs[start : start + 64]:
+        for number, doc in enumerate(docs[start : start + 64], start):
             with doc.rows.leaving_out(doc.name):
-                parts.append(np.asarray(_ids(doc, tokenizer), dtype=np.uint32))
-                count += len(parts[-1]) + 1
+                parts.append((number, np.asarray(_ids(doc, tokenizer), dtype=np.uint32)))
+                count += len(parts[-1][1]) + 1
         if limit is not None and count >= limit:
             break
     settle(docs, parts)
-    return np.concatenate(parts)[:limit]
+    return parts
 
 
 def _ids(doc: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -432,7 +439,7 @@ def open_batches(
             for doc in docs
         )
         if loss_on is not None and has_conversations(name):
-            talks[name] = _conversations(name, docs, tokenizer, seq_len, loss_on, stop_token_ids)
+            talks[name], _ = _conversations(name, docs, tokenizer, seq_len, loss_on, stop_token_ids)
         else:
             streams[name] = tokenize(without_heldout_lines(docs, heldout), tokenizer, needed)
     return TokenBatches(streams, weights, rows, seq_len, seed, talks)
@@ -462,8 +469,8 @@ def _conversations(
     seq_len: int,
     loss_on: LossOn,
     stop_token_ids: Collection[int],
-) -> Batch:
-    """Return conversations as rows, cut or padded to seq_len + 1 tokens.
+) -> tuple[Batch, list[int]]:
+    """Return conversations as rows, cut or padded to seq_len + 1 tokens, and the number of each row's document.
 
     A conversation is left out if none of its tokens counts, or if it is a bad row. Some templates make several rows of
     a conversation (see render).
@@ -472,7 +479,8 @@ def _conversations(
         UserError: Too many rows are bad, or no conversation has a token that counts in its first seq_len + 1 tokens.
     """
     rows: list[tuple[np.ndarray, np.ndarray]] = []
-    for doc in docs:
+    numbers: list[int] = []
+    for number, doc in enumerate(docs):
         with doc.rows.leaving_out(doc.name):
             talks = render(
                 doc.messages,
@@ -483,8 +491,10 @@ def _conversations(
                 stop_token_ids=stop_token_ids,
             )
             rows += [talk.row(seq_len) for talk in talks]
+            numbers += [number] * len(talks)
     settle(docs, rows)
     counting = [row for row in rows if row[1].any()]
+    numbers = [number for number, row in zip(numbers, rows, strict=True) if row[1].any()]
     if len(counting) < len(rows):
         without = f"{len(rows) - len(counting)} of {len(rows)} conversations"
         note(
@@ -496,7 +506,8 @@ def _conversations(
             f"data {source!r}: the assistant says nothing in the first {seq_len} tokens of any conversation; raise "
             "--seq-len, or add --text target, so that the target writes the answers"
         )
-    return Batch(np.stack([ids for ids, _ in counting]), np.stack([mask for _, mask in counting]))
+    batch = Batch(np.stack([ids for ids, _ in counting]), np.stack([mask for _, mask in counting]))
+    return batch, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,10 +518,13 @@ class HeldOut:
 
     bytes_per_token: Bytes of the text divided by its number of tokens. For conversations, only tokens that count in the
     loss are included, and special tokens have 0 bytes.
+    documents: Number of the document in which each window begins, [N]. Windows of one document depend on each other.
+    None: it is unknown.
     """
 
     batches: list[Batch]
     bytes_per_token: float
+    documents: list[int] | None = None
 
     @classmethod
     def of_counted(cls, windows: Batch, tokenizer: PreTrainedTokenizerBase, rows: int) -> "HeldOut":
@@ -535,7 +549,8 @@ class HeldOut:
         ids, mask = self.ids, self.mask
         count = min(count, len(ids))
         chosen = [i * len(ids) // count for i in range(count)]
-        return HeldOut([Batch(ids[chosen], mask[chosen])], self.bytes_per_token)
+        documents = None if self.documents is None else [self.documents[i] for i in chosen]
+        return HeldOut([Batch(ids[chosen], mask[chosen])], self.bytes_per_token, documents)
 
     def starts(self, count: int, length: int) -> list[np.ndarray]:
         """Return the first `length` ids of each of the first `count` windows, as prompts.
@@ -548,7 +563,7 @@ class HeldOut:
     def batched(self, rows: int) -> "HeldOut":
         """Return the same windows in batches of at most `rows` windows."""
         parts = itertools.chain.from_iterable(batch.split(rows) for batch in self.batches)
-        return HeldOut(list(parts), self.bytes_per_token)
+        return HeldOut(list(parts), self.bytes_per_token, self.documents)
 
     def bits_per_byte(self, cross_entropy: float) -> float:
         """Convert a cross-entropy in nats per token to bits per byte. bos and eos count as tokens of 0 bytes."""
@@ -585,9 +600,11 @@ def open_heldout(
     docs = documents(source, "heldout")
     if loss_on is not None and has_conversations(source):
         docs = docs[:most_rows]
-        talks = _conversations(source, docs, tokenizer, seq_len, loss_on, stop_token_ids)
-        return HeldOut.of_counted(talks.rows(slice(0, most_rows)), tokenizer, rows)
-    stream = tokenize(docs, tokenizer)
+        talks, numbers = _conversations(source, docs, tokenizer, seq_len, loss_on, stop_token_ids)
+        windows = HeldOut.of_counted(talks.rows(slice(0, most_rows)), tokenizer, rows)
+        return replace(windows, documents=numbers[:most_rows])
+    parts = _tokenized(docs, tokenizer)
+    stream = np.concatenate([ids for _, ids in parts])
     if least is not None and least < len(stream) <= seq_len:
         note(
             f"data {source!r}: its held-out split has only {len(stream)} tokens, so the held-out window is shorter "
@@ -602,7 +619,10 @@ def open_heldout(
             f"text until the source has about {math.ceil(needed / HELDOUT_SHARE):,} tokens, or use --data stdlib"
         )
     windows = text_batch([stream[i * seq_len : (i + 1) * seq_len + 1] for i in range(count)])
-    return HeldOut(windows.split(rows), sum(len(d.text.encode()) for d in docs) / len(stream))
+    ends = np.cumsum([len(ids) for _, ids in parts])
+    begin = np.searchsorted(ends, np.arange(count) * seq_len, side="right")
+    size = sum(len(d.text.encode()) for d in docs)
+    return HeldOut(windows.split(rows), size / len(stream), [parts[i][0] for i in begin])
 
 
 def heldout_prompts(

@@ -64,6 +64,7 @@ class TextRow:
         later: Turns of the user after the first turn, if the row has `turns`. The first turn is `text`.
         system: System prompt of a row without messages. It is part of a prompt, and not of a plain text.
         tools: Tools that the assistant may call.
+        document_id: Name of the document from which the row is cut. Rows of one document count as one conversation.
         left_out: Number of messages that are left out, because they have no text.
         unread: Names of the fields of the row that have a value, but are neither in the text nor in the messages.
     """
@@ -74,6 +75,7 @@ class TextRow:
     category: str = ""
     system: str = ""
     tools: tuple[Tool, ...] = ()
+    document_id: str = ""
     left_out: int = 0
     unread: frozenset[str] = frozenset()
 
@@ -249,8 +251,14 @@ def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> T
     if not isinstance(value, dict):
         raise UserError(f"{where}: the row is not a JSON object; write an object with {FORMS}")
     row, read = _read(value, where, columns)
-    row = replace(row, category=str(value.get("category", "")), tools=tuple(_tools(value)))
-    read |= {"category"} | ({"tools", "functions"} if row.tools else set())
+    document = value.get("document_id")
+    row = replace(
+        row,
+        category=str(value.get("category", "")),
+        tools=tuple(_tools(value)),
+        document_id="" if document is None else str(document),
+    )
+    read |= {"category", "document_id"} | ({"tools", "functions"} if row.tools else set())
     unread = {name for name, field in value.items() if field not in (None, "", [], {})} - read
     return replace(row, unread=row.unread | unread)
 

@@ -96,7 +96,7 @@ def export(
         if verifier is not None:
             prompts, verified = _verify(artifact, form, directory, work / file, chosen.k, verifier)
             lines.append(verified.line())
-            about = {"data": prompts.source, "sha256": prompts.sha256, "chat": prompts.chat}
+            about = {"data": prompts.source, "selection": prompts.selection, "chat": prompts.chat}
             notes |= {"verified": verified.line(), "acceptance": verified.facts(), "prompts": about}
         if artifact.context_limit:
             lines.append(artifact.context_limit)

@@ -35,8 +35,8 @@ def trial_prompts(
     tokenizer = checkpoint.load_tokenizer(model)
     if file is None:
         return heldout_prompts(hub.check_data(data), tokenizer, count=count, length=length, seed=0)
-    prompts = file_prompts(file, tokenizer, chat="auto")
-    return [prompt.ids for prompt in prompts.spread(min(count, len(prompts.rows))).rows]
+    prompts = file_prompts(file, tokenizer, count=count, or_fewer=True, chat="auto")
+    return [prompt.ids for prompt in prompts.rows]
 
 
 def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -> Finding:

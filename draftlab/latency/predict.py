@@ -113,12 +113,14 @@ class DraftPrediction:
         schedule: K by batch size for a server. None if there is no server, if the draft is parallel, or if 1 is the
             only batch size.
         model: Name and hash of the draft.
+        selection: Hash of the prompts of the acceptance. None: unknown, or the acceptance is assumed.
     """
 
     prediction: Prediction
     best_ks: list[BestK]
     schedule: Schedule | None
     model: tuple[str, str | None]
+    selection: str | None
 
     def as_dict(self) -> dict[str, Any]:
         rows = [
@@ -132,6 +134,7 @@ class DraftPrediction:
             "schedule": to_jsonable_python(self.schedule),
             "draft_model": self.model[0],
             "draft_sha256": self.model[1],
+            "selection": self.selection,
         }
 
 
@@ -188,7 +191,13 @@ def predict_draft(
     elif server is not None and most > 1:
         table = schedule(draft, target, list(works.values()), ks, most, server)
     model = work.model or (draft.profile.name, draft.profile.sha256)
-    return DraftPrediction(prediction=prediction, best_ks=best_ks, schedule=table, model=model)
+    return DraftPrediction(
+        prediction=prediction,
+        best_ks=best_ks,
+        schedule=table,
+        model=model,
+        selection=work.selection,
+    )
 
 
 def _drafted_by(draft: CostModel, work: Workload) -> Workload:

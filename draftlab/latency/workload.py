@@ -27,6 +27,7 @@ class Workload:
         kind: Kind of drafter, as --drafter names it.
         model: Name and hash of the draft; None if acceptance is assumed.
         conversations: Number of each text's conversation, [R]. None: every text is a conversation of its own.
+        selection: Hash of the prompts (see Prompts.selection). None if it is unknown, or acceptance is assumed.
         rule: Rule by which sampled tokens were accepted; None if acceptance is assumed or decoding is greedy.
     """
 
@@ -36,6 +37,7 @@ class Workload:
     model: tuple[str, str | None] | None = None
     rule: str | None = None
     conversations: Sequence[int | None] | None = None
+    selection: str | None = None
 
     @property
     def tokens(self) -> float:
@@ -61,6 +63,25 @@ class Workload:
         return replace(self, prompt_tokens=np.full_like(self.prompt_tokens, prompt_tokens))
 
 
+def note_on_prompts(works: Sequence[Workload]) -> list[str]:
+    """Return a note if the acceptance of drafts was measured on different prompts, or on prompts that are unknown."""
+    measured = {id(work): work for work in works if work.model is not None}.values()
+    unknown = [work.model[0] for work in measured if work.model and work.selection is None]
+    if len(measured) < 2:
+        return []
+    if unknown:
+        return [
+            f"no selection of prompts is recorded for the acceptance of {', '.join(unknown)}, so the predictions "
+            "cannot be compared with each other"
+        ]
+    if len({work.selection for work in measured}) > 1:
+        return [
+            "the drafts' acceptance was measured on different prompts, so the predictions cannot be compared with each "
+            "other"
+        ]
+    return []
+
+
 def constant_workload(alpha: float, *, tokens: int, prompt_tokens: int) -> Workload:
     """Return a workload of one text, whose drafted tokens are accepted with probability alpha.
 
@@ -79,6 +100,7 @@ def workload_of_replay(replay: "Replay") -> Workload:
         kind=replay.kind,
         model=(replay.draft, replay.draft_sha256),
         conversations=replay.conversations,
+        selection=replay.selection,
         rule=replay.rule if replay.sampling.temperature > 0 else None,
     )
 
@@ -119,6 +141,7 @@ def workload_of_score(score: Score) -> Workload:
         model=(score.draft.name, score.draft.sha256),
         rule=conditions.rule if conditions.temperature > 0 else None,
         conversations=[score.prompts[i].conversation for i in order] if score.prompts else None,
+        selection=conditions.selection,
     )
 
 

@@ -11,7 +11,7 @@ from draftlab.intervals import Interval, Timings
 from draftlab.results.score import SAMPLING, Score, read_score, score_files
 
 NO_DRAFT = "no draft"
-REQUESTS = ("data", "prompts_sha256", "prompts", "prompt_tokens", "chat", *SAMPLING)
+REQUESTS = ("selection", *SAMPLING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,8 @@ class Ranked:
             (see intervals.best_of). For other drafts, their own speed-up.
         choices: Number of drafts among which the fastest one was chosen, all with the same requests.
         ratio_to_fastest: Speed-up of this draft divided by the speed-up of the fastest draft. None for the fastest
-            draft itself. If the requests were the same, the draft is slower if the interval is below 1.
+            draft itself, and if one of the scores has no selection of prompts. If the requests were the same, the draft
+            is slower if the interval is below 1.
         needed: Number of conversations that would probably show that a draft is slower, if it is 10 % slower.
         paired: Whether the requests of this draft and of the fastest draft were the same.
     """
@@ -124,7 +125,7 @@ def rank(scores: Sequence[Score]) -> list[Ranked]:
     rivals = [
         score
         for score in ordered
-        if same_requests(score, fastest)
+        if (score is fastest or same_requests(score, fastest))
         and score.output_differs == fastest.output_differs
         and score.conditions.batch == fastest.conditions.batch
     ]
@@ -139,6 +140,8 @@ def rank(scores: Sequence[Score]) -> list[Ranked]:
         elif id(score) in behind:
             ratio, needed = behind[id(score)]
             row = replace(row, ratio_to_fastest=ratio, needed=needed)
+        elif unselected(score, fastest):
+            row = replace(row, paired=False)
         else:
             ratio, paired = speedup_ratio(score, fastest), same_requests(score, fastest)
             row = replace(row, ratio_to_fastest=ratio, paired=paired)
@@ -166,7 +169,14 @@ def _conversations(score: Score) -> list[int | None]:
 
 
 def same_requests(a: Score, b: Score) -> bool:
-    return all(getattr(a.conditions, name) == getattr(b.conditions, name) for name in REQUESTS)
+    """Return whether two scores have the same requests. A score without a selection of prompts equals no other."""
+    same = all(getattr(a.conditions, name) == getattr(b.conditions, name) for name in REQUESTS)
+    return same and not unselected(a, b)
+
+
+def unselected(*scores: Score) -> list[Score]:
+    """Return the scores that do not record their selection of prompts, because an earlier version wrote them."""
+    return [score for score in scores if score.conditions.selection is None]
 
 
 def speedup_ratio(a: Score, b: Score) -> Interval:
@@ -222,10 +232,15 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
 
 def _later_line(ranked: Ranked, fastest: Ranked) -> str:
     name, best, ratio = ranked.score.label, fastest.score.label, ranked.ratio_to_fastest
-    assert ratio is not None
     reason = ranked.doubt or ranked.score.undecided or fastest.score.undecided
     if ranked.score.output_differs:
         return _discounted(ranked)
+    if old := unselected(ranked.score, fastest.score):
+        which = " and ".join(score.label for score in old)
+        return (
+            f"{name} is not compared with {best}: no selection of prompts is recorded for {which}."
+        )
+    assert ratio is not None
     if not ranked.paired:
         return f"{name} and {best} had other requests, so neither is called faster: {ratio} of its speed-up."
     if reason is not None:

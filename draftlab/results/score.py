@@ -176,6 +176,8 @@ class Conditions(FileModel):
     mode: Literal["eager", "native", "graphs", "served"]
     threads: int | None  # number of CPU threads; None if a server decoded
     data: str
+    # hash of the requests (see Prompts.selection); older files have none, but a hash of the prompt file
+    selection: str | None = None
     prompts_sha256: str | None = None
     prompts: PositiveInt  # number of prompts
     prompt_tokens: int | None  # number of tokens to which prompts were cut; None: they were not cut

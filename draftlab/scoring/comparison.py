@@ -45,7 +45,7 @@ class Requests:
         prompts = self.prompts
         return {name: getattr(self.sampling, name) for name in SAMPLING} | {
             "data": prompts.source,
-            "prompts_sha256": prompts.sha256,
+            "selection": prompts.selection,
             "prompts": len(prompts.rows),
             "prompt_tokens": prompts.tokens,
             "chat": prompts.chat,

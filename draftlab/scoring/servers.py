@@ -30,7 +30,6 @@ from draftlab.latency.machine_state import (
 )
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
-from draftlab.prompts import digest
 from draftlab.reading import FileModel, reading
 from draftlab.results.decoding import Counters, ServedGeneration
 from draftlab.results.score import Conditions, Environment, Model, Score, TaskResult
@@ -99,7 +98,7 @@ class ServedComparison:
         if not refused:
             return self
         rows = _without(self.requests.prompts.rows, refused)
-        prompts = replace(self.requests.prompts, rows=rows, sha256=digest(rows))
+        prompts = replace(self.requests.prompts, rows=rows)
         return replace(self, requests=replace(self.requests, prompts=prompts))
 
     @property

@@ -54,11 +54,16 @@ class PromptSplit:
         rows, count = self.rows, self.choose + self.measure
         if self.data is not None:
             tokenizer = checkpoint.load_tokenizer(target)
-            ids = data.heldout_prompts(
+            found = data.numbered_prompts(
                 self.data, tokenizer, count=count, length=FROM_DATA_TOKENS, seed=0
             )
-            texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
-            rows = [{"prompt": text} for text in texts]
+            texts: list[str] = tokenizer.batch_decode(
+                [ids for _, ids in found], skip_special_tokens=True
+            )
+            rows = [
+                {"prompt": text, "document_id": str(document)}
+                for text, (document, _) in zip(texts, found, strict=True)
+            ]
         parts = {
             "choose": rows[: self.choose],
             "measure": rows[self.choose : count],
@@ -126,7 +131,8 @@ def _of_file(
 ) -> list[dict[str, Any]]:
     """Return the distinct prompts of a file, in an order that depends only on their text.
 
-    Prompts with the same first message, such as the turns of a conversation, serve only one use (see _apart).
+    Prompts of one document or with the same first message, such as the turns of a conversation, serve only one use (see
+    _apart).
 
     Args:
         least: Number of prompts that each use needs. The keys name the uses in the error message.
@@ -135,9 +141,10 @@ def _of_file(
     Raises:
         UserError: The file cannot be used, or has too few prompts.
     """
-    groups: dict[str, set[str]] = {}
-    for row, _ in prompt_rows(file, checkpoint.load_tokenizer(target), chat="auto"):
-        lines = groups.setdefault(split_key(row.text, row.messages), set())
+    groups: dict[tuple[str, str], set[str]] = {}
+    for row in prompt_rows(file, checkpoint.load_tokenizer(target), chat="auto"):
+        key = "" if row.document_id else split_key(row.text, row.messages)
+        lines = groups.setdefault((row.document_id, key), set())
         lines.update(json.dumps(prompt, sort_keys=True) for prompt in _prompts(row, batched))
     rows = [json.loads(line) for line in _apart(groups.values(), list(least.values())[:2])]
     needed = sum(least.values())
@@ -169,6 +176,7 @@ def _apart(groups: Iterable[set[str]], sizes: list[int]) -> list[str]:
 def _prompts(row: TextRow, batched: bool) -> list[dict[str, Any]]:
     """Return the prompts of a row, as rows of a prompt file. batched: Whether to leave out later turns."""
     given = {"category": row.category, "system": row.system, "tools": list(row.tools)}
+    given |= {"document_id": row.document_id}
     prompt: dict[str, Any] = {name: value for name, value in given.items() if value}
     if row.messages:
         return [prompt | {"messages": list(messages)} for messages in row.asked]

@@ -75,6 +75,7 @@ class Wanted:
         tried: Shapes to consider. Shapes with cheap passes become candidates.
         text: Settings (data or outputs) for the text on which drafts are calibrated and trained.
         prompts: Settings for the prompts on which drafts are replayed and measured.
+        requests: Number of prompts in the prompt file. None: prompts are cut from text.
     """
 
     target: Path
@@ -87,6 +88,13 @@ class Wanted:
     tried: list[Shape]
     text: dict[str, Any]
     prompts: dict[str, Any]
+    requests: int | None = None
+
+    def at_most_all(self, limits: tuple[int, int]) -> tuple[int, int]:
+        """Return limits of a number of prompts that a prompt file can give."""
+        fewest, most = limits
+        count = most if self.requests is None else self.requests
+        return min(fewest, count), min(most, count)
 
     @property
     def student(self) -> StudentSpec:
@@ -284,7 +292,10 @@ class Searcher:
             **self.wanted.prompts,
             k=ks,
             num_prompts=count_in_time(
-                left, each, MEASURED_PROMPTS, "the best drafts are measured on"
+                left,
+                each,
+                self.wanted.at_most_all(MEASURED_PROMPTS),
+                "the best drafts are measured on",
             ),
             max_new_tokens=MAX_TOKENS,
             repeats=1,
@@ -357,7 +368,9 @@ class Searcher:
             use="replay",
             target=str(self.wanted.target),
             **self.wanted.prompts,
-            num_prompts=count_in_time(left / 2, each, REPLAYED_TEXTS, "drafts are replayed on"),
+            num_prompts=count_in_time(
+                left / 2, each, self.wanted.at_most_all(REPLAYED_TEXTS), "drafts are replayed on"
+            ),
             max_new_tokens=MAX_TOKENS,
         )
 

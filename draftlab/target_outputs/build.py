@@ -30,7 +30,7 @@ from draftlab.dates import asks_for_date, run_date
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
-from draftlab.prompts import Prompt, Prompts
+from draftlab.prompts import Prompt, Prompts, selection
 from draftlab.reading import open_bytes, parse_json, read_lines, reading
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import RowError, ServedCompletion, TokenId, completion, top_k
@@ -360,7 +360,7 @@ class TargetAnswers:
             text="target",
             data=prompts.source,
             chat=prompts.chat,
-            data_sha256=prompts.sha256,
+            selection=selection(prompts.rows[number] for number in sorted(written)),
             prompt_tokens=prompts.tokens,
             categories=prompts.categories,
             sampling=self.sampling,

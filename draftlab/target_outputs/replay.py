@@ -103,6 +103,7 @@ class Replay(FileModel):
     """Replay of one draft on one store, the content of replay.json. All acceptance statistics are computed from it.
 
     Args:
+        selection: Hash of the prompts (see Prompts.selection). None if the store has none, or lacks refused prompts.
         sampling: How the target sampled.
         draft_sampling: How the draft samples.
         rule: Rule that accepts drafted tokens. "rejection" accepts with probability min(1, q / p). "match" accepts a
@@ -118,6 +119,7 @@ class Replay(FileModel):
     target: str
     target_sha256: str | None
     outputs_sha256: str
+    selection: str | None = None
     tokenizer_sha256: str
     sampling: SamplingParams
     rule: str
@@ -316,6 +318,7 @@ def replay_draft(
         target=manifest.target,
         target_sha256=manifest.target_sha256,
         outputs_sha256=provenance.fingerprint(store.directory),
+        selection=manifest.stored_selection,
         tokenizer_sha256=manifest.tokenizer_sha256,
         sampling=sampling,
         rule=drafting.rule.verify,

@@ -105,7 +105,9 @@ class Manifest(TargetInfo):
     text: Literal["data", "target"]
     data: str
     chat: bool = False  # whether prompts are in the tokenizer's chat template
-    data_sha256: str | None = None
+    data_sha256: str | None = None  # hash of a server's log; in older stores, of the prompt file
+    # hash of the prompts that the target answers, without those that are held out (see Prompts.selection)
+    selection: str | None = None
     # which tokens of conversations to train on; only these have lists of most probable tokens
     loss_on: LossOn | None = None
     # whether the held-out texts share no prompt with the other texts, or were chosen by their numbers, as in 0.1
@@ -138,6 +140,11 @@ class Manifest(TargetInfo):
     @property
     def left_out(self) -> int:
         return sum(s.left_out for s in self.shards)
+
+    @property
+    def stored_selection(self) -> str | None:
+        """Return the selection, or None if it is unknown, as it is where a server refused some of the prompts."""
+        return None if self.left_out else self.selection
 
     @property
     def finished(self) -> bool:
@@ -378,6 +385,11 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
                 f"{out} has outputs of a build that read another {name}, because its content has changed; choose "
                 "another --out, or remove that directory"
             )
+    if manifest.selection is not None and existing.selection is None:
+        raise UserError(
+            f"{out} has outputs of an earlier version, which did not record the selection of its prompts; choose "
+            "another --out, or remove that directory"
+        )
     if changed:
         name = changed[0]
         raise UserError(

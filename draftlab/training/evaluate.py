@@ -17,7 +17,7 @@ from draftlab.acceptance.expected import tokens_per_pass
 from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
 from draftlab.console import note
 from draftlab.data import HeldOut
-from draftlab.intervals import Interval, ratio
+from draftlab.intervals import Interval, by_conversation, ratio
 from draftlab.model.checkpoint import Weights, max_model_len
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
@@ -65,6 +65,7 @@ class TargetTextEvaluator:
         prompts: Token ids of the prompt of each text.
         ids: Token ids of the target's continuation of each prompt.
         log_p: The target's log-probabilities of the continuation's tokens, for each text.
+        documents: Number of the document from which each prompt is cut. None: each prompt counts for itself.
         temperature: Temperature of the sampling and of log_p. 0 is greedy.
         state: Directory in which the acceptance probabilities of every evaluation are stored.
         memory: Gigabytes for the logits of a pass.
@@ -78,6 +79,7 @@ class TargetTextEvaluator:
     temperature: float = 0.0
     memory: float = 2.0
     offsets: Offsets | None = None
+    documents: list[int] | None = None
 
     @classmethod
     def of(
@@ -99,8 +101,8 @@ class TargetTextEvaluator:
         operations = 2 * Weights(author.target).parameters * (prompt + sampling.max_tokens)
         count = affordable(EVALUATED_TEXTS, operations, author.hardware.resolved)
         windows = heldout.starts(count, prompt)
-        windows = [ids for ids in windows if len(ids) + sampling.max_tokens <= context]
-        if not windows:
+        fitting = [i for i, ids in enumerate(windows) if len(ids) + sampling.max_tokens <= context]
+        if not fitting:
             note(
                 "the acceptance length is not measured, because no held-out text with its answer fits into the "
                 f"context of {context} tokens"
@@ -108,12 +110,13 @@ class TargetTextEvaluator:
             return None
 
         def make() -> dict[str, Any]:
-            prompts = [ids.tolist() for ids in windows]
+            prompts = [windows[i].tolist() for i in fitting]
             texts = author.write(prompts, sampling, "evaluate on")
             return {
                 "prompts": prompts,
                 "ids": [text.ids.tolist() for text in texts],
                 "log_p": [text.logprobs.tolist() for text in texts],
+                "documents": heldout.documents and [heldout.documents[i] for i in fitting],
             }
 
         stored = checkpointer.load_or_make(state, "evaluation.pt", make)
@@ -172,7 +175,9 @@ class TargetTextEvaluator:
         """Compare the evaluations after the training steps `before` and `after`, for every number of drafted tokens."""
         comparisons, chances = [], [self._stored(step) for step in (before, after)]
         for k in range(1, self.most + 1):
-            old, new = (tokens_per_pass(rows, k) for rows in chances)
+            old, new = (
+                by_conversation(tokens_per_pass(rows, k), self.documents) for rows in chances
+            )
             now = ratio(new)
             # both evaluations have the same tokens, so this is a ratio of passes
             gain = ratio(np.stack([old[:, 1], new[:, 1]], 1))

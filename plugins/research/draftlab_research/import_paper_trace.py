@@ -65,7 +65,7 @@ def _write(config: ImportPaperTraceConfig, output: Output) -> "Manifest":
         batch_size=1,
         text="target",
         data=prompts.source,
-        data_sha256=prompts.sha256,
+        selection=prompts.selection,
         prompt_tokens=None,
         categories=prompts.categories,
         sampling=SamplingParams(max_tokens=longest, stop_token_ids=eos),

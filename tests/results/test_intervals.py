@@ -198,7 +198,7 @@ def test_requests_that_took_no_time_are_refused():
 
 
 def test_scores_of_other_requests_have_a_ratio_and_no_verdict():
-    other = conditioned(score("other", speed=0.5), prompts_sha256="others")
+    other = conditioned(score("other", speed=0.5), selection="others")
     fast, slow = rank([score("fast"), other])
     assert (fast.choices, slow.paired, slow.significant) == (1, False, None)
     assert slow.ratio_to_fastest is not None

@@ -48,7 +48,7 @@ def test_drafts_that_differ_by_the_same_share_everywhere_are_told_apart_by_pairi
     assert behind.value == pytest.approx(1 / 1.05)
     assert (behind.low, behind.high) == pytest.approx((1 / 1.05, 1 / 1.05))
     assert slow.speedup(4).high > fast.speedup(4).low
-    other = conditioned(slow, prompts_sha256="others")
+    other = conditioned(slow, selection="others")
     apart = rank(read_scores(kept(tmp_path / "o", fast, other)))[1]
     assert (apart.paired, apart.significant) == (False, None)
 

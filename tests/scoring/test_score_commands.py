@@ -190,7 +190,7 @@ def test_a_mixture_is_scored_on_its_first_source(space, draft):
     call(f"{SCORE} --out mixed")
     call(f"{SCORE} --data {here.data} --out first")
     mixed, first = (
-        read_score(space / out / draft.name).conditions.prompts_sha256 for out in ("mixed", "first")
+        read_score(space / out / draft.name).conditions.selection for out in ("mixed", "first")
     )
     assert mixed == first
 

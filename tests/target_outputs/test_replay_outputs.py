@@ -27,7 +27,7 @@ from draftlab.engine.generate import Drafter, ModelDrafter, decode, speculative_
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.llama import load
-from draftlab.prompts import Prompt, Prompts, file_prompts
+from draftlab.prompts import file_prompts
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs import build as building
 from draftlab.target_outputs.batches import open_stored
@@ -231,16 +231,6 @@ def test_a_server_records_what_the_target_in_memory_does(tmp_path, prompt_file, 
         assert a.logprobs.tolist() == [0.0] * len(a.ids)
         assert a.top.ids.tolist() == b.top.ids.tolist()
         assert_rounds(a.top.logprobs, b.top.logprobs, 1, dtype=torch.float16)  # as stored
-
-
-def test_prompts_are_taken_evenly_over_a_set():
-    rows = [Prompt([i], category="abc"[i // 4]) for i in range(12)]
-    given = Prompts(rows=rows, source="set", sha256="1", tokens=None)
-    assert [p.category for p in given.spread(3).rows] == ["a", "b", "c"]
-    assert [p.ids for p in given.spread(5).rows] == [[0], [2], [4], [7], [9]]
-    assert given.spread(None) == given.spread(12) == given
-    with pytest.raises(UserError):
-        given.spread(13)
 
 
 # files that are not what they should be

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from errors import refused
 from test_prompts import SCORE, chatty, ids_of, lines, plain, space  # noqa: F401
 from typed import call
 
@@ -222,7 +221,7 @@ def test_a_store_with_another_selection_is_not_resumed(space):  # noqa: F811
     assert read_replay(space / "replayed/draft").selection is None
     for folder in ("older", "store"):
         count = 4 if folder == "older" else 5
-        assert folder in refused(f"{build} --num-prompts {count} --out {folder}")
+        assert folder in call(f"{build} --num-prompts {count} --out {folder}", code=1).stderr
     call(f"{build} --num-prompts 4 --out store")
 
 
@@ -243,15 +242,14 @@ def test_prompts_of_one_document_are_one_conversation(space):  # noqa: F811
 
 
 def test_autos_prompts_of_one_document_are_one_conversation(space):  # noqa: F811
-    """30 modules have too few held-out texts for 12 prompts, so some texts give several."""
-    text = "\n\n".join(
-        "\n".join(f"def f{i}_{j}(line): return line" for j in range(60)) for i in range(60)
-    )
-    (space / "text.txt").write_text(text)
-    split = PromptSplit(about="", rows=[], data="text.txt", choose=8, measure=4)
+    """Six or so of 60 texts are held out, so each gives several of 12 prompts."""
+    texts = ["\n".join(f"def f{i}_{j}(line): return line" for j in range(60)) for i in range(60)]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (space / "text.jsonl").write_text(rows)
+    split = PromptSplit(about="", rows=[], data="text.jsonl", choose=8, measure=4)
     split.write(space / "prompts", space / "target")
     tokenizer = checkpoint.load_tokenizer(space / "target")
-    cut = load_prompts(None, "text.txt", tokenizer, count=12, tokens=None, seed=0)
+    cut = load_prompts(None, "text.jsonl", tokenizer, count=12, tokens=None, seed=0)
     expected = cut.conversations[:8]
     assert len(set(expected)) < 8
     chosen = file_prompts(space / "prompts/choose.jsonl", tokenizer, chat="on").conversations

@@ -124,7 +124,7 @@ def test_prompts_after_a_limit_are_judged_by_the_whole_file(tmp_path, chatty, ca
     rows = [json.dumps(talk(i)) for i in range(298)]
     read = file_prompts(written(tmp_path, [*judged, *rows]), chatty, count=8, chat="on")
     assert [p.messages[0]["content"] for p in read.rows] == [
-        f"def parse{i}(line):" for i in range(8)
+        f"def parse{i * 298 // 8}(line):" for i in range(8)
     ]
     assert "2 of 300" in capsys.readouterr().err
 

@@ -81,7 +81,9 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     chat: shared.ChatMode = shared.chat(advanced=True)
     system_prompt: str | None = shared.system_prompt()
     num_prompts: int | None = option(
-        None, "Number of prompts. Default: all prompts of a file, or 16 from a data source.", ge=1
+        None,
+        "Number of prompts, evenly spaced in a file. Default: all prompts of a file, or 16 from a data source.",
+        ge=1,
     )
     prompt_tokens: int | None = advanced_option(
         None,

@@ -193,13 +193,15 @@ def test_answers_to_distil_from_are_those_to_replay_and_some_are_held_out(tmp_pa
 def test_what_is_sampled_depends_on_the_prompt_and_the_seed_alone(
     tmp_path, models, prompt_file, monkeypatch
 ):
-    def texts(name: str, **changes: int) -> list[list[int]]:
+    def texts(name: str, file: Path = prompt_file, **changes: int) -> list[list[int]]:
         settings = {"temperature": 1.0, "seed": 3, "max_new_tokens": 12} | changes
-        store = recorded(tmp_path / name, models["target"], prompt_file, **settings)
+        store = recorded(tmp_path / name, models["target"], file, **settings)
         return [t.ids.tolist() for t in store.outputs]
 
     together = texts("together")
-    assert texts("few", num_prompts=2) == together[:2]
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(prompt_file.read_text().splitlines(keepends=True)[:2]))
+    assert texts("few", few) == together[:2]
     assert texts("other", seed=4) != together
     monkeypatch.setattr(building, "REPLAY_BATCH", 1)
     assert texts("one by one") == together

@@ -67,8 +67,8 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     num_sequences: int = option(4096, "Number of sequences of data to store.", ge=1)
     num_prompts: int | None = option(
         None,
-        "Number of prompts that the target answers, evenly spaced in a file. Default: all prompts or conversations of a file; with --use replay "
-        "and no --prompt-file, 64 prompts from --data.",
+        "Number of prompts that the target answers, evenly spaced in a file. Default: all prompts or conversations of "
+        "a file; with --use replay and no --prompt-file, 64 prompts from --data.",
         ge=1,
     )
     seq_len: int = option(

@@ -282,3 +282,17 @@ def test_heldout_windows_of_one_document_are_one_conversation(tmp_path, plain): 
                 evaluator.state, f"acceptance-{step:08d}.pt", lambda c=chances: {"chances": c}
             )
         assert {row.gain.n for row in evaluator.compare(0, 1)} == {n}
+
+
+def test_no_document_is_both_held_out_and_trained_on(space):  # noqa: F811
+    lines(space, *[asked(i) | {"document_id": f"d{i // 2}"} for i in range(40)])
+    many = "--prompt-file prompts.jsonl --max-new-tokens 4 --top-logprobs 4"
+    call(f"outputs build {many} --out store")
+    trained, heldout = (
+        {output.number // 2 for output in read_store(part).outputs}
+        for part in (space / "store", space / "store" / HELDOUT)
+    )
+    assert heldout
+    assert not trained & heldout
+    assert len(trained | heldout) == 20
+    assert read_manifest(space / "store" / HELDOUT).selection is None

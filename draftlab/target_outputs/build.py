@@ -279,7 +279,7 @@ class TargetAnswers:
     """Prompts for the target to answer. An answer ends when the target stops, or after sampling.max_tokens tokens.
 
     In a store to replay, the longest prompts come first, so that a lack of memory shows at once. In a store to distil
-    from, the order of the prompts is random, and some prompts are held out, with all their copies and later turns.
+    from, the order of the prompts is random, and some prompts are held out, with all prompts of their conversations.
     """
 
     prompts: Prompts
@@ -329,12 +329,13 @@ class TargetAnswers:
             note_repeated(self.prompts.source, list(first.values()))
         prompts = self._with_all_turns(target)
         target.check_length(prompts.longest, self.sampling.max_tokens)
+        talks = prompts.conversations
         written = sorted(range(len(prompts.rows)), key=lambda i: -len(prompts.rows[i].ids))
         size, heldout = REPLAY_SHARD, list[int]()
         if self.use == "distill":
             size, apart = DISTILL_SHARD, min(HELDOUT_SEQUENCES, len(written) // LEAST_PROMPTS)
             random.Random(self.seed).shuffle(written)
-            heldout = grouped_holdout([prompt.key for prompt in prompts.rows], written, apart)
+            heldout = grouped_holdout(list(map(str, talks)), written, apart)
             if not heldout:
                 raise UserError(
                     f"{prompts.source}: all prompts begin with the same message of the user, so none can be held out; "
@@ -342,8 +343,6 @@ class TargetAnswers:
                 )
             chosen = set(heldout)
             written = [number for number in written if number not in chosen]
-
-        talks = prompts.conversations
 
         def answers(numbers: Sequence[int]) -> Sequence[TargetOutput | None]:
             asked = [prompts.rows[i] for i in numbers]

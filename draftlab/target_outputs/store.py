@@ -203,7 +203,9 @@ def write_store(
         _write_manifest(out, manifest)
         _copy_vocabulary(out / manifest.target, tokenizer)
         if apart is not None:
-            small = manifest.model_copy(update={"planned": len(apart), "shards": ()})
+            small = manifest.model_copy(
+                update={"planned": len(apart), "shards": (), "selection": None}
+            )
             _add_shard(out / HELDOUT, small, apart)
         while True:
             manifest = _add_shard(out, manifest, outputs)

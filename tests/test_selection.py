@@ -76,7 +76,7 @@ def test_the_next_prompt_replaces_one_that_the_template_refuses(
     tmp_path,
     chatty,  # noqa: F811
 ):
-    rows = [{"prompt": str(i)} for i in range(100)]
+    rows: list[dict[str, Any]] = [{"prompt": str(i)} for i in range(100)]
     rows[bad] = JUDGED
     found = file_prompts(lines(tmp_path, *rows), chatty, count=4, chat="on")
     assert questions(found) == list(map(str, wanted))
@@ -96,7 +96,7 @@ def test_the_first_prompts_replace_the_last_ones(tmp_path, chatty):  # noqa: F81
 
 def mixed(folder: Path) -> Path:
     """A file with categories, an answered conversation, a row that no template accepts, and one that is no JSON."""
-    rows = list(map(asked, range(40)))
+    rows: list[dict[str, Any]] = list(map(asked, range(40)))
     rows[17] = {
         "messages": [
             {"role": "user", "content": "class A:"},

@@ -25,7 +25,7 @@ from draftlab.reading import FileModel
 from draftlab.registry import SERVERS
 from draftlab.results import plots
 from draftlab.results.ranking import NO_DRAFT
-from draftlab.results.report import Figure
+from draftlab.results.report import Board, Figure
 from draftlab.results.score import Score
 from draftlab.results.tables import Table, page_template, three_digits
 from draftlab.searching.plan import Plan, Request, in_words, not_tried, streams
@@ -439,13 +439,12 @@ def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command:
         seconds: Function that returns how many seconds a step of the plan took, from the name of the step.
         command: Command line of the run.
     """
-    board = _candidates(verdict)
     labels = [choice.label for choice in verdict.ranking]
     marks = {label: plots.Mark.of(label, i) for i, label in enumerate(labels)}
     gains = [(marks[choice.label], choice.at_fewest) for choice in verdict.ranking]
     at_fewest = streams([min(verdict.speedups)])
     first = Figure(
-        svg=plots.plot_ranking(gains),
+        svg=plots.plot_ranking(gains, NO_DRAFT),
         table=Table(
             heads=(),
             rows=[],  # the table of candidates has the values
@@ -459,8 +458,7 @@ def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command:
         answer=f"{verdict.head()}: {verdict.reason}.",
         serve=verdict.serve,
         changes=verdict.would_change,
-        first=first,
-        board=board,
+        boards=[Board(first=first, table=_candidates(verdict))],
         tables=_tables(verdict, plan, seconds),
         notes=not_tried(verdict.left_out) + verdict.notes,
         marks=marks,

@@ -200,7 +200,7 @@ def grouped(scores: Sequence[Score]) -> list[Group]:
             part.append(score)
     settings = [_setting(part[0]) for part in parts]
     differing = _differing(settings)
-    names = [", ".join(f"{name} {setting[name]}" for name in differing) for setting in settings]
+    names = [", ".join(_shown(name, setting[name]) for name in differing) for setting in settings]
     return [Group(name=name, ranking=_rank(part)) for name, part in zip(names, parts, strict=True)]
 
 
@@ -224,7 +224,7 @@ def _load(score: Score) -> dict[str, Any]:
     conditions, machine = score.conditions, score.environment
     requests = {name: getattr(conditions, name) for name in REQUESTS}
     return {
-        "target": _digest(score.target.sha256),
+        "target": score.target.sha256,
         "device": conditions.device,
         "processor": machine and machine.processor,
         "served": score.served,
@@ -232,12 +232,13 @@ def _load(score: Score) -> dict[str, Any]:
         "seconds": score.seconds,
         "batch": conditions.batch,
         **requests,
-        "prompts_sha256": _digest(conditions.prompts_sha256),
     }
 
 
-def _digest(sha256: str | None) -> str | None:
-    return sha256 and sha256[:8]
+def _shown(name: str, value: object) -> str:
+    """Return a fact with its name as text. Hashes are shortened."""
+    text = str(value)[:8] if name in ("target", "prompts_sha256") else str(value)
+    return f"{name.replace('_', ' ')} {text}"
 
 
 def _setting(score: Score) -> dict[str, Any]:

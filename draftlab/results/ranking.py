@@ -200,6 +200,8 @@ def grouped(scores: Sequence[Score]) -> list[Group]:
             part.append(score)
     settings = [_setting(part[0]) for part in parts]
     differing = _differing(settings)
+    if all(setting["baseline weights"] == setting["target weights"] for setting in settings):
+        differing = [name for name in differing if name != "baseline weights"]
     names = [", ".join(_shown(name, setting[name]) for name in differing) for setting in settings]
     return [Group(name=name, ranking=_rank(part)) for name, part in zip(names, parts, strict=True)]
 

@@ -112,9 +112,9 @@ class Search(FileModel):
         predicted = next(trial for trial in self.rungs[-1].trials if trial.name == winner.name)
         lines = [] if self.pays else ["No draft is faster than plain decoding. The best candidate:"]
         lines.append(
-            f"{winner.name} with K = {winner.k}: {winner.tokens_per_second:.4g} {RATES[winner.seconds]} measured in whole "
-            f"requests, {spread.as_speedup()} of plain decoding (predicted {predicted.speedup:.2f}x in TPOT at K = "
-            f"{predicted.k})"
+            f"{winner.name} with K = {winner.k}: {winner.tokens_per_second:.4g} {RATES[winner.seconds]} "
+            f"measured in whole requests, {spread.as_speedup()} of plain decoding (predicted "
+            f"{predicted.speedup:.2f}x in TPOT at K = {predicted.k})"
         )
         if changed := [each.name for each in self.measured if each.changed]:
             lines.append(

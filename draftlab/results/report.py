@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +100,9 @@ def ranking_table(group: Group) -> Table:
     rows = []
     for ranked in group.ranking:
         rows.append((ranked.score.output_differs, -ranked.speedup.value, _board_row(ranked, shown)))
+    heads = dict.fromkeys(chain.from_iterable(cells for *_, cells in rows), "")
     for plain in group.plain:
-        cells = {
+        cells = heads | {
             "draft": plain.name,
             "tokens\nper pass": "1.00",
             RATE_HEADS[seconds]: three_digits(plain.tokens_per_second),

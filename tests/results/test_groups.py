@@ -82,6 +82,11 @@ def test_a_group_has_a_plain_row_for_each_precision_and_one_baseline():
         assert f"Baseline: no draft, {group.baseline}" in ranking_table(group).caption
 
 
+def test_columns_have_one_order_wherever_the_plain_row_is():
+    (first, second) = (ranking_table(*grouped([local("a", speed)])).titles for speed in (1, 0.4))
+    assert first == second
+
+
 def test_int8_whose_fastest_plain_decoding_is_another_has_another_baseline():
     """The target's weights are the same, but the speed-ups of one are over int8."""
     drafted = change(rounded("b"), plain=rounded().other_plain["float32"])

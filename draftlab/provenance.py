@@ -130,18 +130,28 @@ def read_record(directory: Path) -> Record | None:
     return read_model(Record, file) if file.exists() else None
 
 
-def lineage(directory: Path, target: Path) -> dict[Path, Stage]:
+# commands that turn a checkpoint into a draft
+MAKES_DRAFTS = ("prune", "distill")
+
+
+def lineage(directory: Path, target: Path, *, own: bool = False) -> dict[Path, Stage]:
     """Return the commands that made an output and its inputs, the earliest first, by output directory.
 
     Commands that made the target or only converted a checkpoint are left out. So are inputs that were later
     moved or written again. If the output has no record, the result is {}.
+
+    own: Whether to leave out the commands that made other models: the source from which a draft was cut, the target
+        from which it learnt, and a checkpoint that was no draft before it was distilled.
     """
     stages: dict[Path, Stage] = {}
-    _add_stages(directory.resolve(), target.resolve(), stages, before=datetime.max.isoformat())
+    latest = datetime.max.isoformat()
+    _add_stages(directory.resolve(), target.resolve(), stages, before=latest, own=own)
     return stages
 
 
-def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before: str) -> None:
+def _add_stages(
+    directory: Path, target: Path, stages: dict[Path, Stage], before: str, *, own: bool
+) -> None:
     record = None
     with contextlib.suppress(UserError):  # another version of draftlab wrote the record
         record = read_record(directory)
@@ -152,8 +162,9 @@ def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before
         or record.created > before
     ):
         return
-    for path in record.inputs:
-        _add_stages(Path(path).resolve(), target, stages, record.created)
+    for path in map(Path, record.inputs):
+        if not own or not _is_checkpoint(path) or _is_earlier_draft(path, record):
+            _add_stages(path.resolve(), target, stages, record.created, own=own)
     tokens = record.notes.get("tokens", record.config.get("calibration_tokens"))
     stages[directory] = Stage(
         command=record.command,
@@ -162,6 +173,21 @@ def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before
         tokens=tokens if isinstance(tokens, int) else None,
         curve=_curve(directory / LOG_FILE),
     )
+
+
+def _is_earlier_draft(checkpoint: Path, record: Record) -> bool:
+    """Return whether a checkpoint is the draft of which a command trained a copy, and not its source or target."""
+    draft = record.config.get("draft")
+    if not isinstance(draft, str) or Path(draft).resolve() != checkpoint.resolve():
+        return False
+    with contextlib.suppress(UserError):  # another version of draftlab wrote the record
+        made = read_record(checkpoint)
+        return made is not None and made.command in MAKES_DRAFTS
+    return False
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return any((path / name).is_file() for name in CHECKPOINT)
 
 
 def _curve(log: Path) -> list[CurvePoint]:
@@ -204,7 +230,7 @@ def fingerprint(path: Path) -> str:
         raise UserError(f"{path}: there is no such file or directory")
     if path.is_file():
         return joint_sha256([path], path.parent)
-    if not any((path / name).is_file() for name in CHECKPOINT):
+    if not _is_checkpoint(path):
         return joint_sha256(path.rglob("*"), path)
     weights = "*.safetensors" if any(path.glob("*.safetensors")) else "*.bin"
     patterns = (weights, *DECIDING)

@@ -36,12 +36,12 @@ class ReportConfig(Config):
     min_speedup: float | None = option(
         None,
         "Exit with code 3 unless the interval of the fastest draft's speed-up over plain decoding, prefill included, "
-        "is above this.",
+        "is above this, in every ranking.",
         ge=0,
     )
     min_acceptance_length: float | None = option(
         None,
-        "Exit with code 3 if the fastest draft has fewer tokens per target pass than this.",
+        "Exit with code 3 if the fastest draft of a ranking has fewer tokens per target pass than this.",
         ge=0,
     )
 
@@ -77,18 +77,27 @@ def prepare(config: ReportConfig, weights: bool) -> "Job[tuple[ReportConfig, lis
 @command(ReportConfig, prepare=prepare)
 def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
     """Rank drafts by their scores, test which differences are significant, and write a page about them."""
-    from draftlab.results.ranking import missed_thresholds, rank, score_warnings, verdict_lines
+    from draftlab.results.ranking import (
+        grouped,
+        missed_thresholds,
+        overall,
+        score_warnings,
+        verdict_lines,
+    )
     from draftlab.results.report import (
         accuracy_table,
         export_command,
+        fastest_draft,
         html,
         markdown,
+        overall_lines,
         ranking_table,
     )
 
     config, scores = chosen
-    ranking = rank(scores)
-    served = export_command(ranking[0]) or _serve(ranking[0])
+    groups = grouped(scores)
+    fastest = fastest_draft(groups)
+    served = export_command(groups) or (_serve(fastest) if fastest else "")
     texts: dict[Path, str] = {}
     if config.html is not None:
         texts[config.html] = html(scores, config.command_line("report"), serve=served)
@@ -99,19 +108,27 @@ def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(file, text)
     path = next(iter(texts), None)
-    tables = [ranking_table(ranking), accuracy_table(scores)]
-    show = [
-        *(table.terminal() for table in tables if table),
-        *verdict_lines(ranking),
-        *(f"warning: {text}" for text in score_warnings(scores)),
-        *map(str, texts),
-    ]
-    rows = [ranked.as_dict() for ranked in ranking]
+    show: list[object] = []
+    missed: list[str] = []
+    for group in groups:
+        show += [ranking_table(group).terminal(), *verdict_lines(group.ranking)]
+        missed += missed_thresholds(
+            group.ranking[0], config.min_speedup, config.min_acceptance_length
+        )
+    show += overall_lines(groups)
+    accuracy = accuracy_table(scores)
+    show += [accuracy.terminal()] if accuracy else []
+    show += [*(f"warning: {text}" for text in score_warnings(scores)), *map(str, texts)]
+    way = overall(groups).way
     return Reported(
         path=path,
         show=show,
-        data={"path": str(path) if path else None, "ranking": rows},
-        missed=missed_thresholds(ranking[0], config.min_speedup, config.min_acceptance_length),
+        data={
+            "path": str(path) if path else None,
+            "groups": [group.as_dict() for group in groups],
+            "fastest": way and way.as_dict(),
+        },
+        missed=missed,
         scores=scores,
         next=(served or None) if path else f"{config.command_line('report')} --html report.html",
     )

@@ -235,7 +235,11 @@ class Scored(Outcome):
 
     @property
     def best(self) -> "Score":
-        """Return the score with the highest speed-up of whole requests."""
+        """Return the score with the highest speed-up of whole requests.
+
+        Raises:
+            UserError: Several batch sizes were measured, so the speed-ups have several baselines.
+        """
         return _fastest(self.scores).score
 
     @property
@@ -489,29 +493,36 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
     from draftlab.results.ranking import (
         alone,
         category_rows,
+        grouped,
         missed_thresholds,
-        rank,
         score_warnings,
         verdict_lines,
     )
-    from draftlab.results.report import accuracy_table, category_table, json_rows, ranking_table
+    from draftlab.results.report import (
+        accuracy_table,
+        category_table,
+        json_rows,
+        overall_lines,
+        ranking_table,
+    )
 
     config = output.config
     assert isinstance(config, ScoreConfig)
     missed: list[str] = []
     for each in scores:
         missed += missed_thresholds(alone(each), config.min_speedup, None)
-    ranking = rank(scores)
-    comparable = len(scores) > 1 and len({s.conditions.batch for s in scores}) == 1
-    tables = [ranking_table(ranking), *map(category_table, scores), accuracy_table(scores)]
+    groups = grouped(scores)
+    tables = [*map(ranking_table, groups), *map(category_table, scores), accuracy_table(scores)]
     show: list[object] = [table.terminal() for table in tables if table]
     show += [f"{s.label}: {s.verdict()}" for s in scores]
-    show += verdict_lines(ranking) if comparable else []
+    for group in groups:
+        show += verdict_lines(group.ranking) if len(group.ranking) > 1 else []
+    show += overall_lines(groups)
     show += [*(f"warning: {text}" for text in score_warnings(scores)), str(output.out)]
     categories = {s.name: category_rows(s) for s in scores}
     then = ["report", output.out, "--html", "report.html"]
     drafts = {Path(name).name: name for name in (n.partition("@")[0] for n in config.draft)}
-    fastest = drafts.get(ranking[0].name.partition("@")[0])
+    fastest = drafts.get(groups[0].ranking[0].name.partition("@")[0]) if len(groups) == 1 else None
     if fastest and not config.served:
         target = ["--target", config.target] if config.is_set("target") else []
         then = ["export", Path(fastest), *target, "--to", "vllm"]

@@ -221,6 +221,7 @@ def _rung_table(search: "Search") -> "TerminalTable":
     """Return a table with one row per candidate, with its results on the last rung that it reached."""
     from draftlab.model.shape import format_count
     from draftlab.results.ranking import NO_DRAFT
+    from draftlab.results.score import RATES
     from draftlab.results.tables import TerminalTable
 
     gains = {each.name: each.gain.as_speedup() for each in search.measured}
@@ -249,7 +250,8 @@ def _rung_table(search: "Search") -> "TerminalTable":
         "measured\nrequests",
     ]
     plain = search.winner.tokens_per_second / search.winner.gain.value
-    last = [NO_DRAFT, "", "", "", "", "1.00", "1.00x", f"1.00x, {plain:.4g} tokens/s"]
+    speed = f"1.00x, {plain:.4g} {RATES[search.winner.seconds]}"
+    last = [NO_DRAFT, "", "", "", "", "1.00", "1.00x", speed]
     best = list(rows).index(search.winner.name) if search.pays else len(rows)
     title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}; the fastest is marked"
     caption = (

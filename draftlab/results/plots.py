@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from draftlab.intervals import Interval
-from draftlab.results.ranking import NO_DRAFT
 from draftlab.trust import printable
 
 # Colours after Okabe and Ito: COLOURS have a contrast of 3:1 or more to a light page, DARK_COLOURS to a dark page.
@@ -125,8 +124,11 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
     return figure
 
 
-def plot_ranking(gains: Sequence[tuple[Mark, Interval]]) -> Markup:
-    """Plot the speed-up of each draft with its interval, from top to bottom in the order of `gains`."""
+def plot_ranking(gains: Sequence[tuple[Mark, Interval]], baseline: str) -> Markup:
+    """Plot the speed-up of each draft with its interval, from top to bottom in the order of `gains`.
+
+    baseline: Name of the plain decoding whose speed-up is 1.
+    """
 
     def draw(ax: Axes) -> None:
         ax.axvline(1, color="black", linewidth=1, linestyle="--")
@@ -139,7 +141,7 @@ def plot_ranking(gains: Sequence[tuple[Mark, Interval]]) -> Markup:
             ends += gain.drawn
         margin = 0.25 * (max(ends) - min(ends) or 1)
         ax.annotate(
-            NO_DRAFT, (1, len(gains) - 0.4), (4, 0), textcoords="offset points", va="center"
+            baseline, (1, len(gains) - 0.4), (4, 0), textcoords="offset points", va="center"
         )
         ax.set(xlim=(min(ends) - margin, max(ends) + margin), ylim=(len(gains), -0.9), yticks=[])
         ax.set(xlabel="speed-up of whole requests, 95% interval")
@@ -186,10 +188,11 @@ def plot_positions(shares: Sequence[tuple[Mark, Sequence[float]]]) -> Markup:
     return _svg(draw, "Acceptance by position")
 
 
-def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
+def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]], unit: str) -> Markup:
     """Plot the milliseconds of a step by phase, one bar for each step.
 
     steps: For each step, its label, and its milliseconds by phase.
+    unit: Text for milliseconds of the clock or of the CPU.
     """
 
     def draw(ax: Axes) -> None:
@@ -201,7 +204,10 @@ def plot_time(steps: Sequence[tuple[str, Mapping[str, float]]]) -> Markup:
             ax.annotate(label, (0, row - 0.28), (3, 0), textcoords="offset points", va="bottom")
         widest = max(sum(ms.values()) for _, ms in steps)
         ax.set(
-            xlabel="ms per step", xlim=(0, 1.05 * widest), ylim=(len(steps) - 0.7, -0.8), yticks=[]
+            xlabel=f"{unit} per step",
+            xlim=(0, 1.05 * widest),
+            ylim=(len(steps) - 0.7, -0.8),
+            yticks=[],
         )
 
     return _svg(draw, "Time of one step by phase", inches=0.8 + 0.45 * len(steps))

@@ -1,6 +1,9 @@
-"""Rank drafts by their scores. Test which differences are significant, and list the doubts about scores."""
+"""Rank drafts by their scores. Test which differences are significant, and list the doubts about scores.
 
-from collections.abc import Iterator, Sequence
+A ranking has one baseline. Scores without a common baseline are in different groups, and no ratio is between groups.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,8 @@ from typing import Any
 from draftlab import intervals
 from draftlab.errors import UserError
 from draftlab.intervals import Interval, Timings
-from draftlab.results.score import SAMPLING, Score, read_score, score_files
+from draftlab.results.score import RATES, SAMPLING, Score, Seconds, read_score, score_files
+from draftlab.results.tables import three_digits
 
 NO_DRAFT = "no draft"
 REQUESTS = ("selection", *SAMPLING)
@@ -23,12 +27,10 @@ class Ranked:
         doubt: Reason to doubt the score, or None.
         gain: For the fastest draft, the speed-up that counts for a verdict: draft and K are chosen on other requests
             (see intervals.best_of). For other drafts, their own speed-up.
-        choices: Number of drafts among which the fastest one was chosen, all with the same requests.
+        choices: Number of drafts among which the fastest one was chosen.
         ratio_to_fastest: Speed-up of this draft divided by the speed-up of the fastest draft. None for the fastest
-            draft itself, and if one of the scores has no selection of prompts. If the requests were the same, the draft
-            is slower if the interval is below 1.
+            draft itself. The draft is slower if the interval is below 1.
         needed: Number of conversations that would probably show that a draft is slower, if it is 10 % slower.
-        paired: Whether the requests of this draft and of the fastest draft were the same.
     """
 
     score: Score
@@ -39,7 +41,6 @@ class Ranked:
     choices: int = 1
     ratio_to_fastest: Interval | None = None
     needed: int | None = None
-    paired: bool = True
 
     @property
     def name(self) -> str:
@@ -49,12 +50,7 @@ class Ranked:
     def significant(self) -> bool | None:
         """Return whether this draft is significantly slower than the fastest draft, or None if no test is possible."""
         ratio = self.ratio_to_fastest
-        if (
-            ratio is None
-            or not self.paired
-            or not ratio.decides
-            or self.score.undecided is not None
-        ):
+        if ratio is None or not ratio.decides or self.score.undecided is not None:
             return None
         return ratio.below(1)
 
@@ -67,6 +63,7 @@ class Ranked:
             "k": self.k,
             "mean_acceptance_length": score.acceptance(self.k).mean_acceptance_length,
             "tokens_per_target_pass": score.tokens_per_pass(self.k),
+            "seconds": score.seconds,
             "tokens_per_second": score.output_tps(self.k),
             "plain_tokens_per_second": max(score.plain_tps.values()),
             "plain_tokens_per_second_by_weights": score.plain_tps,
@@ -79,7 +76,6 @@ class Ranked:
             "equal_texts": score.equal_texts,
             "ratio_to_fastest": ratio and ratio.model_dump(),
             "needed_conversations": self.needed,
-            "same_prompts": self.paired,
             "significant": self.significant,
             "accuracy": [result.model_dump(exclude={"items"}) for result in score.draft.tasks],
             "categories": category_rows(score),
@@ -107,8 +103,84 @@ def read_scores(paths: Sequence[Path]) -> list[Score]:
     return scores
 
 
-def rank(scores: Sequence[Score]) -> list[Ranked]:
-    """Rank drafts by the speed-up of whole requests, the fastest first. Drafts that changed the output are last.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """Plain decoding at one precision: a row of a ranking.
+
+    Args:
+        score: Score in which it was timed.
+        speedup: Speed-up over the baseline of the same score. 1 for the baseline itself.
+    """
+
+    weights: str
+    score: Score
+    speedup: float
+
+    @property
+    def name(self) -> str:
+        return f"{NO_DRAFT}, {self.weights}"
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.score.plain_tps[self.weights]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Drafts whose speed-ups have the same baseline, ranked.
+
+    Args:
+        name: The conditions in which this group differs from the other groups, as text. "" if there is one group.
+    """
+
+    name: str
+    ranking: list[Ranked]
+
+    @property
+    def scores(self) -> list[Score]:
+        """Return the scores in the order of the ranking."""
+        return [ranked.score for ranked in self.ranking]
+
+    @property
+    def baseline(self) -> str:
+        """Return the precision of the plain decoding over which all speed-ups of the group are."""
+        return self.ranking[0].score.baseline_weights
+
+    @property
+    def seconds(self) -> Seconds:
+        return self.ranking[0].score.seconds
+
+    @property
+    def plain(self) -> list[Plain]:
+        """Return plain decoding at each precision that was timed, the fastest first."""
+        rows: dict[str, Plain] = {}
+        for score in self.scores:
+            speeds = score.plain_tps
+            for weights, speed in speeds.items():
+                ratio = speed / speeds[self.baseline]
+                rows.setdefault(weights, Plain(weights=weights, score=score, speedup=ratio))
+        return sorted(rows.values(), key=lambda row: -row.speedup)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the group in the JSON output of `draftlab report`."""
+        return {
+            "group": self.name,
+            "baseline_weights": self.baseline,
+            "seconds": self.seconds,
+            "plain": [
+                {
+                    "weights": row.weights,
+                    "tokens_per_second": row.tokens_per_second,
+                    "speedup": row.speedup,
+                }
+                for row in self.plain
+            ],
+            "ranking": [ranked.as_dict() for ranked in self.ranking],
+        }
+
+
+def grouped(scores: Sequence[Score]) -> list[Group]:
+    """Return the scores in groups with one baseline each, in the order of the scores, and rank each group.
 
     Raises:
         UserError: The drafts have different targets.
@@ -119,16 +191,89 @@ def rank(scores: Sequence[Score]) -> list[Ranked]:
             f"the drafts have different targets, so they cannot be compared: {', '.join(targets)}; "
             "give only scores of the same target"
         )
+    parts: list[list[Score]] = []
+    for score in scores:
+        part = next((part for part in parts if _setting(part[0]) == _setting(score)), None)
+        if part is None:
+            parts.append([score])
+        else:
+            part.append(score)
+    settings = [_setting(part[0]) for part in parts]
+    differing = _differing(settings)
+    if all(setting["baseline weights"] == setting["target weights"] for setting in settings):
+        differing = [name for name in differing if name != "baseline weights"]
+    names = [", ".join(_shown(name, setting[name]) for name in differing) for setting in settings]
+    return [Group(name=name, ranking=_rank(part)) for name, part in zip(names, parts, strict=True)]
+
+
+def rank(scores: Sequence[Score]) -> list[Ranked]:
+    """Rank drafts by the speed-up of whole requests, the fastest first. Drafts that changed the output are last.
+
+    Raises:
+        UserError: The drafts have different targets or baselines.
+    """
+    groups = grouped(scores)
+    if len(groups) > 1:
+        raise UserError(
+            "the speed-ups are over different baselines, so they cannot be ranked together: "
+            f"{'; '.join(group.name for group in groups)}; rank the scores of one baseline"
+        )
+    return groups[0].ranking
+
+
+def _load(score: Score) -> dict[str, Any]:
+    """Return what must be equal in two scores whose tokens per second are compared: target, machine and requests."""
+    conditions, machine = score.conditions, score.environment
+    requests = {name: getattr(conditions, name) for name in REQUESTS}
+    if requests["selection"] is None:
+        # an earlier version did not record the prompts: only scores of the same run surely have the same
+        requests["selection"] = [(g.prompt, g.request) for g in score.plain]
+    return {
+        "target": score.target.sha256,
+        "device": conditions.device,
+        "processor": machine and machine.processor,
+        "served": score.served,
+        "servers one after the other": conditions.in_phases,
+        "seconds": score.seconds,
+        "batch": conditions.batch,
+        **requests,
+    }
+
+
+def _shown(name: str, value: object) -> str:
+    """Return a fact with its name as text. Hashes are shortened."""
+    if name == "selection" and not isinstance(value, str):
+        return "no recorded selection of prompts, so they are compared with no other score"
+    text = str(value)[:8] if name in ("target", "selection") else str(value)
+    return f"{name.replace('_', ' ')} {text}"
+
+
+def _setting(score: Score) -> dict[str, Any]:
+    """Return what must be equal in two scores whose speed-ups are compared: the load, and how the target ran.
+
+    Conditions of the draft alone, such as its precision and the verify rule, do not change the baseline.
+    """
+    conditions = score.conditions
+    return {
+        "target weights": conditions.target_weights,
+        "baseline weights": score.baseline_weights,
+        "activations": conditions.dtype,
+        "mode": conditions.mode,
+        "threads": conditions.threads,
+        **_load(score),
+    }
+
+
+def _differing(facts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the facts that are not the same everywhere."""
+    return [name for name in facts[0] if any(each[name] != facts[0][name] for each in facts)]
+
+
+def _rank(scores: Sequence[Score]) -> list[Ranked]:
     rows = sorted(map(alone, scores), key=lambda row: (row.score.output_differs, -row.gain.value))
     ordered, fastest = [row.score for row in rows], rows[0].score
-    # a draft that changed the output, or that ran at another batch size, was not among the choices
-    rivals = [
-        score
-        for score in ordered
-        if (score is fastest or same_requests(score, fastest))
-        and score.output_differs == fastest.output_differs
-        and score.conditions.batch == fastest.conditions.batch
-    ]
+    # a draft that changed the output was not among the choices
+    rivals = [score for score in ordered if score.output_differs == fastest.output_differs]
     timed = _timed_alike(rivals)
     behind = dict(zip(map(id, rivals[1:]), intervals.against_first(timed), strict=True))
     chosen = intervals.best_of(timed)
@@ -140,13 +285,92 @@ def rank(scores: Sequence[Score]) -> list[Ranked]:
         elif id(score) in behind:
             ratio, needed = behind[id(score)]
             row = replace(row, ratio_to_fastest=ratio, needed=needed)
-        elif unselected(score, fastest):
-            row = replace(row, paired=False)
         else:
-            ratio, paired = speedup_ratio(score, fastest), same_requests(score, fastest)
-            row = replace(row, ratio_to_fastest=ratio, paired=paired)
+            row = replace(row, ratio_to_fastest=speedup_ratio(score, fastest))
         ranking.append(row)
     return ranking
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way to serve the target: a draft at its best K, or plain decoding.
+
+    Args:
+        group: Name of its group.
+        k: Number of drafted tokens. None for plain decoding.
+        score: Score in which it was timed.
+        tokens_per_second: Speed of whole requests.
+    """
+
+    name: str
+    group: str
+    k: int | None
+    score: Score
+    tokens_per_second: Interval
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the way in the JSON output of `draftlab report`."""
+        return {
+            "name": self.name,
+            "group": self.group,
+            "k": self.k,
+            "tokens_per_second": self.tokens_per_second.model_dump(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overall:
+    """The fastest way of all groups, by tokens per second of whole requests.
+
+    Args:
+        way: The way. None if the tokens per second of the groups cannot be compared, or if those of the way are in
+            doubt.
+        line: The result as a sentence.
+    """
+
+    way: Way | None
+    line: str
+
+
+def overall(groups: Sequence[Group]) -> Overall:
+    """Return the fastest way of all groups. Drafts that changed the output do not count."""
+    differing = _differing([_load(group.scores[0]) for group in groups])
+    unknown = "Which way is the fastest of all cannot be said, because"
+    if differing:
+        names = ", ".join(differing).replace("_", " ")
+        return Overall(way=None, line=f"{unknown} these differ between the groups: {names}.")
+    way = max(_ways(groups), key=lambda way: way.tokens_per_second.value)
+    if way.score.doubt is not None:
+        return Overall(way=None, line=f"{unknown} of {way.name}: {way.score.doubt}.")
+    at = "" if way.k is None else f" at K = {way.k}"
+    rate, unit = way.tokens_per_second, RATES[way.score.seconds]
+    text = three_digits(rate.value)
+    if rate.decides:
+        text += f" ({three_digits(rate.low)} to {three_digits(rate.high)})"
+    return Overall(way=way, line=f"The fastest way of all: {way.name}{at}, {text} {unit}.")
+
+
+def _ways(groups: Sequence[Group]) -> Iterator[Way]:
+    for group in groups:
+        for plain in group.plain:
+            runs = plain.score.plain_by_weights[plain.weights]
+            yield Way(
+                name=plain.name,
+                group=group.name,
+                k=None,
+                score=plain.score,
+                tokens_per_second=plain.score.tokens_per_second(runs),
+            )
+        for ranked in group.ranking:
+            score = ranked.score
+            if not score.output_differs:
+                yield Way(
+                    name=score.label,
+                    group=group.name,
+                    k=ranked.k,
+                    score=score,
+                    tokens_per_second=score.tokens_per_second(score.speculative[ranked.k]),
+                )
 
 
 def alone(score: Score) -> Ranked:
@@ -168,25 +392,12 @@ def _conversations(score: Score) -> list[int | None]:
     return [prompt.conversation for prompt in score.prompts] or [None]
 
 
-def same_requests(a: Score, b: Score) -> bool:
-    """Return whether two scores have the same requests. A score without a selection of prompts equals no other."""
-    same = all(getattr(a.conditions, name) == getattr(b.conditions, name) for name in REQUESTS)
-    return same and not unselected(a, b)
-
-
-def unselected(*scores: Score) -> list[Score]:
-    """Return the scores that do not record their selection of prompts, because an earlier version wrote them."""
-    return [score for score in scores if score.conditions.selection is None]
-
-
 def speedup_ratio(a: Score, b: Score) -> Interval:
     """Return the speed-up of score a divided by the speed-up of score b, each at its best K, with an interval.
 
-    If both scores have the same requests, the ratio is that of each conversation with itself.
+    The scores have the same requests, and the ratio is that of each conversation with itself.
     """
-    if same_requests(a, b):
-        return intervals.speedup_ratio(*_timed_alike([a, b]), paired=True)
-    return intervals.speedup_ratio(a.timings(a.speculative), b.timings(b.speculative), paired=False)
+    return intervals.speedup_ratio(*_timed_alike([a, b]), paired=True)
 
 
 def category_rows(score: Score) -> list[dict[str, Any]]:
@@ -235,14 +446,6 @@ def _later_line(ranked: Ranked, fastest: Ranked) -> str:
     reason = ranked.doubt or ranked.score.undecided or fastest.score.undecided
     if ranked.score.output_differs:
         return _discounted(ranked)
-    if old := unselected(ranked.score, fastest.score):
-        which = " and ".join(score.label for score in old)
-        return (
-            f"{name} is not compared with {best}: no selection of prompts is recorded for {which}."
-        )
-    assert ratio is not None
-    if not ranked.paired:
-        return f"{name} and {best} had other requests, so neither is called faster: {ratio} of its speed-up."
     if reason is not None:
         return f"Cannot tell whether {name} is slower than {best}: {reason}."
     if ratio.below(1):
@@ -336,19 +539,7 @@ def score_warnings(scores: Sequence[Score]) -> list[str]:
     for text, names in drafts.items():
         concerned = "all drafts" if 1 < len(scores) == len(names) else ", ".join(names)
         texts.append(f"{concerned}: {text}")
-    facts = list(map(_facts, scores))
-    differing = [name for name in facts[0] if any(each[name] != facts[0][name] for each in facts)]
-    if differing:
-        names = ", ".join(differing).replace("_", " ")
-        texts.append(
-            f"drafts were measured with different {names}, so their speed-ups cannot be compared"
-        )
     return texts
-
-
-def _facts(score: Score) -> dict[str, Any]:
-    """Return the conditions that must be equal in two scores whose speed-ups are compared."""
-    return score.conditions.model_dump(exclude={"draft_weights"}) | {"target": score.target.sha256}
 
 
 def _reasons(score: Score) -> Iterator[str]:

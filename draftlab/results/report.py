@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,16 @@ from draftlab.provenance import Stage
 from draftlab.reading import command_words
 from draftlab.results.ranking import (
     NO_DRAFT,
+    Group,
     Ranked,
     category_rows,
     flat,
-    rank,
+    grouped,
+    overall,
     score_warnings,
     verdict_lines,
 )
-from draftlab.results.score import Score, TaskResult
+from draftlab.results.score import MILLISECONDS, RATES, Score, Seconds, TaskResult
 from draftlab.results.tables import (
     Table,
     markdown_text,
@@ -44,8 +46,10 @@ ACCURACY_METRICS = ("acc", "exact_match")
 WIDE = frozenset(
     {
         "TTFT,\nms",
+        "TTFT,\nCPU ms",
         "weights, target/draft",
         "draft ms per token (quartiles)",
+        "draft CPU ms per token (quartiles)",
         "layers x hidden",
         "parameters",
     }
@@ -53,10 +57,12 @@ WIDE = frozenset(
 CAPTION = (
     "* Fastest. ~ Not shown to be slower than the fastest draft. Each row has the draft's own speed-up at its best K, "
     "chosen on other requests. That of the fastest row may exceed the gain of choosing it, which the text names. "
-    "speed-up: speed of whole requests (prefill and decoding), divided by that of the fastest plain decoding. "
+    "speed-up: speed of whole requests (prefill and decoding), divided by that of the baseline. "
     "relative to best: speed-up divided by the fastest draft's speed-up. TPOT: speed-up of the tokens after the first. "
-    "tok/s: tokens per second of whole requests. Intervals: 95% over conversations."
+    "Intervals: 95% over conversations."
 )
+# heads of the columns with tokens per second of whole requests
+RATE_HEADS: dict[Seconds, str] = {"cpu": "tok per\nCPU s", "wall": "tok/s"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,41 +74,66 @@ class Figure:
     key: "Sequence[Mark]" = ()
 
 
-def ranking_table(ranking: Sequence[Ranked]) -> Table:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """A ranking on a page, under its plot, with sentences about it.
+
+    Args:
+        first: Plot of the speed-ups.
+        figures: Plots for the details.
+    """
+
+    first: Figure
+    table: Table
+    lines: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+
+
+def ranking_table(group: Group) -> Table:
     """Return a table with rows for all drafts and for plain decoding, the fastest first.
 
     Drafts that changed the output are last. The first row is marked as the best, unless the fastest draft kept the
     output but its score is in doubt.
     """
-    scores = [ranked.score for ranked in ranking]
+    scores, seconds = group.scores, group.seconds
     shown = _accuracy_metric(scores)
     rows = []
-    for ranked in ranking:
+    for ranked in group.ranking:
         rows.append((ranked.score.output_differs, -ranked.speedup.value, _board_row(ranked, shown)))
-    plain = scores[0].plain_tps
-    for weights, speed in plain.items():
-        name = f"{NO_DRAFT}, {weights}" if len(plain) > 1 else NO_DRAFT
-        gain = speed / max(plain.values())
-        cells = {
-            "draft": name,
+    heads = dict.fromkeys(chain.from_iterable(cells for *_, cells in rows), "")
+    for plain in group.plain:
+        cells = heads | {
+            "draft": plain.name,
             "tokens\nper pass": "1.00",
-            "tok/s": three_digits(speed),
-            "speed-up\n(95%)": f"{gain:.2f}x",
+            RATE_HEADS[seconds]: three_digits(plain.tokens_per_second),
+            "speed-up\n(95%)": f"{plain.speedup:.2f}x",
         }
-        rows.append((False, -gain, cells))
+        rows.append((False, -plain.speedup, cells))
     rows.sort(key=lambda row: row[:2])
     decoding = "; ".join(dict.fromkeys(score.conditions.decoding for score in scores))
-    caption = CAPTION + (f" accuracy: {shown[1]} of {shown[0]}." if shown else "")
+    caption = f"{CAPTION} Baseline: {NO_DRAFT}, {group.baseline}. "
+    caption += f"{RATE_HEADS[seconds]}: {RATES[seconds]} of whole requests.".replace("\n", " ")
+    if shown:
+        caption += f" accuracy: {shown[1]} of {shown[0]}."
     caption += f" Decoding: {decoding}. How both sides ran: {precision(scores)}."
-    first = ranking[0]
+    first = group.ranking[0]
     praised = first.doubt is None or first.score.output_differs
     return Table.of(
         [row for *_, row in rows],
-        title="Ranking",
+        title=_titled("Ranking", group),
         caption=caption,
         best=0 if praised else None,
         wide=WIDE,
     )
+
+
+def _titled(title: str, group: Group) -> str:
+    return f"{title}: {group.name}" if group.name else title
+
+
+def overall_lines(groups: Sequence[Group]) -> list[str]:
+    """Return the sentence about the fastest way of all groups, or [] if there is one group."""
+    return [overall(groups).line] if len(groups) > 1 else []
 
 
 def accuracy_table(scores: Sequence[Score]) -> Table | None:
@@ -150,7 +181,8 @@ def category_table(score: Score) -> Table | None:
         rows.append([row["category"], str(row["prompts"]), passes, speed, gain])
     if not rows:
         return None
-    heads = ("prompts", "n", "tokens per\ntarget pass", "tok/s", "speed-up of\nrequests (95%)")
+    rate = RATE_HEADS[score.seconds]
+    heads = ("prompts", "n", "tokens per\ntarget pass", rate, "speed-up of\nrequests (95%)")
     title = f"{score.name} at K = {score.best_k}, by category of prompts"
     return Table(heads=heads, rows=rows, title=title)
 
@@ -169,14 +201,21 @@ def precision(scores: Sequence[Score]) -> str:
 
 
 def markdown(scores: Sequence[Score]) -> str:
-    """Return a report as Markdown: the ranking, with verdicts, warnings and conditions."""
-    ranking = rank(scores)
-    ordered = [ranked.score for ranked in ranking]
-    board = ranking_table(ranking)
-    parts = [
-        "\n".join(f"- {markdown_text(line)}" for line in verdict_lines(ranking)),
-        board.markdown(),
-        markdown_text(board.caption),
+    """Return a report as Markdown: the rankings, with verdicts, warnings and conditions."""
+    groups = grouped(scores)
+    ordered = [score for group in groups for score in group.scores]
+    parts = []
+    for group in groups:
+        board = ranking_table(group)
+        parts += [
+            f"## {markdown_text(board.title)}" if group.name else "",
+            "\n".join(f"- {markdown_text(line)}" for line in verdict_lines(group.ranking)),
+            board.markdown(),
+            markdown_text(board.caption),
+        ]
+    parts += [
+        "## All groups" if len(groups) > 1 else "",
+        *map(markdown_text, overall_lines(groups)),
         "\n".join(f"- **{markdown_text(s.label)}**: {markdown_text(s.verdict())}" for s in ordered),
         "\n".join(f"- Warning: {markdown_text(text)}" for text in score_warnings(scores)),
         *(table.markdown() for table in _last_tables(ordered)),
@@ -193,21 +232,22 @@ def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
     """
     from draftlab.results import plots
 
-    ranking = rank(scores)
-    ordered = [ranked.score for ranked in ranking]
-    answer, *lines = verdict_lines(ranking)
+    groups = grouped(scores)
+    ordered = [score for group in groups for score in group.scores]
     marks = {score.label: plots.Mark.of(score.label, i) for i, score in enumerate(ordered)}
     speedups = {s.label: {k: s.speedup(k) for k in sorted(s.speculative)} for s in ordered}
-    first, *figures = _figures(ranking, marks, speedups)
+    boards = []
+    for group in groups:
+        first, *figures = _figures(group, marks, speedups)
+        lines = verdict_lines(group.ranking)
+        boards.append(Board(first=first, table=ranking_table(group), lines=lines, figures=figures))
+    answers = overall_lines(groups) or verdict_lines(groups[0].ranking)[:1]
     written = page_template("report.html.j2").render(
         target=ordered[0].target.name,
-        answer=answer,
-        serve=serve or export_command(ranking[0]),
-        lines=lines,
+        answer=answers[0],
+        serve=serve or export_command(groups),
         warnings=score_warnings(scores),
-        board=ranking_table(ranking),
-        first=first,
-        figures=figures,
+        boards=boards,
         drafts=[
             (score, _k_table(score, speedups[score.label]), category_table(score))
             for score in ordered
@@ -226,15 +266,31 @@ def _last_tables(scores: Sequence[Score]) -> list[Table]:
     return [table for table in tables if table]
 
 
-def export_command(fastest: Ranked) -> str:
+def fastest_draft(groups: Sequence[Group]) -> Ranked | None:
+    """Return the fastest draft of the only group, or of all groups if it is the fastest way of all. Otherwise None."""
+    if len(groups) == 1:
+        return groups[0].ranking[0]
+    way = overall(groups).way
+    first = [group.ranking[0] for group in groups]
+    return next((ranked for ranked in first if way and way.k and ranked.score is way.score), None)
+
+
+def export_command(groups: Sequence[Group]) -> str:
     """Return the command that exports the fastest draft for vLLM, or "" if there is nothing to export.
 
     There is nothing to export if the draft changed the output, if its gain is in doubt or not significant, if it was
-    measured on servers, or if it is not a checkpoint that the score's command names with --draft.
+    measured on servers, if it is not a checkpoint that the score's command names with --draft, or if no draft is the
+    fastest of all groups.
     """
-    score = fastest.score
-    if fastest.doubt or score.output_differs or not fastest.gain.above(1):
+    fastest = fastest_draft(groups)
+    if (
+        fastest is None
+        or fastest.doubt
+        or fastest.score.output_differs
+        or not fastest.gain.above(1)
+    ):
         return ""
+    score = fastest.score
     named = _named(score, "--draft")
     drafts = [draft for draft in named if draft.endswith(score.draft.name)]
     if not drafts or score.draft.sha256 is None or score.served:
@@ -284,17 +340,17 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
     """Return the cells of a draft's row in the ranking, by column head."""
     score, k = ranked.score, ranked.k
     tie = "~ " if ranked.significant is False and not score.output_differs else ""
-    ratio = ranked.ratio_to_fastest
+    ratio, ms = ranked.ratio_to_fastest, MILLISECONDS[score.seconds]
     row = {
         "draft": f"{tie}{score.label}",
         "K": str(k),
         "tokens\nper pass": f"{score.tokens_per_pass(k):.2f}",
         "accept\nrate": f"{score.acceptance(k).draft_acceptance_rate:.1%}",
-        "tok/s": three_digits(score.output_tps(k)),
+        RATE_HEADS[score.seconds]: three_digits(score.output_tps(k)),
         "speed-up\n(95%)": ranked.speedup.as_speedup(),
         "relative\nto best": "" if ratio is None else str(ratio),
         "TPOT\n(95%)": speedup_text(score.best_k_tpot_speedup),
-        "TTFT,\nms": milliseconds(score.ttft_ms(k)),
+        f"TTFT,\n{ms}": milliseconds(score.ttft_ms(k)),
         "accu-\nracy": "",
         "equal\ntexts": optional(score.equal_texts, ".1%") if score.output_differs else "",
         "weights, target/draft": f"{score.conditions.target_weights}/{score.conditions.draft_weights or '–'}",
@@ -304,7 +360,7 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
         row["accu-\nracy"] = f"{accuracy.value:.3f}{error}"
     for latency in score.draft.latency[:1]:
         quartiles = f"({three_digits(latency.low_ms)} to {three_digits(latency.high_ms)})"
-        row["draft ms per token (quartiles)"] = f"{three_digits(latency.median_ms)} {quartiles}"
+        row[f"draft {ms} per token (quartiles)"] = f"{three_digits(latency.median_ms)} {quartiles}"
     if (shape := score.draft.shape) is not None:
         row |= {
             "layers x hidden": f"{shape.layers} x {shape.hidden}",
@@ -314,45 +370,44 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
 
 
 def _figures(
-    ranking: Sequence[Ranked],
-    marks: "Mapping[str, Mark]",
-    speedups: Mapping[str, Mapping[int, Interval]],
+    group: Group, marks: "Mapping[str, Mark]", speedups: Mapping[str, Mapping[int, Interval]]
 ) -> list[Figure]:
-    """Return the plots of the page. The plot of the ranking is first.
+    """Return the plots of a group. The plot of the ranking is first.
 
-    speedups: Speed-up by K, for each draft's label.
+    marks, speedups: Mark, and speed-up by K, for the label of each draft of the page.
     """
     from draftlab.results import plots
 
-    key = list(marks.values()) if len(marks) > 1 else []
-    scores = [ranked.score for ranked in ranking]
+    scores = group.scores
+    key = [marks[score.label] for score in scores] if len(marks) > 1 else []
     accepted = {
         score.label: score.acceptance(score.best_k).per_position_acceptance for score in scores
     }
     k_rows, position_rows = [], []
-    for name, by_k in speedups.items():
-        gains = {f"K = {k}": gain.as_speedup() for k, gain in by_k.items()}
+    for name in accepted:
+        gains = {f"K = {k}": gain.as_speedup() for k, gain in speedups[name].items()}
         shares = {str(i): f"{share:.2f}" for i, share in enumerate(accepted[name], 1)}
         k_rows.append({"draft": name, **gains})
         position_rows.append({"draft": name, **shares})
     figures = [
         Figure(
             svg=plots.plot_ranking(
-                [(marks[ranked.score.label], ranked.speedup) for ranked in ranking]
+                [(marks[ranked.score.label], ranked.speedup) for ranked in group.ranking],
+                NO_DRAFT if len(group.plain) == 1 else f"{NO_DRAFT}, {group.baseline}",
             ),
             table=Table(
                 heads=(),
                 rows=[],  # the table of the ranking has the values
-                title="Speed-up of each draft",
+                title=_titled("Speed-up of each draft", group),
                 caption="Speed-up of whole requests: tokens per second with the draft, divided by tokens per second "
-                "of the target alone. Each draft has its best K.",
+                f"of the baseline: {NO_DRAFT}, {group.baseline}. Each draft has its best K.",
             ),
         ),
         Figure(
-            svg=plots.plot_by_k([(marks[name], by_k) for name, by_k in speedups.items()]),
+            svg=plots.plot_by_k([(marks[name], speedups[name]) for name in accepted]),
             table=Table.of(
                 k_rows,
-                title="Speed-up against K",
+                title=_titled("Speed-up against K", group),
                 caption="Speed-up of whole requests by K, the number of drafted tokens. Above the dashed line the "
                 "draft helps. Bands are 95% intervals over conversations.",
             ),
@@ -362,24 +417,25 @@ def _figures(
             svg=plots.plot_positions([(marks[name], shares) for name, shares in accepted.items()]),
             table=Table.of(
                 position_rows,
-                title="Acceptance by position",
+                title=_titled("Acceptance by position", group),
                 caption="Fraction of target passes that accepted at least this number of drafted tokens. Each draft "
                 "has its best K.",
             ),
             key=key,
         ),
     ]
-    time = _time_figure(scores)
+    time = _time_figure(group)
     return figures if time is None else [*figures, time]
 
 
-def _time_figure(scores: Sequence[Score]) -> Figure | None:
+def _time_figure(group: Group) -> Figure | None:
     """Return the plot of the time of a step by phase, without a draft and with each draft at its best K.
 
     If servers decoded, return None.
     """
     from draftlab.results import plots
 
+    scores, unit = group.scores, MILLISECONDS[group.seconds]
     steps: list[tuple[str, Mapping[str, float]]] = []
     rows = []
     for score, k in [(scores[0], 0), *((score, score.best_k) for score in scores)]:
@@ -390,17 +446,22 @@ def _time_figure(scores: Sequence[Score]) -> Figure | None:
         name = f"{score.label}, K = {k}" if k else NO_DRAFT
         total = sum(ms.values())
         each = three_digits(total / tokens)
-        steps.append((f"{plots.short(name)}: {tokens:.2f} tokens, {each} ms each", ms))
+        steps.append((f"{plots.short(name)}: {tokens:.2f} tokens, {each} {unit} each", ms))
         row = {"draft": name}
         for phase, mark in plots.PHASES.items():
-            row[f"{mark.name}, ms"] = three_digits(ms[phase])
-        row |= {"step, ms": three_digits(total), "tokens": f"{tokens:.2f}", "ms per token": each}
+            row[f"{mark.name}, {unit}"] = three_digits(ms[phase])
+        row |= {
+            f"step, {unit}": three_digits(total),
+            "tokens": f"{tokens:.2f}",
+            f"{unit} per token": each,
+        }
         rows.append(row)
     if not steps:
         return None
     caption = "Time of one step at the best K: drafting, the target's pass that verifies, and all other work."
-    table = Table.of(rows, title="Where the time of a step goes", caption=caption)
-    return Figure(svg=plots.plot_time(steps), table=table, key=list(plots.PHASES.values()))
+    title = _titled("Where the time of a step goes", group)
+    table = Table.of(rows, title=title, caption=caption)
+    return Figure(svg=plots.plot_time(steps, unit), table=table, key=list(plots.PHASES.values()))
 
 
 def _k_table(score: Score, speedups: Mapping[int, Interval]) -> Table:
@@ -413,7 +474,7 @@ def _k_table(score: Score, speedups: Mapping[int, Interval]) -> Table:
                 "speed-up (95%)": gain.as_speedup(),
                 "TPOT (95%)": speedup_text(score.tpot_speedup(k)),
                 "implied TPOT": optional(score.implied_speedup(k), ".2f"),
-                "TTFT, ms": milliseconds(score.ttft_ms(k)),
+                f"TTFT, {MILLISECONDS[score.seconds]}": milliseconds(score.ttft_ms(k)),
                 "tokens/pass": f"{score.tokens_per_pass(k):.2f}",
                 "break-even": f"{score.break_even_length(k):.2f}",
                 "accept rate": f"{acceptance.draft_acceptance_rate:.1%}",
@@ -429,7 +490,8 @@ def _cost_table(scores: Sequence[Score]) -> Table:
         title="What the drafts cost to make",
         heads=("draft", "minutes", "tokens", "made by"),
         rows=[[score.label, *_cost(score.made)] for score in scores],
-        caption="The commands that made each draft, from the records at the time of the score.",
+        caption="The commands that made each draft from its source, from the records at the time of the score. The "
+        "training of the source and of the target does not count.",
     )
 
 
@@ -501,6 +563,7 @@ def _json_row(score: Score, k: int, shown: tuple[str, str] | None) -> dict[str, 
         "tokens_per_target_pass": score.tokens_per_pass(k),
         "implied_speedup": score.implied_speedup(k),
         "doubt": score.doubt,
+        "seconds": score.seconds,
         "output_tps": score.output_tps(k),
         "plain_output_tps": score.output_tps(0),
         "break_even_length": score.break_even_length(k),

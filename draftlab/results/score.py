@@ -254,6 +254,10 @@ DRAFTERS = {
 }
 Drafted = Annotated[int, Field(ge=1, le=MAX_K)]
 Runs = list[Generation] | list[ServedGeneration]
+Seconds = Literal["cpu", "wall"]
+# units in words for each kind of seconds
+RATES: dict[Seconds, str] = {"cpu": "tokens per CPU second", "wall": "tokens/s"}
+MILLISECONDS: dict[Seconds, str] = {"cpu": "CPU ms", "wall": "ms"}
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "filters", "max_tokens", "seed")
 
 
@@ -333,12 +337,25 @@ class Score(FileModel):
         return self.identical is False
 
     @property
+    def seconds(self) -> Seconds:
+        """Return which seconds all times of the score are."""
+        machine, conditions = self.environment, self.conditions
+        if machine is None:  # an older score, which does not name the processor
+            return "wall"
+        cpu = machine.counts_cpu_seconds(conditions.device, conditions.threads)
+        return "cpu" if cpu else "wall"
+
+    @property
+    def plain_by_weights(self) -> dict[str, Runs]:
+        """Return the generations of plain decoding by the precision of the target's weights."""
+        return {self.conditions.target_weights: self.plain, **self.other_plain}
+
+    @property
     def plain_tps(self) -> dict[str, float]:
         """Return the tokens per second of whole requests without a draft, by the precision of the target's weights."""
-        plain = {self.conditions.target_weights: self.plain, **self.other_plain}
         return {
             weights: intervals.tokens_per_second(request_timings(runs))
-            for weights, runs in plain.items()
+            for weights, runs in self.plain_by_weights.items()
         }
 
     @property
@@ -390,6 +407,10 @@ class Score(FileModel):
     def output_tps(self, k: int) -> float:
         """Return the tokens per second of whole requests. k = 0 stands for the fastest plain decoding."""
         return intervals.tokens_per_second(request_timings(self._runs(k)))
+
+    def tokens_per_second(self, runs: Runs) -> Interval:
+        """Return the tokens per second of whole requests in these generations, with an interval over conversations."""
+        return intervals.ratio(self._summed(request_timings(runs)))
 
     def timings(
         self, ks: Collection[int], conversations: Sequence[int | None] | None = None
@@ -685,8 +706,8 @@ class Score(FileModel):
         with_draft, alone = self.ttft_ms(k), self.ttft_ms(0)
         if with_draft is not None and alone is not None:
             said.append(
-                f"TTFT, the time to the first token: {with_draft.value:.3g} ms with the draft, {alone.value:.3g} ms "
-                "without."
+                f"TTFT, the time to the first token: {with_draft.value:.3g} {MILLISECONDS[self.seconds]} with the "
+                f"draft, {alone.value:.3g} without."
             )
         said.append(
             f"{self.tokens_per_pass(k):.2f} tokens per target pass (break-even of "

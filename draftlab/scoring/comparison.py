@@ -181,11 +181,12 @@ class Comparison:
     def made(self, name: str) -> list[Stage] | None:
         """Return the commands that made a draft, or that made the draft models and heads of a drafter.
 
-        If an input has no record of its commands, return None. A drafter without inputs gives [].
+        The training of the source and of the target does not count. If an input has no record of its commands, return
+        None. A drafter without inputs gives [].
         """
         stages: dict[Path, Stage] = {}
         for path in self._paths(name):
-            made = lineage(path, self.target)
+            made = lineage(path, self.target, own=True)
             if not made:
                 return None
             stages |= made

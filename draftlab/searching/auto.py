@@ -130,6 +130,7 @@ class AutoRun:
             ),
             ranking=ranking,
             precision=next(iter(measured.values())).conditions.precision,
+            seconds=next(iter(measured.values())).seconds,
             plain_tokens_per_second=next(iter(scores[min(scores)].values())).output_tps(0),
             training=training,
             left_out=self.left_out,

@@ -309,6 +309,7 @@ class Searcher:
                 length=row.score.tokens_per_pass(row.k),
                 gain=row.speedup,
                 tokens_per_second=row.score.output_tps(row.k),
+                seconds=row.score.seconds,
                 changed=row.score.output_differs,
             )
             for row in ranked

@@ -22,6 +22,7 @@ from draftlab.model.families import shape_name
 from draftlab.model.shape import Shape
 from draftlab.provenance import Record
 from draftlab.reading import FileModel, read_model
+from draftlab.results.score import RATES, Seconds
 
 FILE = "search.json"
 # a candidate's pass takes at most this fraction of the time of the target's pass; with K = 1 and 3 of 4 tokens
@@ -70,6 +71,7 @@ class MeasuredDraft(FileModel):
 
     Args:
         length: Tokens per target pass.
+        seconds: Which seconds were counted.
         gain: Speed-up of whole requests over plain decoding.
         changed: Whether the output differs from plain decoding, which ties in bfloat16 may cause. Such drafts are
             ranked last.
@@ -79,6 +81,7 @@ class MeasuredDraft(FileModel):
     k: int
     length: float
     tokens_per_second: float
+    seconds: Seconds
     gain: Interval
     changed: bool = False
 
@@ -109,9 +112,9 @@ class Search(FileModel):
         predicted = next(trial for trial in self.rungs[-1].trials if trial.name == winner.name)
         lines = [] if self.pays else ["No draft is faster than plain decoding. The best candidate:"]
         lines.append(
-            f"{winner.name} with K = {winner.k}: {winner.tokens_per_second:.4g} tokens/s measured in whole requests, "
-            f"{spread.as_speedup()} of plain decoding (predicted {predicted.speedup:.2f}x in TPOT at K = "
-            f"{predicted.k})"
+            f"{winner.name} with K = {winner.k}: {winner.tokens_per_second:.4g} {RATES[winner.seconds]} "
+            f"measured in whole requests, {spread.as_speedup()} of plain decoding (predicted "
+            f"{predicted.speedup:.2f}x in TPOT at K = {predicted.k})"
         )
         if changed := [each.name for each in self.measured if each.changed]:
             lines.append(

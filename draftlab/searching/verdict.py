@@ -25,8 +25,8 @@ from draftlab.reading import FileModel
 from draftlab.registry import SERVERS
 from draftlab.results import plots
 from draftlab.results.ranking import NO_DRAFT
-from draftlab.results.report import Figure
-from draftlab.results.score import Score
+from draftlab.results.report import Board, Figure
+from draftlab.results.score import RATES, Score, Seconds
 from draftlab.results.tables import Table, page_template, three_digits
 from draftlab.searching.plan import Plan, Request, in_words, not_tried, streams
 from draftlab.searching.schedule import StepRunner, record_of
@@ -130,6 +130,7 @@ class Verdict(FileModel, extra="ignore"):
         choice: Label of the chosen candidate, or "no draft".
         speedups: Speed-ups of whole requests by number of concurrent requests, on prompts that were not used for the
             choice.
+        seconds: Which seconds all times of the scores are.
         precision: Precision of target and draft, as text.
         reason: Reason why the choice is served or not.
         doubt: Reason why the measurement decides nothing, or "".
@@ -149,6 +150,7 @@ class Verdict(FileModel, extra="ignore"):
     speedups: dict[int, Interval]
     precision: str = ""
     plain_tokens_per_second: float
+    seconds: Seconds
     reason: str
     doubt: str = ""
     would_change: list[str] = Field(default_factory=list)
@@ -439,13 +441,12 @@ def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command:
         seconds: Function that returns how many seconds a step of the plan took, from the name of the step.
         command: Command line of the run.
     """
-    board = _candidates(verdict)
     labels = [choice.label for choice in verdict.ranking]
     marks = {label: plots.Mark.of(label, i) for i, label in enumerate(labels)}
     gains = [(marks[choice.label], choice.at_fewest) for choice in verdict.ranking]
     at_fewest = streams([min(verdict.speedups)])
     first = Figure(
-        svg=plots.plot_ranking(gains),
+        svg=plots.plot_ranking(gains, NO_DRAFT),
         table=Table(
             heads=(),
             rows=[],  # the table of candidates has the values
@@ -459,8 +460,7 @@ def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command:
         answer=f"{verdict.head()}: {verdict.reason}.",
         serve=verdict.serve,
         changes=verdict.would_change,
-        first=first,
-        board=board,
+        boards=[Board(first=first, table=_candidates(verdict))],
         tables=_tables(verdict, plan, seconds),
         notes=not_tried(verdict.left_out) + verdict.notes,
         marks=marks,
@@ -478,7 +478,7 @@ def _candidates(verdict: Verdict) -> Table:
             "candidate": choice.label,
             "drafted tokens (K)": str(choice.k),
             "tokens per target pass": f"{choice.tokens_per_pass:.2f}",
-            "tokens/s": three_digits(choice.tokens_per_second),
+            RATES[verdict.seconds]: three_digits(choice.tokens_per_second),
             f"speed-up, {streams([min(verdict.speedups)])}": choice.at_fewest.as_speedup(),
         }
         rows.append(cells | ({"speed-up, mean": f"{choice.speedup:.2f}x"} if several else {}))
@@ -486,7 +486,7 @@ def _candidates(verdict: Verdict) -> Table:
         "candidate": NO_DRAFT,
         "drafted tokens (K)": "–",
         "tokens per target pass": "1.00",
-        "tokens/s": three_digits(verdict.plain_tokens_per_second),
+        RATES[verdict.seconds]: three_digits(verdict.plain_tokens_per_second),
     }
     faster = sum(choice.speedup > 1 and not choice.changed for choice in verdict.ranking)
     rows.insert(faster, plain)

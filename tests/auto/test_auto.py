@@ -46,6 +46,7 @@ def test_a_target_that_cannot_be_pruned_gets_a_verdict_on_lookup(space, tokenize
     assert (space / "out/report/report.html").is_file()
     page = (space / "out/index.html").read_text()
     assert verdict.reason in page
+    assert (verdict.seconds, "tokens per CPU second" in page) == ("cpu", True)
     assert (space / "out/export/serve.sh").is_file() == verdict.use
     assert all(step.is_done() for step in read_recipe(space / "out/recipe.yaml"))
     before = times(space / "out")

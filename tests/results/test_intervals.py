@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 from scipy import stats
-from test_report import PROMPTS, change, conditioned, plain, score, speculative
+from test_report import PROMPTS, change, plain, score, speculative
 
 from draftlab.intervals import (
     FEWEST,
@@ -195,15 +195,6 @@ def test_requests_that_took_no_time_are_refused():
     base, ended = score().model_dump(), [plain(i, 0.0).model_dump() for i in range(PROMPTS)]
     with pytest.raises(ValueError, match="0"):
         Score.model_validate(base | {"plain": ended})
-
-
-def test_scores_of_other_requests_have_a_ratio_and_no_verdict():
-    other = conditioned(score("other", speed=0.5), selection="others")
-    fast, slow = rank([score("fast"), other])
-    assert (fast.choices, slow.paired, slow.significant) == (1, False, None)
-    assert slow.ratio_to_fastest is not None
-    same = rank([score("fast"), score("slow", speed=0.5)])
-    assert (same[0].choices, same[1].significant) == (2, True)
 
 
 def test_a_score_that_names_no_conversations_is_paired_with_one_that_does():

@@ -14,7 +14,7 @@ from draftlab.commands.search import _rung_table
 from draftlab.intervals import Interval
 from draftlab.model.families import presets, shape_name
 from draftlab.model.shape import Shape, check, check_within, resolve
-from draftlab.results.score import read_score
+from draftlab.results.score import Seconds, read_score
 from draftlab.searching.run import Searcher, default_depths, default_widths
 from draftlab.searching.schedule import (
     MAX_PASS_SHARE,
@@ -42,13 +42,16 @@ def trial(name: str, rejection: float = 0.5) -> ShapeTrial:
     )  # fmt: skip
 
 
-def search_of(gain: float = 1.2, changed: tuple[str, ...] = ()) -> Search:
+def search_of(
+    gain: float = 1.2, changed: tuple[str, ...] = (), seconds: Seconds = "wall"
+) -> Search:
     measured = [
         MeasuredDraft(
             name=name,
             k=2,
             length=2.0,
             tokens_per_second=100 * gain,
+            seconds=seconds,
             gain=Interval(value=gain, low=gain - 0.1, high=gain + 0.1, n=8),
             changed=name in changed,
         )
@@ -138,6 +141,13 @@ def test_no_draft_is_a_row_and_wins_where_no_draft_is_faster(gain, changed, pays
     table = rendered(_rung_table(found), 120)
     assert ("* a " in table, "* no draft" in table) == (pays, not pays)
     assert len(found.explain()) == 1 + (not pays) + bool(changed)
+
+
+@pytest.mark.parametrize(("seconds", "said"), [("cpu", True), ("wall", False)])
+def test_a_search_says_which_seconds_it_counts(seconds, said):
+    found = search_of(seconds=seconds)
+    texts = [rendered(_rung_table(found), 120), *found.explain()]
+    assert ["tokens per CPU second" in text for text in texts] == [said] * 2
 
 
 @pytest.mark.slow

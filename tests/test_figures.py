@@ -1,0 +1,108 @@
+"""No text of a figure leaves its canvas."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
+from matplotlib.transforms import Affine2D
+
+from draftlab.intervals import Interval
+from draftlab.results import plots
+
+FIGURES = Path(__file__).parents[1] / "docs/figures"
+SVG = "{http://www.w3.org/2000/svg}"
+GLYPHS = 100  # size in which matplotlib writes glyphs
+CALL = re.compile(r"(translate|rotate|scale)\(([^)]*)\)")
+
+
+def placed(
+    text: str, size: float, anchor: str, transform: str
+) -> tuple[float, float, float, float]:
+    """Return left, top, right and bottom of a text, in the canvas's points."""
+    box = TextPath((0, 0), text, size=size, prop=FontProperties(family="DejaVu Sans")).get_extents()
+    shift = {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor] * box.width
+    matrix = Affine2D()
+    for name, values in reversed(CALL.findall(transform)):
+        numbers = [float(n) for n in re.split(r"[ ,]+", values.strip())]
+        if name == "translate":
+            matrix.translate(*numbers)
+        elif name == "scale":
+            matrix.scale(*numbers)
+        else:
+            angle, *centre = numbers
+            matrix.rotate_deg_around(*(centre or (0.0, 0.0)), angle)
+    return box.translated(-shift, 0).transformed(matrix).extents
+
+
+def texts(source: str) -> Iterator[tuple[str, tuple[float, float, float, float]]]:
+    """Yield the texts of an SVG file of matplotlib, which are glyphs or text elements, and where they are."""
+    parser = ElementTree.XMLParser(target=ElementTree.TreeBuilder(insert_comments=True))
+    for group in ElementTree.fromstring(source, parser).iter(f"{SVG}g"):
+        line = ""
+        for child in group:
+            if child.tag is ElementTree.Comment:
+                line = (child.text or "").strip()  # the comment before glyphs is their text
+            elif child.tag == f"{SVG}text" and child.text:
+                style, where = child.get("style", ""), child.get("transform", "")
+                size = re.search(r"font-size: ([\d.]+)px|font: ([\d.]+)px", style)
+                assert size, style
+                anchor = re.search(r"text-anchor: (\w+)", style)
+                at = f"translate({child.get('x', 0)} {child.get('y', 0)}) scale(1 -1)"
+                yield (
+                    child.text,
+                    placed(
+                        child.text,
+                        float(size[1] or size[2]),
+                        anchor[1] if anchor else "start",
+                        f"{where} {at}",
+                    ),
+                )
+            elif child.tag == f"{SVG}g" and line and "scale(" in child.get("transform", ""):
+                yield line, placed(line, GLYPHS, "start", child.get("transform", ""))
+
+
+def outside(source: str, width: float, height: float) -> list[str]:
+    found = list(texts(source))
+    assert found
+    return [
+        text
+        for text, (left, top, right, bottom) in found
+        if min(left, top, bottom) < -1 or right > width + 1 or max(top, bottom) > height + 1
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(file.name for file in FIGURES.glob("*.svg")))
+def test_no_text_of_a_committed_figure_leaves_the_canvas(name):
+    source = (FIGURES / name).read_text()
+    box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', source)
+    assert box
+    assert outside(source, float(box[1]), float(box[2])) == []
+
+
+NAMES = [
+    "short",
+    "a-draft-with-quite-a-long-name-and-options",
+    "prompt lookup followed by the draft (draft=X)",
+]
+
+
+@pytest.mark.parametrize("gains", [(1.0, 1.5, 0.5), (2.0, 2.0, 2.0), (0.5, 0.2, 3.0)])
+def test_no_text_of_a_report_leaves_the_canvas(gains):
+    marks = [plots.Mark.of(name, i) for i, name in enumerate(NAMES)]
+    rows = [
+        (mark, Interval(value=gain, low=0.9 * gain, high=1.1 * gain, n=12))
+        for mark, gain in zip(marks, gains, strict=True)
+    ]
+    steps = [
+        (f"{plots.short(name)}: 3.00 tokens, 12.3 CPU ms each", dict.fromkeys(plots.PHASES, gain))
+        for name, gain in zip(NAMES, gains, strict=True)
+    ]
+    for svg in (plots.plot_ranking(rows, "no draft, bfloat16"), plots.plot_time(steps, "CPU ms")):
+        box = re.search(r'viewBox="0 0 (\d+) (\d+)"', svg)
+        assert box
+        whole = str(svg).replace("<svg ", f'<svg xmlns="{SVG[1:-1]}" ', 1)
+        assert outside(whole, float(box[1]), float(box[2])) == []

@@ -21,10 +21,11 @@ from draftlab.latency.profiler import (
     RandomWeights,
     host_times,
     measure,
-    measure_latency,
+    measure_passes,
     random_model,
 )
 from draftlab.model import llama
+from draftlab.model.modes import with_mode
 from draftlab.model.shape import write_shape_file
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def test_every_point_of_the_grid_is_measured(monkeypatch):
 
     monkeypatch.setattr(llama.Llama, "forward", watched)
     grid = list(itertools.product(GRID.widths, GRID.batches, GRID.contexts))
-    for curves in measure(models, GRID, mode="eager", clock=clock_for(CPU)).values():
+    for curves in measure(models, GRID, clock=clock_for(CPU)).values():
         assert [(p.width, p.batch, p.context) for p in curves.forward] == grid
         steady = [(p.after, p.width, p.batch, p.context) for p in curves.steady]
         assert steady == list(itertools.product(AFTER, [1], GRID.batches, GRID.contexts))
@@ -75,10 +76,10 @@ def test_only_the_second_of_a_pair_is_timed_and_no_round_before_all_is_warm():
 
         return run
 
-    tasks = {
-        "a": (costs("lead", 5), costs("a", 1, first=100)),
-        "b": (costs("lead", 7), costs("b", 2)),
-    }
+    tasks = [
+        [(None, costs("lead", 5)), ("a", costs("a", 1, first=100))],
+        [(None, costs("lead", 7)), ("b", costs("b", 2))],
+    ]
     times = time_interleaved(tasks, repeats=3, clock=lambda: now[0])
     assert times == {"a": [1000.0] * 3, "b": [2000.0] * 3}
     assert all(calls[i] == "lead" for i in range(0, len(calls), 2))
@@ -89,16 +90,16 @@ def test_only_the_second_of_a_pair_is_timed_and_no_round_before_all_is_warm():
 
 def test_host_time_leaves_the_pass_out():
     model = random_model(SHAPE.model_copy(update={"layers": 24}), torch.float32, CPU, 64)
-    grid = replace(GRID, widths=[3], batches=[1], contexts=[8], prompts=[8])
+    grid = replace(GRID, widths=[3], batches=[1], contexts=[8], prompts=[8], after=())
     host = sorted(host_times(model, 3, grid, clock_for(CPU)))
-    pass_ms = measure_latency({"m": model}, widths=[3], context=8, passes=4)["m"][0].median_ms
-    assert 0 < host[len(host) // 2] < pass_ms
+    passes = measure_passes({"m": model}, grid, clock=clock_for(CPU))["m"].forward
+    assert 0 < host[len(host) // 2] < passes[0].median_ms
 
 
 def test_ceilings_are_positive_and_bound_a_pass():
     model = random_model(SHAPE, torch.float32, CPU, 64)
     weights = SHAPE.params() - SHAPE.vocab * SHAPE.hidden
-    again = measure({"m": model}, GRID, mode="eager", clock=clock_for(CPU))["m"].steady[0]
+    again = measure({"m": model}, GRID, clock=clock_for(CPU))["m"].steady[0]
     assert weights * 4 / 1e6 / again.median_ms < bandwidth_gbs(weights, torch.float32, CPU)
     assert matmul_tflops(torch.float32, CPU) > 1e-3
 
@@ -112,7 +113,7 @@ def test_captured_passes_are_measured():
     replays = {}
     for mode in ("eager", "graphs"):
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:
-            measure({"m": model}, GRID, mode=mode, clock=clock_for(cuda))
+            measure({"m": with_mode(model, mode)}, GRID, clock=clock_for(cuda))
         launches = [e.count for e in watched.key_averages() if e.key == "cudaGraphLaunch"]
         replays[mode] = sum(launches)
     assert replays["eager"] == 0

@@ -45,7 +45,7 @@ WIDE = frozenset(
     {
         "TTFT,\nms",
         "weights, target/draft",
-        "draft ms per token (quartiles)",
+        "draft ms per pass",
         "layers x hidden",
         "parameters",
     }

@@ -583,7 +583,7 @@ class Score(FileModel):
     def draft_ms(self) -> float | None:
         """Return the mean milliseconds of a draft pass in a step at the best K, or None if passes were not timed."""
         costs, k = self._step_costs, self.best_k
-        if costs is None or not costs.timed(k):
+        if costs is None or not costs.drafts(k):
             return None
         each = costs.drafting(k, unread=1)
         return sum(each) / len(each)

@@ -48,9 +48,12 @@ class StepCosts:
         )
 
     def timed(self, k: int) -> bool:
-        """Return whether the passes of a step with k drafted tokens were timed."""
-        verified = k == 0 or any(each.width == k + 1 for each in self.verify)
-        return verified and (k < 2 or self.parallel or bool(self.following))
+        """Return whether all passes of a step with k drafted tokens were timed."""
+        return k == 0 or (self.drafts(k) and any(each.width == k + 1 for each in self.verify))
+
+    def drafts(self, k: int) -> bool:
+        """Return whether the draft passes of such a step were timed."""
+        return k == 1 or self.parallel or bool(self.following)
 
     def drafting(self, k: int, unread: int) -> list[float]:
         """Return the milliseconds of each draft pass of a step.

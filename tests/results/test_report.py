@@ -191,7 +191,7 @@ def test_markdown_holds_the_records_numbers():
         "layers x hidden": "2 x 64",
         # embedding and head 2 x 512 x 64, per layer 2 x 64 x 64 + 2 x 32 x 64 + 3 x 64 x 176 + 2 x 64, final norm 64
         "parameters": "158k",
-        "draft ms per token (quartiles)": "2.50 (2.25 to 3.00)",
+        "draft ms per pass": "2.50",
         "K": "4",
         "accept rate": "50.0%",
         "tokens per pass": "3.00",

@@ -42,13 +42,7 @@ PHASES = ("draft", "verify", "host")
 # names of metrics in lm-eval, without the name of a filter
 ACCURACY_METRICS = ("acc", "exact_match")
 WIDE = frozenset(
-    {
-        "TTFT,\nms",
-        "weights, target/draft",
-        "draft ms per pass",
-        "layers x hidden",
-        "parameters",
-    }
+    {"TTFT,\nms", "weights, target/draft", "draft ms per pass", "layers x hidden", "parameters"}
 )
 CAPTION = (
     "* Fastest. ~ Not shown to be slower than the fastest draft. Each row has the draft's own speed-up at its best K, "

@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from draftlab.latency.profiler import (
     random_model,
 )
 from draftlab.model import llama
+from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.modes import with_mode
 from draftlab.model.shape import write_shape_file
 
@@ -64,6 +66,41 @@ def test_every_point_of_the_grid_is_measured(monkeypatch):
         every = [*curves.forward, *curves.steady, *curves.prefill, *curves.host]
         assert all(0 < p.low_ms <= p.median_ms <= p.high_ms and p.n == GRID.repeats for p in every)
     assert seen >= {*grid, *((length, 1, 0) for length in GRID.prompts)}
+
+
+def test_passes_are_timed_at_their_places_whatever_the_order_of_models():
+    """A clock of a machine that needs 10 s more for the first pass of a model after another model's.
+
+    So a first pass never costs less than a later one, and two listings of the same models agree to the last digit.
+    """
+    now, before = [0.0], [""]
+
+    class Priced(HFDecoder):
+        """Only the cost of a pass is of interest: 1 s for each token, and 10 s if another model ran before."""
+
+        def __init__(self, name: str) -> None:
+            self.name, self.context = name, 64
+
+        device = CPU
+        weight_bytes = 1 << 20
+
+        def new_cache(self, rows: int, capacity: int):
+            return SimpleNamespace(used=[0] * rows)
+
+        def forward(self, ids, cache, last=0):
+            now[0] += ids.shape[1] + (10 if before[0] != self.name else 0)
+            before[0] = self.name
+
+    def measured(names):
+        timed = {name: Priced(name) for name in names}
+        return measure_passes(timed, GRID, clock=lambda: now[0])
+
+    found = measured(["target", "draft", "other"])
+    for curves in found.values():
+        assert {p.median_ms for p in curves.forward if p.width == 1} == {11e3}
+        assert {p.median_ms for p in curves.forward if p.width == 3} == {13e3}
+        assert {p.median_ms for p in curves.steady} == {1e3}
+    assert measured(["other", "draft", "target"]) == found
 
 
 def test_only_the_second_of_a_pair_is_timed_and_no_round_before_all_is_warm():

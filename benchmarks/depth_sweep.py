@@ -19,12 +19,14 @@ import typer
 from benchmarks import environment
 from benchmarks.figures import save_figure
 from draftlab.console import note
+from draftlab.engine.clocks import clock_for
 from draftlab.engine.timing import bandwidth_gbs
 from draftlab.latency.cost_model import BYTES, active_params
 from draftlab.latency.machine_state import device_name
-from draftlab.latency.profiler import measure_latency, random_model
+from draftlab.latency.profiler import Grid, measure_passes, random_model
 from draftlab.model import Mode, checkpoint
 from draftlab.model.families import Budget, family
+from draftlab.model.modes import with_mode
 from draftlab.model.shape import Shape, parse_count, parse_numbers
 from draftlab.pruning.source import prunable_shape
 from draftlab.results.plots import Panel
@@ -89,9 +91,9 @@ def _measured(
 ) -> dict[str, float]:  # fmt: skip
     model = random_model(shape, checkpoint.DTYPES[dtype], device, context + 8)
     name = f"{shape.layers}x{shape.hidden}"
-    one = measure_latency(
-        {name: model}, widths=[1], context=context, passes=passes, mode=mode, clock=clock
-    )[name][0]
+    grid = Grid(widths=[1], batches=[1], contexts=[context], prompts=[], repeats=passes)
+    curves = measure_passes({name: with_mode(model, mode)}, grid, clock=clock or clock_for(device))
+    one = curves[name].steady[-1]
     size = active_params(shape) * BYTES[dtype] / 1e9
     return {
         "layers": shape.layers, "hidden": shape.hidden, "ffn": shape.ffn, "params": shape.params(), "read_gb": size,

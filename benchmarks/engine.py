@@ -221,10 +221,7 @@ def _over_floor(model: Llama, context: int, rounds: int = 200) -> float:
         cache.used = [context]
         model.forward(ids, cache)
 
-    tasks = {
-        "step": (lambda: None, step),
-        "floor": (lambda: None, lambda: F.linear(vector, matrix)),
-    }
+    tasks = [[("step", step)], [("floor", lambda: F.linear(vector, matrix))]]
     times = time_interleaved(tasks, repeats=rounds, clock=steady_clock(model.device))
     middle = {name: sorted(each)[rounds // 2] for name, each in times.items()}
     return middle["step"] / middle["floor"]

@@ -21,8 +21,10 @@ from benchmarks import environment, speedups
 from benchmarks.smollm2 import MODELS, TARGET, category, scores
 from draftlab.commands import COMMANDS
 from draftlab.console import note
-from draftlab.latency.profiler import measure_latency, random_model
+from draftlab.engine.clocks import clock_for
+from draftlab.latency.profiler import Grid, measure_passes, random_model
 from draftlab.model import checkpoint, hub
+from draftlab.model.modes import with_mode
 from draftlab.model.parallel import trained_offsets
 from draftlab.model.shape import Shape
 from draftlab.provenance import read_record
@@ -338,13 +340,21 @@ def costs(target: Shape, draft: Shape, k: int, passes: int) -> dict[str, Any]:
         for part in (4, 8)
     }
     models = {
-        name: random_model(shape, dtype(), checkpoint.CPU, 512) for name, shape in shapes.items()
+        name: with_mode(random_model(shape, dtype(), checkpoint.CPU, 512), "native")
+        for name, shape in shapes.items()
     }
-    measured = measure_latency(
-        models, widths=list(range(1, 2 * k + 1)), context=128, passes=passes, mode="native"
+    grid = Grid(
+        widths=range(1, 2 * k + 1),
+        batches=[1],
+        contexts=[128],
+        prompts=[],
+        repeats=passes,
+        after=(),
     )
+    measured = measure_passes(models, grid, clock=clock_for(checkpoint.CPU))
     ms = {
-        name: {latency.width: latency.low_ms for latency in row} for name, row in measured.items()
+        name: {point.width: point.low_ms for point in curves.forward}
+        for name, curves in measured.items()
     }
     most = {alpha: ceiling(ms["target"], ms["draft"], alpha, k) for alpha in ACCEPTANCE}
     return {

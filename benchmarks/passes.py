@@ -13,7 +13,7 @@ import typer
 
 from benchmarks import environment
 from draftlab.console import progress
-from draftlab.engine.timing import Task, time_interleaved
+from draftlab.engine.timing import Chain, Task, time_interleaved
 from draftlab.latency.machine_state import steady_clock
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.llama import Llama
@@ -69,9 +69,11 @@ def main(
 def _measure(
     arms: dict[str, Llama], sizes: list[tuple[int, int]], context: int, rounds: int
 ) -> dict[Pass, float]:
-    tasks = {
-        (name, *size): _pass(arm, *size, context) for name, arm in arms.items() for size in sizes
-    }
+    tasks: list[Chain[Pass]] = []
+    for name, arm in arms.items():
+        for size in sizes:
+            rewind, run = _pass(arm, *size, context)
+            tasks.append([(None, rewind), ((name, *size), run)])
     with progress("passes", rounds) as advance:
         times = time_interleaved(
             tasks,

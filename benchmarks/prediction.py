@@ -71,9 +71,7 @@ def main(
     runs: dict[Arm, list[Generation]] = {}
     wrote: list[list[int]] = []
     for number in range(rounds):
-        curves.append(
-            measure({TARGET: target, **drafts}, grid, mode="eager", clock=time.process_time)
-        )
+        curves.append(measure({TARGET: target, **drafts}, grid, clock=time.process_time))
         measured = measure_throughput(
             target,
             {
@@ -117,8 +115,9 @@ def _draft(name: str, folder: Path) -> Path:
 def _cost(name: str, model: Llama, rounds: list[LatencyCurves]) -> CostModel:
     """Return the cost model of a model. Each latency is the mean over rounds of the round's median."""
     profile = Profile(
-        kind="measured", name=name, sha256=None, shape=model.shape, device=device_name(model.device), dtype="float32",
-        mode="eager", threads=1, bandwidth_gbs=1, matmul_tflops={}, command="", versions={}, created="",
+        kind="measured", name=name, sha256=None, shape=model.shape, device=device_name(model.device), mode="eager",
+        dtype="float32",
+        threads=1, bandwidth_gbs=1, matmul_tflops={}, command="", versions={}, created="",
         forward=_mean([r.forward for r in rounds]), steady=_mean([r.steady for r in rounds]),
         prefill=_mean([r.prefill for r in rounds]), host=_mean([r.host for r in rounds]),
     )  # fmt: skip

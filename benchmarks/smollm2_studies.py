@@ -302,7 +302,7 @@ def timed(score: Score) -> dict[str, Any]:
         "layers": shape.layers if shape else None,
         "parameters": shape.params() if shape else None,
         "pass_ms": score.draft_ms,
-        "target_pass_ms": score.target.latency[0].median_ms,
+        "target_pass_ms": score.target_ms,
         "k": score.best_k,
         "speedup": bounds(score.best_k_speedup),
         "tpot_speedup": tpot and bounds(tpot),

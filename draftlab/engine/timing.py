@@ -1,7 +1,7 @@
 """Time interleaved tasks, and measure a device's memory bandwidth and speed of matrix multiplication."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch.nn import functional as F
@@ -22,49 +22,69 @@ LAPS = 16  # runs between two readings of a GPU's clock, because a reading takes
 
 Task = Callable[[], object]
 Key = TypeVar("Key")
+# tasks that run one after the other, each with the key of its times, or None if it is not timed
+Chain = Sequence[tuple[Key | None, Task]]
+
+
+class Rounds(Generic[Key]):
+    """Chains of tasks that are timed in turns.
+
+    A round runs every chain once. The order of the chains is reversed every round, so that drift of the machine affects
+    all chains alike. A task always follows the same task of its chain.
+
+    times: Milliseconds of each task in each round after the warm-up, by key.
+    done: Number of rounds after the warm-up.
+    """
+
+    def __init__(self, chains: Sequence[Chain[Key]], clock: Clock) -> None:
+        self.chains, self.clock = list(chains), clock
+        self.times: dict[Key, list[float]] = {}
+        self.done = 0
+
+    def warm_up(self) -> None:
+        """Run rounds that do not count, until two of them take similar times."""
+        last = 0.0
+        for number in range(WARM_UP_ROUNDS[1]):
+            total = sum(milliseconds for _, milliseconds in self._timed())
+            if number + 1 >= WARM_UP_ROUNDS[0] and abs(total - last) <= STEADY * last:
+                return
+            last = total
+
+    def run(self) -> None:
+        """Run a round, and keep its times."""
+        for key, milliseconds in list(self._timed()):
+            self.times.setdefault(key, []).append(milliseconds)
+        self.done += 1
+
+    def _timed(self) -> Iterator[tuple[Key, float]]:
+        self.chains.reverse()
+        for chain in self.chains:
+            for key, task in chain:
+                start = self.clock()
+                task()
+                if key is not None:
+                    yield key, (self.clock() - start) * 1e3
 
 
 def time_interleaved(
-    tasks: Mapping[Key, tuple[Task, Task]],
+    chains: Sequence[Chain[Key]],
     *,
     repeats: int,
     clock: Clock,
     advance: Callable[[int], None] = lambda rounds: None,
 ) -> dict[Key, list[float]]:
-    """Time several tasks in turns, and return the milliseconds that each task took in each round.
-
-    A round runs every task once. The order of the tasks is reversed every round, so that drift of the machine affects
-    all tasks alike. Warm-up rounds are not measured.
+    """Time tasks in turns after a warm-up, and return the milliseconds that each task took in each round, see Rounds.
 
     Args:
-        tasks: For each key, a pair: a task that prepares, which is not timed, and the task that is timed.
         repeats: Number of measured rounds.
         advance: Callback that receives the number of measured rounds so far.
     """
-    order = list(tasks)
-
-    def run_round(number: int) -> dict[Key, float]:
-        times = {}
-        for key in order if number % 2 else reversed(order):
-            before, timed = tasks[key]
-            before()
-            start = clock()
-            timed()
-            times[key] = (clock() - start) * 1e3
-        return times
-
-    last = 0.0
-    for number in range(WARM_UP_ROUNDS[1]):
-        total = sum(run_round(number).values())
-        if number + 1 >= WARM_UP_ROUNDS[0] and abs(total - last) <= STEADY * last:
-            break
-        last = total
-    measured: dict[Key, list[float]] = {key: [] for key in tasks}
+    rounds = Rounds(chains, clock)
+    rounds.warm_up()
     for number in range(repeats):
-        for key, milliseconds in run_round(number).items():
-            measured[key].append(milliseconds)
+        rounds.run()
         advance(number + 1)
-    return measured
+    return rounds.times
 
 
 def summarize(width: int, times: Sequence[float]) -> Latency:
@@ -114,5 +134,5 @@ def _fastest_ms(run: Task, device: torch.device, passes: int = 8) -> float:
         for _ in range(laps):
             run()
 
-    times = time_interleaved({"": (lambda: None, several)}, repeats=passes, clock=clock_for(device))
+    times = time_interleaved([[("", several)]], repeats=passes, clock=clock_for(device))
     return min(times[""]) / laps

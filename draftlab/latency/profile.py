@@ -20,7 +20,7 @@ from draftlab.model import Mode, checkpoint, devices, hub, llama, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
-from draftlab.model.modes import check_mode, load, resolve_mode, set_threads
+from draftlab.model.modes import check_mode, load, resolve_mode, set_threads, with_mode
 from draftlab.model.shape import Shape
 from draftlab.model.size import ApproximateSize, read_size
 from draftlab.output import Output
@@ -189,9 +189,8 @@ def profile_models(
     clock = steady_clock(running.device)
     with heartbeat("passes"), progress("rounds", grid.repeats) as advance:
         curves = measure(
-            decoders,
+            {name: _in_mode(model, running.mode) for name, model in decoders.items()},
             grid,
-            mode=running.mode,
             clock=clock,
             advance=lambda rounds: advance(rounds, ""),
         )
@@ -210,6 +209,10 @@ def profile_models(
             write_profile(profile, work / f"{profile.name}.yaml")
         output.record(work)
     return profiles
+
+
+def _in_mode(model: Decoder, mode: Mode) -> Decoder:
+    return with_mode(model, mode) if isinstance(model, Llama) else model
 
 
 def _load(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, Decoder]:

@@ -6,21 +6,19 @@ values. The passes of a head are timed like the passes of a decoder.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from draftlab.engine.clocks import Clock, clock_for
+from draftlab.engine.clocks import Clock
 from draftlab.engine.drafters.ngram import TextDrafter
 from draftlab.engine.drafters.states import HeadPasses
 from draftlab.engine.generate import speculative_decode
-from draftlab.engine.timing import Task, memory_sweep, summarize, time_interleaved
+from draftlab.engine.timing import Chain, Rounds, Task, memory_sweep, summarize
 from draftlab.latency.cost_model import Point, SteadyPoint
-from draftlab.model import Mode
 from draftlab.model.decoder import Decoder, KVCache
 from draftlab.model.llama import Llama
-from draftlab.model.modes import with_mode
 from draftlab.model.shape import Shape
 from draftlab.results.score import Latency
 from draftlab.sampling import SamplingParams
@@ -60,17 +58,23 @@ def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context
 # numbers of passes of the same model before a timed pass; after the largest number, processor caches are steady
 AFTER = (1, 2, 3, 8)
 At = tuple[int, int, int]  # a point of the grid: width, batch, context
+Key = tuple[
+    str, int, At
+]  # name of a model, number of its passes before this one, and point of the grid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The passes that are timed for each model."""
+    """The passes of a model that are timed."""
 
     widths: Sequence[int]  # tokens fed
     batches: Sequence[int]
     contexts: Sequence[int]
     prompts: Sequence[int]  # lengths of prefills
     repeats: int
+    # for passes over one token: numbers of passes of the same model before the timed pass
+    after: Sequence[int] = AFTER
+    last: int = 0  # number of fed tokens after which logits are computed; 0: all of them
 
     @property
     def capacity(self) -> int:
@@ -79,7 +83,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyCurves:
-    """The measured latencies of one model, as fields of a cost_model.Profile."""
+    """The measured latencies of one model, as fields of a cost_model.Profile. host: [] if it was not measured."""
 
     forward: list[Point]
     steady: list[SteadyPoint]
@@ -87,88 +91,101 @@ class LatencyCurves:
     host: list[Latency]
 
 
+class PassTimer:
+    """Times the passes of several models in turns, a round at a time, where they occur in speculative decoding.
+
+    A pass of the grid follows a pass of another model, as the first pass of a step does. Passes of the same model
+    follow it, as in a step that drafts several tokens, and as in plain decoding.
+    """
+
+    def __init__(self, models: Mapping[str, tuple[Decoder, Grid]], clock: Clock) -> None:
+        """Prepare the passes of each model. models: Decoders in the mode in which they run, with their grids.
+
+        Raises:
+            UserError: A model has a shorter context than its grid needs.
+        """
+        self.grids = {name: grid for name, (_, grid) in models.items()}
+        decoders = {name: model for name, (model, _) in models.items()}
+        passes = {name: dict(_passes(*each)) for name, each in models.items()}
+        chains: list[Chain[Key]] = []
+        for name, (model, grid) in models.items():
+            other = _other_work(name, decoders, passes)
+            following = passes[name]
+            if isinstance(model, HeadPasses):
+                following = dict(_passes(model.of_own_states(), grid))
+            for at, run in passes[name].items():
+                chain: list[tuple[Key | None, Task]] = [(None, other), ((name, 0, at), run)]
+                if at[0] == 1 and at[2] in grid.contexts:  # not a prefill
+                    chain += _following(name, at, following[at], grid.after)
+                chains.append(chain)
+        self.rounds = Rounds(chains, clock)
+
+    def curves(self) -> dict[str, LatencyCurves]:
+        """Return the latencies of each model in the rounds so far."""
+        return {name: self._curves(name, grid) for name, grid in self.grids.items()}
+
+    def _curves(self, name: str, grid: Grid) -> LatencyCurves:
+        places = list(itertools.product(grid.batches, grid.contexts))
+
+        def point(after: int, at: At) -> Point:
+            width, batch, context = at
+            latency = summarize(width, self.rounds.times[name, after, at])
+            return Point(**latency.model_dump(), batch=batch, context=context)
+
+        return LatencyCurves(
+            forward=[point(0, (width, *place)) for width in grid.widths for place in places],
+            steady=[
+                SteadyPoint(**point(after, (1, *place)).model_dump(), after=after)
+                for after in grid.after
+                for place in places
+            ],
+            prefill=[
+                summarize(length, self.rounds.times[name, 0, (length, 1, 0)])
+                for length in grid.prompts
+            ],
+            host=[],
+        )
+
+
 def measure(
     models: Mapping[str, Decoder],
     grid: Grid,
     *,
-    mode: Mode,
     clock: Clock,
     advance: Callable[[int], None] = lambda rounds: None,
 ) -> dict[str, LatencyCurves]:
-    """Measure the latency curves of each model. advance: Function to call with the number of finished rounds.
+    """Measure the latency curves of each model, and the time of its steps outside the passes.
+
+    Args:
+        models: Decoders in the mode in which they run, by name.
+        advance: Function to call with the number of finished rounds.
 
     Raises:
         UserError: A model has a shorter context than the grid needs.
     """
-    models = {
-        name: with_mode(model, mode) if isinstance(model, Llama) else model
-        for name, model in models.items()
-    }
-    passes = {name: dict(_passes(model, grid)) for name, model in models.items()}
-    tasks: dict[tuple[str, int, At], tuple[Task, Task]] = {}
-    for name, by_place in passes.items():
-        other = _other_work(name, models, passes)
-        tasks |= {(name, 0, at): (other, run) for at, run in by_place.items()}
-        model = models[name]
-        chained = (
-            dict(_passes(model.of_own_states(), grid))
-            if isinstance(model, HeadPasses)
-            else by_place
-        )
-        ones = [(at, run) for at, run in chained.items() if at[0] == 1]
-        tasks |= {
-            (name, after, at): (_lead_in(other, run, after), run)
-            for after in AFTER
-            for at, run in ones
-        }
-    times = time_interleaved(tasks, repeats=grid.repeats, clock=clock, advance=advance)
-    curves: dict[str, LatencyCurves] = {}
-    for name, model in models.items():
-        curves[name] = LatencyCurves(
-            forward=[
-                _point(times, name, 0, at)
-                for at in itertools.product(grid.widths, grid.batches, grid.contexts)
-            ],
-            steady=[
-                SteadyPoint(**_point(times, name, after, (1, *at)).model_dump(), after=after)
-                for after in AFTER
-                for at in itertools.product(grid.batches, grid.contexts)
-            ],
-            prefill=[summarize(length, times[name, 0, (length, 1, 0)]) for length in grid.prompts],
-            host=[summarize(width, host_times(model, width, grid, clock)) for width in grid.widths],
-        )
+    curves = measure_passes(models, grid, clock=clock, advance=advance)
+    for name, measured in curves.items():
+        host = [
+            summarize(width, host_times(models[name], width, grid, clock)) for width in grid.widths
+        ]
+        curves[name] = replace(measured, host=host)
     return curves
 
 
-def measure_latency(
-    models: dict[str, Llama],
+def measure_passes(
+    models: Mapping[str, Decoder],
+    grid: Grid,
     *,
-    widths: list[int],
-    context: int,
-    passes: int,
-    mode: Mode = "eager",
-    clock: Clock | None = None,
-    batch: int = 1,
-) -> dict[str, list[Latency]]:
-    """Measure the latency of forward passes of each width after `context` cached tokens. Models take turns.
-
-    Args:
-        passes: Number of timed passes of each width.
-        clock: Default: the clock of the device.
-    """
-    grid = Grid(widths=widths, batches=[batch], contexts=[context], prompts=[], repeats=passes)
-    tasks = {
-        (name, at): (lambda: None, run)
-        for name, model in models.items()
-        for at, run in _passes(with_mode(model, mode), grid)
-    }
-    times = time_interleaved(
-        tasks, repeats=passes, clock=clock or clock_for(next(iter(models.values())).device)
-    )
-    return {
-        name: [summarize(width, times[name, (width, batch, context)]) for width in widths]
-        for name in models
-    }
+    clock: Clock,
+    advance: Callable[[int], None] = lambda rounds: None,
+) -> dict[str, LatencyCurves]:
+    """Measure the latency curves of each model without the time outside passes. The arguments are those of measure."""
+    timer = PassTimer({name: (model, grid) for name, model in models.items()}, clock)
+    timer.rounds.warm_up()
+    for number in range(grid.repeats):
+        timer.rounds.run()
+        advance(number + 1)
+    return timer.curves()
 
 
 def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[float]:
@@ -193,21 +210,13 @@ class RepeatLastToken(TextDrafter):
         return text[-1:] * count
 
 
-def _point(
-    times: Mapping[tuple[str, int, At], list[float]], name: str, after: int, at: At
-) -> Point:
-    width, batch, context = at
-    return Point(
-        **summarize(width, times[name, after, at]).model_dump(), batch=batch, context=context
-    )
-
-
 def _passes(model: Decoder, grid: Grid) -> Iterator[tuple[At, Task]]:
     """Yield each pass of the grid with its (width, batch, context). A prefill is a pass of one text with context 0."""
     for batch in grid.batches:
         caches = _caches(model, batch, grid)
         for width, context in itertools.product(grid.widths, grid.contexts):
-            yield (width, batch, context), _pass(model, caches[context], width, context, width)
+            last = min(width, grid.last or width)
+            yield (width, batch, context), _pass(model, caches[context], width, context, last)
     cache = model.new_cache(1, grid.capacity)
     for length in grid.prompts:
         yield (length, 1, 0), _pass(model, cache, length, 0, 1)
@@ -250,12 +259,9 @@ def _other_work(
     return memory_sweep(models[name].weight_bytes, torch.float32, models[name].device)[1]
 
 
-def _lead_in(other: Task, run: Task, after: int) -> Task:
-    """Return the untimed work before a timed pass: `other` once, and then `run` as many times as `after` says."""
-
-    def several() -> None:
-        other()
-        for _ in range(after):
-            run()
-
-    return several
+def _following(
+    name: str, at: At, run: Task, after: Sequence[int]
+) -> Iterator[tuple[Key | None, Task]]:
+    """Yield passes that follow the first pass of a chain, with keys for those that come after so many passes."""
+    for number in range(1, max(after, default=0) + 1):
+        yield (name, number, at) if number in after else None, run

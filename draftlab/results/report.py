@@ -48,8 +48,8 @@ WIDE = frozenset(
         "TTFT,\nms",
         "TTFT,\nCPU ms",
         "weights, target/draft",
-        "draft ms per token (quartiles)",
-        "draft CPU ms per token (quartiles)",
+        "draft ms per pass",
+        "draft CPU ms per pass",
         "layers x hidden",
         "parameters",
     }
@@ -358,9 +358,8 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
     if (accuracy := _accuracy(score.draft.tasks, shown)) is not None:
         error = "" if accuracy.stderr is None else f" ± {accuracy.stderr:.3f}"
         row["accu-\nracy"] = f"{accuracy.value:.3f}{error}"
-    for latency in score.draft.latency[:1]:
-        quartiles = f"({three_digits(latency.low_ms)} to {three_digits(latency.high_ms)})"
-        row[f"draft {ms} per token (quartiles)"] = f"{three_digits(latency.median_ms)} {quartiles}"
+    if score.draft_ms is not None:
+        row[f"draft {ms} per pass"] = three_digits(score.draft_ms)
     if (shape := score.draft.shape) is not None:
         row |= {
             "layers x hidden": f"{shape.layers} x {shape.hidden}",

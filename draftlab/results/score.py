@@ -28,6 +28,7 @@ from draftlab.results.decoding import (
     repeats_by_prompt,
     request_timings,
 )
+from draftlab.results.step_costs import StepCosts
 from draftlab.sampling import FILTERS, Filter, SamplingParams
 
 if TYPE_CHECKING:
@@ -123,6 +124,12 @@ class Latency(FileModel):
         return self
 
 
+class FollowingLatency(Latency):
+    """Milliseconds of a one-token pass that follows `after` passes of the same model."""
+
+    after: PositiveInt
+
+
 class TaskResult(FileModel):
     """One lm-eval metric of one task. stderr: Standard error, or None if lm-eval reports none."""
 
@@ -147,7 +154,12 @@ class Model(FileModel):
     name: str
     sha256: str | None  # None if only the server has the model's files
     shape: Shape | None  # None if only the server has the model's files
-    latency: list[Latency]  # one entry per width, the first for one token; []: it was not measured
+    # passes that follow a pass of another model, as the first pass of a step; one entry per width, the first for one
+    # token; []: they were not timed
+    latency: list[Latency]
+    # One-token passes that follow passes of the same model, as in plain decoding, and as the second and later passes of
+    # a step with a draft. []: they were not timed; before 2026-11-28, `latency` mixed both kinds of passes.
+    following: list[FollowingLatency] = Field(default=[])
     tasks: list[TaskResult]
     # True: transformers ran the model, which is slower than draftlab's engine
     via_transformers: bool = False
@@ -592,50 +604,69 @@ class Score(FileModel):
 
     @property
     def draft_ms(self) -> float | None:
-        """Return the median milliseconds of a pass of the draft over one token, or None if it was not measured."""
-        return self.draft.latency[0].median_ms if self.draft.latency else None
+        """Return the mean milliseconds of a draft pass in a step at the best K, or None if passes were not timed."""
+        costs, k = self._step_costs, self.best_k
+        if costs is None or not costs.drafts(k):
+            return None
+        each = costs.drafting(k, unread=1)
+        return sum(each) / len(each)
+
+    @property
+    def target_ms(self) -> float | None:
+        """Return the milliseconds of a target pass in plain decoding, or None if it was not timed."""
+        return self.target.following[-1].median_ms if self.target.following else None
 
     @property
     def cost_ratio(self) -> float | None:
-        """Return c: the time of a one-token pass of the draft divided by the time of a one-token pass of the target.
+        """Return c: draft_ms divided by target_ms, or None if a time is unknown."""
+        return self.draft_ms / self.target_ms if self.draft_ms and self.target_ms else None
 
-        If one of the times is unknown, return None.
+    def implied_tpot_ms(self, k: int) -> float | None:
+        """Return the milliseconds per output token after the first that follow from acceptance and single passes.
+
+        The passes of every step are added up (see StepCosts), and the measured time on the host is added. In a batch,
+        the time of a pass is divided by the number of texts, so texts should be of similar length. The result is None
+        if a latency is unknown, and for drafters without a checkpoint of their own, such as prompt lookup followed by a
+        draft. k = 0 stands for plain decoding at the precision of verification.
         """
-        if not self.draft_ms or not self.target.latency:
+        costs = self._step_costs
+        plain = [g for g in self.plain if isinstance(g, Generation)]
+        runs = plain if k == 0 else self.generations(k)
+        tokens = sum(g.tokens - 1 for g in runs)
+        if costs is None or not tokens or not costs.timed(k) or self.draft.sha256 is None:
             return None
-        return self.draft_ms / self.target.latency[0].median_ms
+        host = 1e3 * sum(g.host_seconds for g in runs)
+        if k == 0:
+            passes = costs.alone * sum(len(g.drafted) for g in plain)
+        else:
+            choosing = 1e3 * sum(g.host_seconds for g in plain)
+            choosing *= self.conditions.batch / max(1, sum(len(g.drafted) for g in plain))
+            passes = costs.total_ms(runs, choosing)
+        return (passes / self.conditions.batch + host) / tokens
+
+    def implied_request_ms(self, k: int) -> float | None:
+        """Return the mean milliseconds of a request: its measured TTFT, and implied_tpot_ms for each further token."""
+        tpot, ttft = self.implied_tpot_ms(k), self.ttft_ms(k)
+        if tpot is None or ttft is None:
+            return None
+        runs = self.generations(k)
+        return ttft.value + tpot * sum(g.tokens - 1 for g in runs) / len(runs)
 
     def implied_speedup(self, k: int) -> float | None:
-        """Return the TPOT speed-up that follows from tokens per pass and the latencies of single passes.
-
-        A draft model drafts K tokens one after the other. A parallel draft model drafts all K in one pass. The target
-        then verifies them in one pass over K + 1 tokens. The result is None if a latency is unknown. It is also None
-        for drafters without a checkpoint of their own, such as prompt lookup followed by a draft.
-        """
-        ms = {latency.width: latency.median_ms for latency in self.target.latency}
-        if self.draft_ms is None or self.draft.sha256 is None or not {1, k + 1} <= ms.keys():
+        """Return the TPOT speed-up that follows from acceptance and the latencies of single passes, or None."""
+        alone, drafted = self.implied_tpot_ms(0), self.implied_tpot_ms(k)
+        if not alone or not drafted:
             return None
-        drafting_ms = self._parallel_pass_ms(k) if self.draft.parallel else k * self.draft_ms
         verifying = intervals.tokens_per_second(
             decode_timings([g for g in self.plain if isinstance(g, Generation)])
         )
         # the latencies were measured at the precision of verification
         over_baseline = verifying / (self.decode_tps(0) or verifying)
-        return over_baseline * self.tokens_per_pass(k) * ms[1] / (drafting_ms + ms[k + 1])
+        return over_baseline * alone / drafted
 
-    def _parallel_pass_ms(self, k: int) -> float:
-        """Return the milliseconds of a parallel draft's pass over a step's new tokens and k - 1 mask tokens.
-
-        The time is interpolated between the measured widths.
-        """
-        import numpy as np
-        from scipy.interpolate import InterpolatedUnivariateSpline
-
-        measured = sorted((latency.width, latency.median_ms) for latency in self.draft.latency)
-        if len(measured) == 1:
-            return measured[0][1]
-        line = InterpolatedUnivariateSpline(*zip(*measured, strict=True), k=1)
-        return float(np.asarray(line(self.tokens_per_pass(k) + k - 1)))
+    @property
+    def _step_costs(self) -> StepCosts | None:
+        return StepCosts.of(self.target, self.draft)
 
     @property
     def doubt(self) -> str | None:

@@ -1,15 +1,16 @@
 """Score drafts against a target in one process, and write one score.json per draft."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional as F
 
 from draftlab import provenance
-from draftlab.console import heartbeat, note, progress
+from draftlab.console import note, note_if_slow, progress
 from draftlab.engine.batch_generate import answer_turns
 from draftlab.engine.drafters.context import DrafterContext, DrafterRun
 from draftlab.engine.drafters.parallel import drafts_in_parallel, model_drafter
@@ -25,7 +26,7 @@ from draftlab.latency.machine_state import (
     warn_if_busy,
     with_waiting,
 )
-from draftlab.latency.profiler import measure_latency
+from draftlab.latency.profiler import AFTER, Grid, LatencyCurves, PassTimer
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
@@ -36,6 +37,7 @@ from draftlab.results.decoding import Generation
 from draftlab.results.score import (
     Conditions,
     Environment,
+    FollowingLatency,
     Latency,
     Model,
     Rounding,
@@ -45,7 +47,9 @@ from draftlab.results.score import (
 from draftlab.scoring.comparison import Comparison, with_rounded_drafts
 from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, TimedArms, measure_throughput
 
-LATENCY_PASSES = 60
+AnyLatency = TypeVar("AnyLatency", bound=Latency)
+# rounds in which single passes are timed, spread over the time of the decoding
+ROUNDS = 30
 
 
 def score(comparison: Comparison, output: Output) -> list[Score]:
@@ -168,9 +172,12 @@ class Measurement:
     def scores(self, batch: int) -> list[Score]:
         """Time all drafts and drafters at a batch size, and return the score of each draft and drafter."""
         comparison = self.comparison
-        latency = self._latency(batch)
+        timer = self._pass_timer(batch)
+        with note_if_slow("warming up the passes of single models"):
+            timer.rounds.warm_up()
         before = read_core_time()
-        measured = self._throughput(batch)
+        measured = self._throughput(batch, timer)
+        latency = timer.curves()
         environment = with_waiting(self.environment, before, read_core_time())
         target = self._model("", self.models.target, comparison.target, latency, {})
         rounding, other_plain = None, dict[str, list[Generation]]()
@@ -212,30 +219,40 @@ class Measurement:
         pairs = zip(prompts, answers, strict=True)
         return compare(whole, rounded, [[*prompt.ids, *answer] for prompt, answer in pairs])
 
-    def _latency(self, batch: int) -> dict[str, list[Latency]]:
-        """Time single passes of all models that draftlab's engine runs, and return the latencies by name.
+    def _pass_timer(self, batch: int) -> PassTimer:
+        """Return a timer of the passes of all models that draftlab's engine runs, each named by its object's id."""
+        comparison, ks = self.comparison, self.comparison.ks
 
-        The name of the target is "".
-        """
-        decoders = {"": self.models.target, **{name: run.model for name, run in self.runs.items()}}
-        own = {name: model for name, model in decoders.items() if isinstance(model, Llama)}
-        if not own:
-            return {}
-        widths = [1, *(k + 1 for k in self.comparison.ks)]
-        note(
-            f"timing passes of {len(own)} models over {widths[0]} to {widths[-1]} tokens, batch size {batch}"
-        )
-        with heartbeat("latency"):
-            return measure_latency(
-                own,
+        def grid(widths: list[int], after: Sequence[int], last: int) -> Grid:
+            return Grid(
                 widths=widths,
-                context=self.comparison.context,
-                passes=LATENCY_PASSES,
-                batch=batch,
-                clock=steady_clock(self.comparison.engine.device),
+                batches=[batch],
+                contexts=[comparison.context],
+                prompts=[],
+                repeats=ROUNDS,
+                after=after,
+                last=last,
             )
 
-    def _throughput(self, batch: int) -> TimedArms:
+        models: dict[str, tuple[Decoder, Grid]] = {}
+        for model in (run.model for run in self.runs.values()):
+            if not isinstance(model, Llama):
+                continue
+            if drafts_in_parallel(model):
+                # the tokens of an accepted draft and one more, and mask tokens
+                widths = sorted({1, *ks, *(2 * k for k in ks)})
+                models[str(id(model))] = model, grid(widths, (), max(ks))
+            else:
+                after = [number for number in AFTER if number < max(ks)]
+                models[str(id(model))] = model, grid([1, 2], after, 1)
+        target = self.models.target
+        if isinstance(target, Llama):
+            # plain decoding has a pass of the target before each pass
+            models[str(id(target))] = target, grid([1, *(k + 1 for k in ks)], [2], 0)
+        return PassTimer(models, steady_clock(comparison.engine.device))
+
+    def _throughput(self, batch: int, timer: PassTimer) -> TimedArms:
+        """Decode all prompts in all ways. Rounds of the timer are spread over the decoding."""
         comparison, requests = self.comparison, self.comparison.requests
         prompts = [prompt.ids for prompt in requests.prompts.rows]
         ways = 1 + comparison.two_precisions + sum(len(run.ks) for run in self.runs.values())
@@ -243,7 +260,15 @@ class Measurement:
             f"decoding {len(prompts)} prompts {requests.repeats} times in each of {ways} ways (without a draft, "
             "and with each draft and K)"
         )
+        runs, finished = ways * requests.repeats * len(prompts) // batch, itertools.count(1)
         with progress("decode", len(prompts) * requests.repeats) as advance:
+
+            def advance_both(done: int) -> None:
+                due = next(finished) * ROUNDS // runs
+                while timer.rounds.done < due:
+                    timer.rounds.run()
+                advance(done, "prompts")
+
             return measure_throughput(
                 self.models.target,
                 {name: (run.drafter, run.ks) for name, run in self.runs.items()},
@@ -254,7 +279,7 @@ class Measurement:
                 batch=batch,
                 rule=rule_named(comparison.rule.verify),
                 draft_sampling=comparison.rule.draft_sampling(requests.sampling),
-                advance=lambda done: advance(done, "prompts"),
+                advance=advance_both,
                 clock=steady_step_clock(comparison.engine.device),
             )
 
@@ -293,14 +318,18 @@ class Measurement:
         name: str,
         decoder: Decoder | None,
         path: Path | None,
-        latency: Mapping[str, list[Latency]],
+        latency: Mapping[str, LatencyCurves],
         facts: Mapping[str, Any],
     ) -> Model:
+        curves = latency.get(str(id(decoder)))
         return Model(
             name=name if path is None else hub.checkpoint_name(path),
             sha256=provenance.fingerprint(path) if path else None,
             shape=decoder.architecture if decoder else None,
-            latency=latency.get(name, []),
+            latency=[] if curves is None else [_fields(Latency, p) for p in curves.forward],
+            following=[]
+            if curves is None
+            else [_fields(FollowingLatency, p) for p in curves.steady],
             tasks=self.tasks.get(path, []) if path else [],
             via_transformers=decoder is not None and decoder.architecture is None,
             **facts,
@@ -316,6 +345,11 @@ class Measurement:
     def _weights(self, model: Decoder) -> str:
         """Return the precision of a model's weights: int8, the checkpoint's quantisation, or the engine's dtype."""
         return model.weights_dtype or checkpoint.dtype_name(self.comparison.engine.dtype)
+
+
+def _fields(kind: type[AnyLatency], point: Latency) -> AnyLatency:
+    """Return a point of a latency curve without its batch size and context, which the conditions of a score have."""
+    return kind(**point.model_dump(include=set(kind.model_fields)))
 
 
 def _accuracies(comparison: Comparison) -> dict[Path, list[TaskResult]]:

@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ from draftlab.latency.profiler import (
     RandomWeights,
     host_times,
     measure,
-    measure_latency,
+    measure_passes,
     random_model,
 )
 from draftlab.model import llama
+from draftlab.model.hf_decoder import HFDecoder
+from draftlab.model.modes import with_mode
 from draftlab.model.shape import write_shape_file
 
 CPU = torch.device("cpu")
@@ -54,7 +57,7 @@ def test_every_point_of_the_grid_is_measured(monkeypatch):
 
     monkeypatch.setattr(llama.Llama, "forward", watched)
     grid = list(itertools.product(GRID.widths, GRID.batches, GRID.contexts))
-    for curves in measure(models, GRID, mode="eager", clock=clock_for(CPU)).values():
+    for curves in measure(models, GRID, clock=clock_for(CPU)).values():
         assert [(p.width, p.batch, p.context) for p in curves.forward] == grid
         steady = [(p.after, p.width, p.batch, p.context) for p in curves.steady]
         assert steady == list(itertools.product(AFTER, [1], GRID.batches, GRID.contexts))
@@ -63,6 +66,41 @@ def test_every_point_of_the_grid_is_measured(monkeypatch):
         every = [*curves.forward, *curves.steady, *curves.prefill, *curves.host]
         assert all(0 < p.low_ms <= p.median_ms <= p.high_ms and p.n == GRID.repeats for p in every)
     assert seen >= {*grid, *((length, 1, 0) for length in GRID.prompts)}
+
+
+def test_passes_are_timed_at_their_places_whatever_the_order_of_models():
+    """A clock of a machine that needs 10 s more for the first pass of a model after another model's.
+
+    So a first pass never costs less than a later one, and two listings of the same models agree to the last digit.
+    """
+    now, before = [0.0], [""]
+
+    class Priced(HFDecoder):
+        """Only the cost of a pass is of interest: 1 s for each token, and 10 s if another model ran before."""
+
+        def __init__(self, name: str) -> None:
+            self.name, self.context = name, 64
+
+        device = CPU
+        weight_bytes = 1 << 20
+
+        def new_cache(self, rows: int, capacity: int):
+            return SimpleNamespace(used=[0] * rows)
+
+        def forward(self, ids, cache, last=0):
+            now[0] += ids.shape[1] + (10 if before[0] != self.name else 0)
+            before[0] = self.name
+
+    def measured(names):
+        timed = {name: Priced(name) for name in names}
+        return measure_passes(timed, GRID, clock=lambda: now[0])
+
+    found = measured(["target", "draft", "other"])
+    for curves in found.values():
+        assert {p.median_ms for p in curves.forward if p.width == 1} == {11e3}
+        assert {p.median_ms for p in curves.forward if p.width == 3} == {13e3}
+        assert {p.median_ms for p in curves.steady} == {1e3}
+    assert measured(["other", "draft", "target"]) == found
 
 
 def test_only_the_second_of_a_pair_is_timed_and_no_round_before_all_is_warm():
@@ -75,10 +113,10 @@ def test_only_the_second_of_a_pair_is_timed_and_no_round_before_all_is_warm():
 
         return run
 
-    tasks = {
-        "a": (costs("lead", 5), costs("a", 1, first=100)),
-        "b": (costs("lead", 7), costs("b", 2)),
-    }
+    tasks = [
+        [(None, costs("lead", 5)), ("a", costs("a", 1, first=100))],
+        [(None, costs("lead", 7)), ("b", costs("b", 2))],
+    ]
     times = time_interleaved(tasks, repeats=3, clock=lambda: now[0])
     assert times == {"a": [1000.0] * 3, "b": [2000.0] * 3}
     assert all(calls[i] == "lead" for i in range(0, len(calls), 2))
@@ -89,16 +127,16 @@ def test_only_the_second_of_a_pair_is_timed_and_no_round_before_all_is_warm():
 
 def test_host_time_leaves_the_pass_out():
     model = random_model(SHAPE.model_copy(update={"layers": 24}), torch.float32, CPU, 64)
-    grid = replace(GRID, widths=[3], batches=[1], contexts=[8], prompts=[8])
+    grid = replace(GRID, widths=[3], batches=[1], contexts=[8], prompts=[8], after=())
     host = sorted(host_times(model, 3, grid, clock_for(CPU)))
-    pass_ms = measure_latency({"m": model}, widths=[3], context=8, passes=4)["m"][0].median_ms
-    assert 0 < host[len(host) // 2] < pass_ms
+    passes = measure_passes({"m": model}, grid, clock=clock_for(CPU))["m"].forward
+    assert 0 < host[len(host) // 2] < passes[0].median_ms
 
 
 def test_ceilings_are_positive_and_bound_a_pass():
     model = random_model(SHAPE, torch.float32, CPU, 64)
     weights = SHAPE.params() - SHAPE.vocab * SHAPE.hidden
-    again = measure({"m": model}, GRID, mode="eager", clock=clock_for(CPU))["m"].steady[0]
+    again = measure({"m": model}, GRID, clock=clock_for(CPU))["m"].steady[0]
     assert weights * 4 / 1e6 / again.median_ms < bandwidth_gbs(weights, torch.float32, CPU)
     assert matmul_tflops(torch.float32, CPU) > 1e-3
 
@@ -112,7 +150,7 @@ def test_captured_passes_are_measured():
     replays = {}
     for mode in ("eager", "graphs"):
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:
-            measure({"m": model}, GRID, mode=mode, clock=clock_for(cuda))
+            measure({"m": with_mode(model, mode)}, GRID, clock=clock_for(cuda))
         launches = [e.count for e in watched.key_averages() if e.key == "cudaGraphLaunch"]
         replays[mode] = sum(launches)
     assert replays["eager"] == 0

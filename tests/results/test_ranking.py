@@ -16,6 +16,7 @@ from test_report import (
     rendered,
     score,
     speculative,
+    without_host,
 )
 from typed import call
 
@@ -30,7 +31,11 @@ from draftlab.results.ranking import (
     speedup_ratio,
 )
 from draftlab.results.report import html, json_rows
-from draftlab.results.score import Environment, PromptRecord, Score
+from draftlab.results.score import Environment, FollowingLatency, PromptRecord, Score
+
+
+def later(ms: float, after: int = 1) -> FollowingLatency:
+    return FollowingLatency(**latency(1, ms).model_dump(), after=after)
 
 
 def at(name: str, seconds: list[float]) -> Score:
@@ -140,10 +145,13 @@ def test_a_kind_of_prompt_that_is_answered_with_its_end_gains_nothing(tmp_path):
 
 
 def test_a_parallel_draft_implies_one_pass_over_the_last_steps_tokens_and_the_mask_tokens():
-    base = at("draft", [0.2] * PROMPTS)
+    """Steps accept 4, 2, 0, 3 and 1 tokens, so the draft reads 1, 5, 3, 1 and 4 tokens: 2.8 on average."""
+    base = without_host(at("draft", [0.2] * PROMPTS))
     k = base.best_k
-    width = base.tokens_per_pass(k) + k - 1
-    target = base.target.model_copy(update={"latency": [latency(1, 1.0), latency(k + 1, 2.0)]})
+    width = 2.8 + k - 1
+    target = base.target.model_copy(
+        update={"latency": [latency(1, 1.1), latency(k + 1, 2.0)], "following": [later(1.0)]}
+    )
     passes = [latency(n, 0.1 * n) for n in (1, k + 1, 99)]
     wide = change(base.draft, parallel=True, latency=passes)
     found = change(base, target=target, draft=wide).implied_speedup(k)
@@ -185,13 +193,15 @@ def test_stalled_passes_are_doubt(share, doubted):
     ("factor", "doubted"), [(1.0, False), (1.2, False), (1.3, True), (0.7, True)]
 )
 def test_passes_that_imply_another_speed_up_are_doubt(factor, doubted):
-    base = at("draft", [0.2] * PROMPTS)
+    base = without_host(at("draft", [0.2] * PROMPTS))
     k = base.best_k
     # a step of these passes gives what was measured, times the factor
-    passes = {1: 1.0, k + 1: base.tokens_per_pass(k) / base.speedup_value(k) / factor - k * 0.01}
+    drafting = 0.05 + (k - 1) * 0.01
+    passes = {1: 9.9, k + 1: base.tokens_per_pass(k) / base.speedup_value(k) / factor - drafting}
     timed = [latency(width, ms) for width, ms in passes.items()]
-    target = base.target.model_copy(update={"latency": timed})
-    draft = base.draft.model_copy(update={"latency": [latency(1, 0.01)]})
+    target = base.target.model_copy(update={"latency": timed, "following": [later(1.0)]})
+    passes = {"latency": [latency(1, 0.05)], "following": [later(0.01)]}
+    draft = base.draft.model_copy(update=passes)
     one = change(base, target=target, draft=draft)
     assert one.implied_speedup(k) == pytest.approx(factor * base.speedup_value(k))
     assert (one.doubt is not None) == doubted

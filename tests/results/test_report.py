@@ -22,7 +22,15 @@ from draftlab.results.report import (
     ranking_table,
     target_named,
 )
-from draftlab.results.score import Conditions, Latency, Model, PromptRecord, Score, TaskResult
+from draftlab.results.score import (
+    Conditions,
+    FollowingLatency,
+    Latency,
+    Model,
+    PromptRecord,
+    Score,
+    TaskResult,
+)
 from draftlab.results.tables import Table, TerminalTable
 
 PROMPTS = 12
@@ -39,7 +47,15 @@ CONDITIONS = Conditions(
 def model(name: str, layers: int, ms: float, tasks: list[TaskResult]) -> Model:
     shape = Shape(layers=layers, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=512)
     latency = [Latency(width=1, median_ms=ms, low_ms=0.9 * ms, high_ms=1.2 * ms, n=30)]
-    return Model(name=name, sha256=f"{layers:064x}", shape=shape, latency=latency, tasks=tasks)
+    later = [FollowingLatency(**latency[0].model_dump(), after=number) for number in (1, 2)]
+    return Model(
+        name=name,
+        sha256=f"{layers:064x}",
+        shape=shape,
+        latency=latency,
+        following=later,
+        tasks=tasks,
+    )
 
 
 def plain(prompt: int, seconds: float) -> Generation:
@@ -61,6 +77,19 @@ def speculative(
 
 def change(base: Any, **fields: object) -> Any:
     return base.model_copy(update=fields)
+
+
+def without_host(base: Score) -> Score:
+    """Return the score with the time of the host counted as time of the target's passes."""
+
+    def moved(runs: list[Generation]) -> list[Generation]:
+        return [
+            change(g, host_seconds=0, verify_seconds=g.verify_seconds + g.host_seconds)
+            for g in runs
+        ]
+
+    speculative = {k: moved(base.generations(k)) for k in base.speculative}
+    return change(base, plain=moved(base.plain), speculative=speculative)
 
 
 UNEVEN = [plain(i, 0.3 + 0.1 * i) for i in range(PROMPTS)]
@@ -163,7 +192,7 @@ def test_markdown_holds_the_records_numbers():
         "layers x hidden": "2 x 64",
         # embedding and head 2 x 512 x 64, per layer 2 x 64 x 64 + 2 x 32 x 64 + 3 x 64 x 176 + 2 x 64, final norm 64
         "parameters": "158k",
-        "draft ms per token (quartiles)": "2.50 (2.25 to 3.00)",
+        "draft ms per pass": "2.50",
         "K": "4",
         "accept rate": "50.0%",
         "tokens per pass": "3.00",

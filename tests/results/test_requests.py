@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.stats import t as student
-from test_report import CONDITIONS, change, model, score, speculative
+from test_report import CONDITIONS, change, model, score, speculative, without_host
 
 from draftlab.results.decoding import Generation, share_of_equal_texts
 from draftlab.results.ranking import category_rows, missed_thresholds, rank
@@ -114,13 +114,13 @@ def test_what_latencies_imply_is_compared_with_tpot_over_the_same_weights():
     target = model("target", 12, 20.0, [])
     wide = Latency(width=5, median_ms=20, low_ms=20, high_ms=20, n=30)
     target = target.model_copy(update={"latency": [*target.latency, wide]})
-    one = drafted("d", 0.5, {4: 0.3}, target=target)
+    one = without_host(drafted("d", 0.5, {4: 0.3}, target=target))
     assert one.implied_speedup(4) == pytest.approx(10 / 3)
     assert one.doubt is None  # 1 / 0.3 was measured in decoding, and 1.875 in requests
     over_int8 = change(one, other_plain={"int8": arm(0.4, 0.6)})
     assert over_int8.implied_speedup(4) == pytest.approx(2)
     assert over_int8.doubt is None
-    torn = drafted("d", 0.5, {4: 0.6}, target=target)
+    torn = without_host(drafted("d", 0.5, {4: 0.6}, target=target))
     assert torn.doubt is not None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from draftlab.acceptance.token_logprobs import Text
 from draftlab.engine.drafters.context import DrafterContext
 from draftlab.engine.generate import decode, output_tokens
-from draftlab.latency.profiler import measure_latency
+from draftlab.latency.profiler import Grid, measure_passes
 from draftlab.model.llama import Llama
 from draftlab.target_outputs.store import heldout_part, read_store
 
@@ -47,7 +47,6 @@ def pass_ms(
     context: DrafterContext, models: dict[str, Llama], widths: Sequence[int]
 ) -> dict[str, list[float]]:
     """Return the median milliseconds of a pass of each model at each width (tokens fed), after 96 cached tokens."""
-    curves = measure_latency(
-        models, widths=list(widths), context=96, passes=PASSES, clock=context.clock
-    )
-    return {name: [latency.median_ms for latency in curve] for name, curve in curves.items()}
+    grid = Grid(widths=widths, batches=[1], contexts=[96], prompts=[], repeats=PASSES, after=())
+    curves = measure_passes(models, grid, clock=context.clock)
+    return {name: [point.median_ms for point in curve.forward] for name, curve in curves.items()}

@@ -446,6 +446,7 @@ def _later_line(ranked: Ranked, fastest: Ranked) -> str:
     reason = ranked.doubt or ranked.score.undecided or fastest.score.undecided
     if ranked.score.output_differs:
         return _discounted(ranked)
+    assert ratio is not None  # it is not the fastest draft itself
     if reason is not None:
         return f"Cannot tell whether {name} is slower than {best}: {reason}."
     if ratio.below(1):

@@ -71,7 +71,8 @@ class Passes:
             unread: Number of tokens that the drafter's first pass reads, because it has not read them yet. On a server
                 the first pass always reads k + 2 - lag tokens instead.
             at_once: Whether the first pass drafts all k tokens, because it also reads k - 1 mask tokens. Otherwise
-                every further token has its own pass.
+                every further token has its own pass. The drafter works on the host once in a step: to roll back its
+                cache and to read the text. Choosing a token between two passes takes next to no time.
         """
         if self.server is not None:
             unread = k + 2 - self.lag
@@ -86,7 +87,7 @@ class Passes:
             ms = self._forward(width)[np.maximum(here - unread + 1, 0)] + host
         for j in range(1, 1 if at_once else k):
             at = np.minimum(here + j, len(here) - 1)
-            ms = ms + self.steady[at] + host
+            ms = ms + self.steady[at]
             if j < len(self.warmup):
                 ms = ms + self.warmup[j, at]
         return ms

@@ -639,9 +639,10 @@ class Score(FileModel):
         if k == 0:
             passes = costs.alone * sum(len(g.drafted) for g in plain)
         else:
-            choosing = 1e3 * sum(g.host_seconds for g in plain)
-            choosing *= self.conditions.batch / max(1, sum(len(g.drafted) for g in plain))
-            passes = costs.total_ms(runs, choosing)
+            # a drafter works on the host, too: once in a step, about as long as a step without a draft does
+            preparing = 1e3 * sum(g.host_seconds for g in plain)
+            preparing *= self.conditions.batch / max(1, sum(len(g.drafted) for g in plain))
+            passes = costs.total_ms(runs, preparing)
         return (passes / self.conditions.batch + host) / tokens
 
     def implied_request_ms(self, k: int) -> float | None:

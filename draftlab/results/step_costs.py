@@ -71,13 +71,13 @@ class StepCosts:
         ]
 
     def total_ms(self, runs: Sequence[Generation], host_ms: float) -> float:
-        """Return the milliseconds of the passes of all steps in `runs`, with `host_ms` for each draft pass."""
+        """Return the milliseconds of the passes of all steps in `runs`, with `host_ms` for each step that drafts."""
         total = 0.0
         for run in runs:
             unread = 1
             for drafted, accepted in zip(run.drafted, run.accepted, strict=True):
                 drafting = self.drafting(drafted, unread)
-                total += sum(drafting) + host_ms * len(drafting) + _at(drafted + 1, self.verify)
+                total += sum(drafting) + host_ms * (drafted > 0) + _at(drafted + 1, self.verify)
                 # a draft has not read the last token that it drafted, and a parallel draft none of them
                 read = 0 if self.parallel else min(accepted, max(drafted - 1, 0))
                 unread = accepted + 1 - read

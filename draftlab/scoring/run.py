@@ -243,7 +243,7 @@ class Measurement:
                 widths = sorted({1, *ks, *(2 * k for k in ks)})
                 models[str(id(model))] = model, grid(widths, (), max(ks))
             else:
-                after = [number for number in AFTER if number < max(ks)]
+                after = sorted({number for number in (*AFTER, max(ks) - 1) if 0 < number < max(ks)})
                 models[str(id(model))] = model, grid([1, 2], after, 1)
         target = self.models.target
         if isinstance(target, Llama):

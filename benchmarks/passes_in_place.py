@@ -35,7 +35,7 @@ def main(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     common = ["--num-prompts", str(num_prompts), "--max-new-tokens", str(max_new_tokens)]
-    common += ["--k", KS, "--threads", "1", "--dtype", "float32"]
+    common += ["--k", KS, "--threads", "1", "--dtype", "float32", "--repeats", "1"]
     drafts = [str(_tiny_draft(folder, name, steps)) for name, steps in SHAPES.items()]
     scored: dict[str, list[Score]] = {}
     for order, listed in (("tiny", drafts), ("tiny, other order", drafts[::-1])):

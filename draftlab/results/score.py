@@ -53,6 +53,7 @@ class Environment(FileModel):
     busy_cores: NonNegativeFloat  # number of cores that other work keeps busy
     governor: str | None  # CPU frequency governor
     driver: str | None  # version of the NVIDIA driver
+    dtype_reason: str = ""  # why --dtype auto stood for the dtype; "": a dtype was named
     # Linux reports the three fractions below for the time of the measurement. On other systems they are None.
     # fraction of its time in which the decoding thread waited for a core
     waited_share: Share | None = None

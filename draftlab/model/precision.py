@@ -29,11 +29,11 @@ DTYPES: dict[Mode, tuple[str, ...]] = {
     "native": ("float32", "bfloat16"),
     "eager": ("float32", "bfloat16", "float16"),
 }
-# Number of passes by their tokens: of a request, which reads 64 tokens and then decodes, without and with a draft; and of
-# text that is read, or written in batches.
-DECODING = {1: 16, 4: 16, 32: 2}
+# Number of passes by their tokens. A request reads 128 tokens and then decodes, with and without a draft. Text that is
+# read, or that is written in batches, has only wide passes.
+DECODING = {1: 16, 4: 16, 32: 4}
 READING = {32: 1}
-SECONDS = 1.5  # of measured rounds
+SECONDS = 1.0  # of measured rounds
 ROUNDS = (3, 9)  # fewest and most measured rounds
 # a dtype that is emulated: in the first round, a pass takes so many times as long as in float32; it is timed no further
 EMULATED = 3.0

@@ -188,7 +188,9 @@ def profile_models(
         UserError: A model has a shorter context than the grid needs, or there is too little memory.
     """
     set_threads(running.mode, running.threads)
-    remedy = "--dtype bfloat16, --device-map auto, or fewer or smaller values of --batch"
+    remedy = devices.less_memory(
+        running.dtype, "--device-map auto, or fewer or smaller values of --batch"
+    )
     devices.check_fits(needed_bytes(models, grid, running), running.device, remedy)
     output.inputs([model.path for model in models if model.path is not None])
     decoders = _load(models, grid, running)

@@ -314,7 +314,7 @@ class Comparison:
         devices.check_fits(
             self.needs(),
             self.engine.device,
-            "--dtype bfloat16, --device-map auto, or a smaller --batch",
+            devices.less_memory(self.engine.dtype, "--device-map auto, or a smaller --batch"),
         )
 
     def needs(self, *, spread: bool = False) -> Mapping[str, float]:

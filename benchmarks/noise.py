@@ -90,7 +90,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument(
         "--stolen-cores", type=int, default=1, help="number of processes that compute meanwhile"
     )

@@ -21,7 +21,7 @@ class Workspace(FileModel):
         draft: Draft that commands use until the user makes a draft.
         runs: Folder of the outputs.
         device: auto is cuda if there is a GPU.
-        dtype: auto is bfloat16 on cuda and float32 on a CPU.
+        dtype: auto is bfloat16 on cuda; on a CPU see model.precision.
     """
 
     target: str

@@ -302,7 +302,7 @@ def small_build(folder: Path) -> list[str]:
 
 def test_a_native_build_is_used_only_as_it_was_compiled(cache):
     compile = small_build(cache.parents[1])
-    file = native_cpu._private_folder() / "native-x.so"
+    file = native_cpu.private_folder() / "native-x.so"
     native_cpu._compiled(compile, file)
     whole = file.read_bytes()
     for damage in (b"", whole[: len(whole) // 2], whole[:-1]):
@@ -316,7 +316,7 @@ def test_a_native_build_is_used_only_as_it_was_compiled(cache):
 def test_a_build_of_another_user_is_compiled_again(change, cache, monkeypatch):
     """With a checksum that fits."""
     compile = small_build(cache.parents[1])
-    file = native_cpu._private_folder() / "native-x.so"
+    file = native_cpu.private_folder() / "native-x.so"
     native_cpu._compiled(compile, file)
     whole = file.read_bytes()
     theirs = cache / "theirs"
@@ -349,11 +349,11 @@ def test_a_folder_that_others_write_to_is_no_cache(cache):
     cache.mkdir(parents=True)
     cache.chmod(0o777)
     with pytest.raises(OSError, match=re.escape(str(cache))):
-        native_cpu._private_folder()
+        native_cpu.private_folder()
     cache.rmdir()
     cache.symlink_to(cache.parent)
     with pytest.raises(OSError, match=re.escape(str(cache))):
-        native_cpu._private_folder()
+        native_cpu.private_folder()
 
 
 def test_a_home_that_cannot_be_written_costs_a_note(tmp_path, monkeypatch, capsys):

@@ -140,7 +140,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     from draftlab.atomic import check_space
     from draftlab.commands.steps import step_of
     from draftlab.model import checkpoint
-    from draftlab.model.modes import resolve_mode, set_threads
+    from draftlab.model.modes import resolve, set_threads
     from draftlab.model.size import read_size
     from draftlab.searching.plan import Request, make_plan, measure_machine, ready_drafts
     from draftlab.searching.prompts import find_prompts
@@ -190,10 +190,11 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     if plan is not None:
         resume_date(plan.date)
     else:
-        dtype = checkpoint.resolve_dtype(config.dtype, device)
-        mode = resolve_mode("auto", device, dtype, [target], threads=config.threads)
+        mode, choice = resolve(
+            "auto", config.dtype, device, target, [target], threads=config.threads
+        )
         set_threads(mode, config.threads)
-        machine = measure_machine(request.size, device, dtype, folder)
+        machine = measure_machine(request.size, device, choice.dtype, folder)
         plan = make_plan(request, machine, config.minutes, settings, inputs)
         check_space(folder, plan.disk, "its drafts")
     running = {
@@ -201,7 +202,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
         "trust_remote_code": config.trust_remote_code or None,
         "server_rule": config.sampled_rule,
     }
-    engine = {"dtype": config.dtype, "threads": config.threads}
+    engine = {"dtype": plan.machine.dtype, "threads": config.threads}
 
     def make(name: str, settings: dict[str, Any]) -> "CommandStep":
         shared = running | engine if name in ("search", "score", "replay") else dict(running)

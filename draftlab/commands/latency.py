@@ -207,8 +207,7 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> Job[Measured]:
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
     models = subjects(places)
-    dtype = checkpoint.resolve_dtype(config.dtype, device)
-    running = fill(resolve_running, config, models=models, device=device, dtype=dtype)
+    running = fill(resolve_running, config, models=models, device=device)
     for model in models if weights else ():
         if model.path is not None and model.target is None:
             checkpoint.check(model.path)

@@ -422,7 +422,7 @@ def env(config: EnvConfig) -> Outcome:
     import torch
 
     from draftlab.latency.machine_state import device_name, read_environment
-    from draftlab.model import checkpoint
+    from draftlab.model import checkpoint, precision
 
     space, machine = workspace.load(), read_environment()
     device = checkpoint.resolve_device(space.device)
@@ -438,8 +438,13 @@ def env(config: EnvConfig) -> Outcome:
         else "none; the defaults are the preset llama-65b",
         "target": space.target,
         "source": space.source,
-        "dtype": checkpoint.dtype_name(checkpoint.resolve_dtype(space.dtype, device)),
+        "dtype": space.dtype,
     }
+    for mode in precision.DTYPES if device.type == "cpu" else ():
+        try:
+            facts[f"speed over float32 in mode {mode}"] = precision.speeds(mode).describe()
+        except UserError as error:
+            facts[f"mode {mode}"] = str(error)
     return Outcome(
         path=None, show=[f"{name}: {value}" for name, value in facts.items()], data=facts
     )

@@ -229,17 +229,20 @@ def _target(
     if config.server is not None:
         return _served(config, config.server, directory, sampling, k)
     from draftlab.model import checkpoint
+    from draftlab.model.modes import engine_runs, resolve_mode
+    from draftlab.model.precision import READING, choose
     from draftlab.target_outputs.targets import LocalTarget
 
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
-    dtype = config.dtype or (workspace.load().dtype if config.use == "replay" else None)
+    name = config.dtype or (workspace.load().dtype if config.use == "replay" else None)
+    dtype = None
+    if name is not None:
+        hosted = config.device_map is not None or not engine_runs(directory)
+        mode = "eager" if hosted else resolve_mode("auto", device, None, [])
+        dtype = choose(name, device, mode, directory, passes=READING).dtype
     return LocalTarget(
-        directory,
-        device,
-        None if dtype is None else checkpoint.resolve_dtype(dtype, device),
-        config.device_map,
-        batch_size=batch_size(config.use, device),
+        directory, device, dtype, config.device_map, batch_size=batch_size(config.use, device)
     )
 
 
@@ -327,6 +330,7 @@ def prepare_replay(
             not fit the outputs.
     """
     from draftlab.model import checkpoint
+    from draftlab.model.precision import READING, choose
     from draftlab.target_outputs.replay import Drafting, check, drafter_of, replay, rows_of
     from draftlab.target_outputs.store import read_store
 
@@ -356,7 +360,14 @@ def prepare_replay(
         )
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
-    dtype = checkpoint.resolve_dtype(config.dtype, device)
+    read = (
+        [target]
+        if target
+        else [path for spec in drafters for path in spec.paths(None, models_only=True)]
+    )
+    # without a model, there is no dtype to choose
+    name = config.dtype if read else "float32"
+    dtype = choose(name, device, "eager", next(iter(read), None), passes=READING).dtype
     ks = config.k
     drafting = fill(
         Drafting, config, k=max(ks), rule=config.decoding, dtype=dtype, device=device, target=target

@@ -330,10 +330,9 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         default = hub.locate_model(str(shared.newest_draft()), weights)
         note(f"draft model for drafters without draft=: {default}")
     with note_if_slow("loading torch and transformers"):
-        import torch
-
         from draftlab.model import checkpoint
-        from draftlab.model.modes import engine_runs, resolve_mode
+        from draftlab.model.modes import engine_runs, resolve
+        from draftlab.model.precision import READING, choose
         from draftlab.model.tokenizer import common_vocabulary
         from draftlab.scoring.comparison import Comparison, Engine
     named = [
@@ -348,7 +347,6 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
             checkpoint.check(directory)
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
-    dtype = checkpoint.resolve_dtype(config.dtype, device)
     own = [path for path in models if engine_runs(path)]
     hosted = config.device_map is not None or not engine_runs(target)
     used = own or not hosted or any(spec.inputs() for spec in specs)
@@ -356,11 +354,13 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         raise UserError(
             f"--mode {config.mode}: leave it out, because transformers runs all models of this run"
         )
-    mode = resolve_mode(
+    mode, choice = resolve(
         config.mode if used else "eager",
+        config.dtype,
         device,
-        dtype,
+        target,
         own,
+        hosted=hosted,
         threads=config.threads,
         int8=config.int8 is not None,
     )
@@ -375,7 +375,13 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
             Engine,
             config,
             device=device,
-            dtype=dtype,
+            dtype=choice.dtype,
+            dtype_reason=choice.reason,
+            task_dtype=choose(
+                config.dtype, device, "eager", target, threads=config.threads, passes=READING
+            ).dtype
+            if tasks is not None
+            else choice.dtype,
             mode=mode,
             target_int8=config.int8 in ("target", "both"),
             draft_int8=config.int8 in ("draft", "both"),
@@ -387,11 +393,6 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         tasks=tasks,
     )
     comparison.check()
-    on_cpu = device.type == "cpu"
-    if config.dtype == "auto" and on_cpu and checkpoint.is_fast(torch.bfloat16, device):
-        note(
-            "weights are float32; if you serve in bfloat16, add --dtype bfloat16, which is also fast on this processor"
-        )
     return comparison
 
 

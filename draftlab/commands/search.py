@@ -116,7 +116,7 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     from draftlab.latency.profile import check_shape
     from draftlab.model import checkpoint
     from draftlab.model.hf_files import check_trimmable
-    from draftlab.model.modes import resolve_mode
+    from draftlab.model.modes import resolve
     from draftlab.model.size import read_size
     from draftlab.model.tokenizer import common_vocabulary
     from draftlab.prompts import file_prompts
@@ -161,7 +161,9 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     if "data" in text | prompts:
         check_data(config.data, weights)
     device = checkpoint.resolve_device(config.device)
-    dtype = checkpoint.resolve_dtype(config.dtype, device)
+    mode, choice = resolve(
+        "auto", config.dtype, device, target, [target, source], threads=config.threads
+    )
     wanted = fill(
         library.Wanted,
         config,
@@ -177,8 +179,8 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     )
     running = {
         "device": config.device,
-        "dtype": checkpoint.dtype_name(dtype),
-        "mode": resolve_mode("auto", device, dtype, [target, source], threads=config.threads),
+        "dtype": checkpoint.dtype_name(choice.dtype),
+        "mode": mode,
         "threads": config.threads,
         "trust_remote_code": config.trust_remote_code or None,
     }

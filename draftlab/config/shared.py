@@ -100,7 +100,10 @@ def device() -> Any:
 
 def dtype(**others: Any) -> Any:
     return from_workspace(
-        "dtype", "Data type of weights; auto: bfloat16 on CUDA, else float32.", **others
+        "dtype",
+        "Data type of weights; auto: bfloat16 on CUDA; on a CPU the checkpoint's, if passes are as fast in it as in "
+        "float32, else float32.",
+        **others,
     )
 
 

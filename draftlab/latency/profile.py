@@ -20,7 +20,7 @@ from draftlab.model import Mode, checkpoint, devices, hub, llama, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
-from draftlab.model.modes import check_mode, load, resolve_mode, set_threads, with_mode
+from draftlab.model.modes import check_mode, load, resolve, set_threads, with_mode
 from draftlab.model.shape import Shape
 from draftlab.model.size import ApproximateSize, read_size
 from draftlab.output import Output
@@ -110,26 +110,33 @@ def resolve_running(
     models: Sequence[Subject],
     *,
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: str,
     mode: Mode | Literal["auto"],
     threads: int | None = None,
     device_map: str | None = None,
 ) -> Running:
-    """Return settings with which the passes of all models run. "auto" is replaced by a mode.
+    """Return settings with which the passes of all models run. "auto" is replaced by a mode, and by a dtype.
+
+    The dtype "auto" follows the first checkpoint.
 
     Raises:
         UserError: The mode does not run on this device or with this dtype, or the engine does not run a model in the
             mode.
     """
     whole = [model.path for model in models if model.path is not None and model.target is None]
-    resolved: Mode = "eager"
-    if not device_map:
-        resolved = resolve_mode(mode, device, dtype, whole, threads=threads)
-    check_mode(resolved, device, dtype)
+    resolved, choice = resolve(
+        "eager" if device_map else mode,
+        dtype,
+        device,
+        next(iter(whole), None),
+        whole,
+        threads=threads,
+    )
+    check_mode(resolved, device, choice.dtype)
     for path in whole if resolved != "eager" else ():
         llama.check_supported(path)
     return Running(
-        device=device, dtype=dtype, mode=resolved, threads=threads, device_map=device_map
+        device=device, dtype=choice.dtype, mode=resolved, threads=threads, device_map=device_map
     )
 
 
@@ -181,7 +188,9 @@ def profile_models(
         UserError: A model has a shorter context than the grid needs, or there is too little memory.
     """
     set_threads(running.mode, running.threads)
-    remedy = "--dtype bfloat16, --device-map auto, or fewer or smaller values of --batch"
+    remedy = devices.less_memory(
+        running.dtype, "--device-map auto, or fewer or smaller values of --batch"
+    )
     devices.check_fits(needed_bytes(models, grid, running), running.device, remedy)
     output.inputs([model.path for model in models if model.path is not None])
     decoders = _load(models, grid, running)

@@ -50,6 +50,13 @@ def listed(needs: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in needs.items() if size >= 5e6)
 
 
+def less_memory(dtype: torch.dtype, otherwise: str) -> str:
+    """Return the advice of check_fits. It names a dtype only if weights in it are smaller. otherwise: Other advice."""
+    return (
+        f"--dtype bfloat16, {otherwise}" if dtype.itemsize > torch.bfloat16.itemsize else otherwise
+    )
+
+
 def check_fits(needs: Mapping[str, float], device: torch.device, advice: str) -> None:
     """Raise UserError if the sum of `needs`, bytes by purpose, exceeds the free memory of a device.
 

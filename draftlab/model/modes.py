@@ -1,6 +1,5 @@
 """Load decoders, and choose the mode in which their passes run: torch, compiled C++ or CUDA graphs."""
 
-import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -10,7 +9,7 @@ from transformers import PreTrainedModel
 
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, Quantised, UserError
-from draftlab.model import Mode, checkpoint, llama, native_cpu, parallel
+from draftlab.model import Mode, checkpoint, llama, native_cpu, parallel, precision
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import RECURRENT, HFDecoder, has_layers
@@ -61,26 +60,17 @@ def hosted(model: PreTrainedModel) -> HFDecoder:
 
 
 def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
-    """Check that a mode supports device and dtype, and print a note if the dtype is slow in this mode.
+    """Check that a mode supports device and dtype.
 
     Raises:
         UserError: the mode does not support the device or the dtype.
     """
     if mode == "native":
         native_cpu.check(device, dtype)
-    if mode == "eager" and not checkpoint.is_fast(dtype, device):
-        _note_slow(checkpoint.dtype_name(dtype))
     if mode == "graphs" and device.type != "cuda":
         raise UserError(
             f"--mode graphs needs a CUDA device, but the device is {device.type}; use --mode auto"
         )
-
-
-@functools.cache  # so that the note is printed once for target and drafts
-def _note_slow(dtype: str) -> None:
-    note(
-        f"mode eager is slow in {dtype} on this CPU; use --dtype float32, or --mode native with --dtype bfloat16"
-    )
 
 
 def set_threads(mode: Mode, threads: int | None) -> None:
@@ -106,10 +96,48 @@ def _check_threads(threads: int | None) -> None:
         )
 
 
+def resolve(
+    mode: Mode | Literal["auto"],
+    dtype: str,
+    device: torch.device,
+    target: Path | None,
+    models: Iterable[Path],
+    *,
+    hosted: bool = False,
+    threads: int | None = None,
+    int8: bool = False,
+) -> tuple[Mode, precision.Choice]:
+    """Return the mode and the dtype in which passes run, and print a note that says why it is this dtype.
+
+    The dtype "auto" depends on the mode, see precision.choose. If transformers runs the target, it depends on the speed
+    of mode eager.
+
+    Args:
+        dtype: Name of a dtype, or "auto".
+        target: Checkpoint whose stored dtype "auto" prefers. None stands for one in bfloat16.
+        models: Checkpoints that run in the mode.
+        hosted: Whether transformers runs the target.
+        threads, int8: Same as in resolve_mode.
+
+    Raises:
+        UserError: the errors of resolve_mode.
+    """
+    if hosted:
+        choice = precision.choose(dtype, device, "eager", target, threads=threads)
+        resolved = resolve_mode(mode, device, choice.dtype, models, threads=threads, int8=int8)
+    else:
+        named = checkpoint.DTYPES.get(dtype)
+        resolved = resolve_mode(mode, device, named, models, threads=threads, int8=int8)
+        choice = precision.choose(dtype, device, resolved, target, threads=threads)
+    if choice.reason:
+        note(f"dtype {checkpoint.dtype_name(choice.dtype)}: {choice.reason}")
+    return resolved, choice
+
+
 def resolve_mode(
     mode: Mode | Literal["auto"],
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     models: Iterable[Path],
     *,
     threads: int | None = None,
@@ -121,6 +149,7 @@ def resolve_mode(
     or this machine, "auto" stands for eager, and a note says why.
 
     Args:
+        dtype: Dtype of the passes. None: any dtype that the mode supports.
         models: Checkpoints that run in the mode.
         threads: Number of CPU threads, see set_threads.
         int8: Whether weights are rounded to int8, which only mode native can.
@@ -128,8 +157,9 @@ def resolve_mode(
     Raises:
         UserError: mode native is asked for, or int8, and this machine does not support it.
     """
+    wanted = dtype or torch.float32  # every mode supports float32
     if mode == "native":
-        native_cpu.check(device, dtype)
+        native_cpu.check(device, wanted)
         _check_threads(threads)
     if mode != "auto":
         return mode
@@ -138,7 +168,7 @@ def resolve_mode(
             llama.check_supported(directory)
         if device.type == "cuda" and not int8:
             return "graphs"
-        native_cpu.check(device, dtype)
+        native_cpu.check(device, wanted)
         _check_threads(threads)
     except UserError as error:
         if int8:

@@ -453,7 +453,7 @@ def _library_of(command: list[str]) -> ctypes.CDLL:
     key = [SOURCE.read_bytes(), command, processor_model(cpuinfo), instructions(cpuinfo)]
     name = f"native-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
     try:
-        return _compiled(command, _private_folder() / name)
+        return _compiled(command, private_folder() / name)
     except (OSError, RuntimeError) as error:
         reason = one_line(error)
     try:
@@ -469,7 +469,7 @@ def _library_of(command: list[str]) -> ctypes.CDLL:
     return found
 
 
-def _private_folder() -> Path:
+def private_folder() -> Path:
     """Return draftlab's folder in the user's cache folder. It is created unless it exists.
 
     Raises:
@@ -478,12 +478,12 @@ def _private_folder() -> Path:
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftlab"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if folder.is_symlink() or not _is_ours(folder):
+    if folder.is_symlink() or not is_ours(folder):
         raise PermissionError(f"other users can write to {folder}")
     return folder
 
 
-def _is_ours(path: Path) -> bool:
+def is_ours(path: Path) -> bool:
     """Return whether a file or folder belongs to this user, and no other user can write to it."""
     info = path.stat()
     return info.st_uid == os.geteuid() and not info.st_mode & 0o022
@@ -498,7 +498,7 @@ def _compiled(command: list[str], file: Path) -> ctypes.CDLL:
     """
     digest = file.with_suffix(".sha256")
     with FileLock(file.with_suffix(".lock")):
-        known = all(path.is_file() and _is_ours(path) for path in (file, digest))
+        known = all(path.is_file() and is_ours(path) for path in (file, digest))
         if not known or digest.read_text() != provenance.file_sha256(file):
             _try(command, file.parent)
             note(f"compiling {SOURCE.name} for mode native, once per machine")

@@ -137,7 +137,7 @@ class Source:
     def planned_dtype(self) -> torch.dtype:
         """Return `dtype` as config.json predicts it. No weights are read."""
         stored = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
-        dtype = checkpoint.resolve_dtype(stored, self.device)
+        dtype = checkpoint.DTYPES[stored]
         return dtype if checkpoint.is_fast(dtype, self.device) else torch.float32
 
     @cached_property

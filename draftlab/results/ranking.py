@@ -512,6 +512,8 @@ def _first_line(ranked: Ranked) -> str:
         )
     if ranked.doubt is not None:
         return f"Cannot tell which is fastest: {name} has {gain.as_speedup()} {at}{among}, but {ranked.doubt}."
+    if (advice := ranked.score.precision_first(gain)) is not None:
+        return advice
     if gain.below(1):
         return (
             f"Serve the target without a draft: with {name}, the best draft, the target runs at {gain} of its own "

@@ -54,6 +54,7 @@ class Environment(FileModel):
     busy_cores: NonNegativeFloat  # number of cores that other work keeps busy
     governor: str | None  # CPU frequency governor
     driver: str | None  # version of the NVIDIA driver
+    dtype_reason: str = ""  # why --dtype auto stood for the dtype; "": a dtype was named
     # Linux reports the three fractions below for the time of the measurement. On other systems they are None.
     # fraction of its time in which the decoding thread waited for a core
     waited_share: Share | None = None
@@ -726,9 +727,34 @@ class Score(FileModel):
             text += f" over the target alone with {self.baseline_weights} weights"
         return text
 
+    def precision_first(self, gain: Interval) -> str | None:
+        """Return advice on the target's precision if another one, without a draft, is faster than this draft.
+
+        Otherwise, or if the timings are in doubt, return None.
+
+        gain: Speed-up over the fastest plain decoding.
+        """
+        alone, here, k = self.baseline_weights, self.conditions.target_weights, self.best_k
+        if (
+            alone == here
+            or not gain.below(1)
+            or self.undecided is not None
+            or self.doubt is not None
+        ):
+            return None
+        advice = "do not quantise the target"
+        if here != "int8":
+            advice = "quantise the target first where its accuracy allows it"
+        return (
+            f"The target alone with {alone} weights makes {self.output_tps(0):.3g} tokens/s, more than the {here} "
+            f"target with {self.label} at K = {k} ({self.output_tps(k):.3g}): {advice}."
+        )
+
     def verdict(self) -> str:
         """Return text about the gain of the draft, and about the phase of a step that takes the most time."""
         k, said = self.best_k, [f"{self.headline()}."]
+        if (advice := self.precision_first(self.best_k_speedup)) is not None:
+            said.append(advice)
         tpot, implied = self.best_k_tpot_speedup, self.implied_speedup(k)
         if tpot is not None:
             text = f"TPOT, the time per token after the first: {tpot.as_speedup()}"

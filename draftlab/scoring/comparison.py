@@ -76,6 +76,8 @@ class Engine:
 
     Args:
         device: Device of drafts and heads, and of a target without device_map.
+        dtype_reason: Why --dtype auto stands for this dtype, or "".
+        task_dtype: Dtype in which transformers runs the models for lm-eval.
         mode: Mode of passes in models that draftlab's engine runs.
         device_map: Device map with which accelerate spreads the target, as --device-map.
         target_int8, draft_int8: Whether to round the weights to 8 bits.
@@ -84,6 +86,8 @@ class Engine:
 
     device: torch.device
     dtype: torch.dtype
+    dtype_reason: str
+    task_dtype: torch.dtype
     mode: Mode
     device_map: str | None = None
     target_int8: bool = False
@@ -311,7 +315,7 @@ class Comparison:
         devices.check_fits(
             self.needs(),
             self.engine.device,
-            "--dtype bfloat16, --device-map auto, or a smaller --batch",
+            devices.less_memory(self.engine.dtype, "--device-map auto, or a smaller --batch"),
         )
 
     def needs(self, *, spread: bool = False) -> Mapping[str, float]:

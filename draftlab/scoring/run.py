@@ -87,7 +87,9 @@ def measure(comparison: Comparison, command: str) -> list[Score]:
         models=models,
         runs=runs,
         tasks=tasks,
-        environment=read_environment(),
+        environment=read_environment().model_copy(
+            update={"dtype_reason": comparison.engine.dtype_reason}
+        ),
         command=command,
         learnt_prompts={name: comparison.learnt_prompts(name) for name in runs},
     )
@@ -359,13 +361,13 @@ def _accuracies(comparison: Comparison) -> dict[Path, list[TaskResult]]:
         return {}
     target = tasks.of_checkpoint(
         comparison.target,
-        engine.dtype,
+        engine.task_dtype,
         engine.device,
         spread=engine.device_map is not None,
         int8=engine.target_int8,
     )
     return {
-        path: tasks.of_checkpoint(path, engine.dtype, engine.device, int8=engine.draft_int8)
+        path: tasks.of_checkpoint(path, engine.task_dtype, engine.device, int8=engine.draft_int8)
         for path in comparison.drafts.values()
     } | {comparison.target: target}
 

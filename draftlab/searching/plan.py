@@ -440,7 +440,8 @@ def make_plan(
     if request.server == "llama.cpp":
         gguf.library()
     weights = size.weight_bytes(costs.bytes_per_weight)
-    remedy = "--dtype bfloat16, or a larger device"
+    dtype = checkpoint.DTYPES[machine.dtype]
+    remedy = devices.less_memory(dtype, "a smaller target, or a larger device")
     devices.check_fits({"weights of the target": weights}, torch.device(machine.device), remedy)
     refused = {draft.name: _refused(draft.artifact, request.server) for draft in request.ready}
     ready = [draft for draft in request.ready if not refused[draft.name]]

@@ -8,7 +8,7 @@ from scipy.stats import t as student
 from test_report import CONDITIONS, change, model, score, speculative, without_host
 
 from draftlab.results.decoding import Generation, share_of_equal_texts
-from draftlab.results.ranking import category_rows, missed_thresholds, rank
+from draftlab.results.ranking import category_rows, missed_thresholds, rank, verdict_lines
 from draftlab.results.score import Latency, PromptRecord, Score
 from draftlab.searching.verdict import Arm, ranking
 
@@ -98,6 +98,24 @@ def test_a_speed_up_is_over_the_fastest_plain_decoding():
     alone = change(one, other_plain={})
     assert alone.speedup(4).value == pytest.approx(1.5 / 0.8)
     assert change(one, plain=fast, other_plain={"int8": slow}).baseline_weights == "bfloat16"
+
+
+@pytest.mark.parametrize(("int8_seconds", "advises"), [(0.2, True), (0.38, False), (1.0, False)])
+def test_another_precision_is_advised_only_where_it_is_shown_to_be_faster_alone(
+    int8_seconds, advises
+):
+    """Requests take 0.8 s with the draft; with int8 weights alone they take 0.6 s, 0.78 s with spread, or 1.4 s."""
+    precise = CONDITIONS.model_copy(update={"target_weights": "bfloat16", "draft_weights": "int8"})
+    alone = [answer(i, 0.4, int8_seconds * (1 + 0.4 * (-1) ** i)) for i in range(PROMPTS)]
+    one = drafted("d", 0.4, {4: 0.4}, conditions=precise, other_plain={"int8": alone})
+    fastest = one.output_tps(0), one.output_tps(4)
+    for text in (one.verdict(), verdict_lines(rank([one]))[0]):
+        named = [f"{speed:.3g} tokens/s" in text or f"({speed:.3g})" in text for speed in fastest]
+        assert all(named) == advises
+    if advises:
+        assert fastest == pytest.approx((21 / 0.6, 21 / 0.8))
+        same = change(one, plain=alone, other_plain={})
+        assert same.precision_first(same.best_k_speedup) is None
 
 
 def test_categories_are_over_the_precision_that_is_fastest_on_all_prompts():

@@ -109,8 +109,8 @@ def resolve(
 ) -> tuple[Mode, precision.Choice]:
     """Return the mode and the dtype in which passes run, and print a note that says why it is this dtype.
 
-    The dtype "auto" depends on the mode, see precision.choose. If transformers runs the target, it depends on the speed
-    of mode eager.
+    The dtype "auto" depends on the mode, see precision.choose. A target that transformers runs counts as one in mode
+    eager.
 
     Args:
         dtype: Name of a dtype, or "auto".

@@ -87,8 +87,9 @@ def choose(
 ) -> Choice:
     """Return the dtype with a name from checkpoint.DTYPES, or the dtype that "auto" stands for.
 
-    "auto" is bfloat16 on a GPU. On a CPU it is the dtype in which a checkpoint is stored, if passes in this mode are at
-    least as fast in it as in float32, and else float32.
+    "auto" is bfloat16 on a GPU. On a CPU in mode native it is the dtype in which a checkpoint is stored, if passes are
+    at least as fast in it as in float32, and else float32. In mode eager on a CPU it is float32: there, logits in 16
+    bits depend on the number of tokens in a pass, so that a draft would change the text where two tokens are close.
 
     Args:
         directory: Checkpoint of the target. None stands for a checkpoint in bfloat16, as most are.
@@ -106,6 +107,11 @@ def choose(
         as_stored = wanted == "float32"
         return Choice(
             torch.float32, source if as_stored else f"mode {mode} does not run {wanted} on a CPU"
+        )
+    if name == "auto" and mode == "eager":
+        return Choice(
+            torch.float32,
+            f"in mode eager, logits in {wanted} depend on the number of tokens in a pass, and texts with them",
         )
     ratio = speeds(mode, threads).over_float32(wanted, passes)
     here = f"as fast as float32 in mode {mode} here"

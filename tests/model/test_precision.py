@@ -101,7 +101,8 @@ def test_speeds_that_another_user_may_have_written_are_not_read(cache):
         ("bfloat16", "eager", 1.2, "float32"),
         ("float32", "native", 0.5, "float32"),
         ("float16", "native", 0.5, "float32"),
-        ("float16", "eager", 0.5, "float16"),
+        ("float16", "eager", 0.5, "float32"),
+        ("bfloat16", "eager", 0.5, "float32"),
         (None, "native", 0.5, "bfloat16"),
     ],
 )
@@ -130,8 +131,8 @@ def test_a_dtype_that_is_named_is_taken_and_a_slow_one_is_noted(cache, stored, c
         modes.resolve("native", "float16", CPU, stored["float16"], [])
 
 
-def test_a_target_that_transformers_runs_asks_mode_eager(cache, stored):
-    write(cache, "eager", {"bfloat16": 4.0})
+def test_a_target_that_transformers_runs_is_in_float32_like_mode_eager(cache, stored):
+    write(cache, "eager", {"bfloat16": 0.5})
     write(cache, "native", {"bfloat16": 0.5})
     target, drafts = stored["bfloat16"], [stored["bfloat16"]]
     for hosted, dtype in ((True, torch.float32), (False, torch.bfloat16)):

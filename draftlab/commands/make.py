@@ -301,7 +301,7 @@ def init(written: NewWorkspace) -> Outcome:
             "--drafter",
             "fallback:draft_tokens=3",
         ]
-        words += ["--dtype", "bfloat16", "--int8", "both", "--prompt-file", questions]
+        words += ["--int8", "both", "--prompt-file", questions]
         words += ["--k", "2-4", "--max-new-tokens", "64", "--repeats", "1"]
         then = typed(*words)
     elif space.draft is not None:

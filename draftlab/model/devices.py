@@ -51,7 +51,7 @@ def listed(needs: Mapping[str, float]) -> str:
 
 
 def less_memory(dtype: torch.dtype, otherwise: str) -> str:
-    """Return the advice of check_fits. It names a dtype only if weights in it are smaller. otherwise: Other advice."""
+    """Return advice for check_fits, which names a dtype only if its weights are smaller. otherwise: Other advice."""
     return (
         f"--dtype bfloat16, {otherwise}" if dtype.itemsize > torch.bfloat16.itemsize else otherwise
     )

@@ -399,10 +399,14 @@ def _place(path: Path) -> Path:
     """Return where a path leads if it is a link, and the path itself otherwise. Raises OSError: a link without end."""
     if not path.is_symlink():
         return path
+    endless = OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     try:
-        return path.resolve()
+        place = path.resolve()
     except RuntimeError as error:  # of Python up to 3.12
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from error
+        raise endless from error
+    if place.is_symlink():  # from Python 3.13 on
+        raise endless
+    return place
 
 
 def _beside(path: Path, suffix: str) -> Path:

@@ -180,6 +180,13 @@ def test_the_constraint_is_met_at_the_end_of_a_short_run(tmp_path):
     assert max(masks.gaps().values()) < 0.01
 
 
+def test_log_odds_at_a_bound_can_leave_it():
+    log_odds = torch.tensor([-BOUND, 0.0, BOUND, BOUND + 1], requires_grad=True)
+    keep_probability(log_odds).sum().backward()
+    assert (log_odds.grad[:3] > 0).all()
+    assert log_odds.grad[3] == 0
+
+
 def test_frozen_weights_stay_and_masks_move(tmp_path):
     model, masks, _ = run(tmp_path, SETTINGS, weights="frozen")
     fresh = dict(build("mistral", seed=1).named_parameters())

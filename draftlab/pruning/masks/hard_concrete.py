@@ -100,7 +100,7 @@ class Masks(nn.Module):
         """
         masks = {}
         for name, size in self.sizes.items():
-            soft = torch.sigmoid(0.8 * self._odds(name).clamp(-BOUND, BOUND) / BETA)
+            soft = torch.sigmoid(0.8 * clamped(self._odds(name), -BOUND, BOUND) / BETA)
             order = soft.argsort(descending=True, stable=True, dim=-1)[:, : size.target]
             masks[name] = soft * torch.zeros_like(soft).scatter(-1, order, 1.0)
         return self._values(masks)
@@ -171,13 +171,23 @@ def sample(log_odds: Tensor) -> Tensor:
     """Return hard concrete samples in [0, 1], drawn from the CPU's global random state."""
     u = torch.rand(log_odds.shape).clamp(EPSILON, 1 - EPSILON).to(log_odds.device)
     s = torch.sigmoid((u.log() - torch.log1p(-u) + log_odds) / BETA)
-    return (s * (HIGH - LOW) + LOW).clamp(0, 1)
+    return clamped(s * (HIGH - LOW) + LOW, 0, 1)
 
 
 def keep_probability(log_odds: Tensor) -> Tensor:
     """Return the probability that a sample is not zero."""
-    clamped = log_odds.clamp(-BOUND, BOUND)
-    return torch.sigmoid(clamped - BETA * math.log(-LOW / HIGH)).clamp(EPSILON, 1 - EPSILON)
+    within = clamped(log_odds, -BOUND, BOUND)
+    return clamped(torch.sigmoid(within - BETA * math.log(-LOW / HIGH)), EPSILON, 1 - EPSILON)
+
+
+def clamped(values: Tensor, low: float, high: float) -> Tensor:
+    """Return the values, or the nearest bound of those outside. Values at a bound have a gradient.
+
+    draw() puts log odds at a bound, from which they must get away. torch.clamp has a gradient there up to torch 2.13 and
+    none in torch 2.15.
+    """
+    inside = (values >= low) & (values <= high)
+    return torch.where(inside, values, values.detach().clamp(low, high))
 
 
 def _nonzero(values: Tensor) -> list[int]:

@@ -183,8 +183,8 @@ def keep_probability(log_odds: Tensor) -> Tensor:
 def clamped(values: Tensor, low: float, high: float) -> Tensor:
     """Return the values, or the nearest bound of those outside. Values at a bound have a gradient.
 
-    draw() puts log odds at a bound, from which they must get away. torch.clamp has a gradient there up to torch 2.13 and
-    none in torch 2.15.
+    draw() puts log odds at a bound, which they must be able to leave. torch.clamp has a gradient there in torch 2.13,
+    and none in torch 2.15.
     """
     inside = (values >= low) & (values <= high)
     return torch.where(inside, values, values.detach().clamp(low, high))

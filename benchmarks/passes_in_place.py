@@ -5,8 +5,8 @@ draft of SmolLM2-135M-Instruct, at K = 1 to 6, on one thread. A score times sing
 first pass after a pass of the target, later passes after passes of the draft (results/step_costs.py). Rows are pairs of
 a draft and K. The error of a row is the larger of |predicted / measured - 1| of its milliseconds per output token and
 of its milliseconds per request. median_error and worst_error are over all rows, order_error is the largest difference
-that the place of a draft in the list of models makes to its passes. Finished scores are read from --folder. The last
-line is one JSON object.
+that the place of a draft in the list of models makes to its passes, next to the target's. Finished scores are read from
+--folder. The last line is one JSON object.
 """
 
 import json
@@ -112,9 +112,12 @@ def _rows(name: str, score: Score) -> list[dict[str, Any]]:
 
 
 def _order_error(one: list[Score], other: list[Score]) -> float:
-    """Return the largest |a / b - 1| of the median times of the drafts' passes in two scores of the same drafts."""
+    """Return the largest |a / b - 1| of the times of the drafts' passes in two scores of the same drafts.
+
+    Times are over that of the target's pass in the same score, because the speed of the machine changes between scores.
+    """
     ratios = [
-        a.median_ms / b.median_ms
+        a.median_ms / b.median_ms * (second.target_ms or 1) / (first.target_ms or 1)
         for first, second in zip(one, other, strict=True)
         for a, b in zip(first.draft.latency, second.draft.latency, strict=True)
     ]

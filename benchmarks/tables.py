@@ -341,6 +341,34 @@ class Tables:
             f"at {best} of the faster of these: round the target first where its accuracy allows it."
         )
 
+    def readme_table(self) -> Iterator[str]:
+        """Yield the speed-ups of whole requests by drafter, kind of prompts and precision of the target."""
+        about = self.results["readme_table"]
+        arms = [(kind, weights) for kind in ("questions", "edits") for weights in about[kind]]
+        yield from header("drafter", *(f"{kind}, {weights} target" for kind, weights in arms))
+        found = [
+            {label(name): row for name, row in about[kind][weights].items()}
+            for kind, weights in arms
+        ]
+        for name, _ in ordered(found[0], request_gain):
+            rows = [scores[name] for scores in found]
+            texts = [f"{interval(row['speedup'])}, K = {row['k']}" for row in rows]
+            doubts = [" ‡" if row["doubt"] else "" for row in rows]
+            yield cells(name, *map("".join, zip(texts, doubts, strict=True)))
+
+    def readme_plain(self) -> str:
+        """Return a sentence on the speed of the target alone, by kind of prompts and precision."""
+        about = self.results["readme_table"]
+        texts = []
+        for kind in ("questions", "edits"):
+            plain = next(iter(about[kind]["bfloat16"].values()))["plain"]
+            rates = [f"{rate:.0f} in {weights}" for weights, rate in plain.items()]
+            texts.append(f"{' and '.join(rates)} on the {kind}")
+        said = f"Without a draft the target makes these tokens per CPU second: {', '.join(texts)}."
+        arms = [each for kind in ("questions", "edits") for each in about[kind].values()]
+        doubts = sorted({row["doubt"] for each in arms for row in each.values() if row["doubt"]})
+        return f"{said} ‡ No verdict: {'; '.join(doubts)}." if doubts else said
+
     def published_draft_tokens(self) -> str:
         """Return the largest number of tokens that the published draft drafts after prompt lookup."""
         return self.published_options().partition("=")[2]

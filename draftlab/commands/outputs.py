@@ -330,7 +330,6 @@ def prepare_replay(
             not fit the outputs.
     """
     from draftlab.model import checkpoint
-    from draftlab.model.precision import READING, choose
     from draftlab.target_outputs.replay import Drafting, check, drafter_of, replay, rows_of
     from draftlab.target_outputs.store import read_store
 
@@ -360,14 +359,7 @@ def prepare_replay(
         )
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
-    read = (
-        [target]
-        if target
-        else [path for spec in drafters for path in spec.paths(None, models_only=True)]
-    )
-    # without a model, there is no dtype to choose
-    name = config.dtype if read else "float32"
-    dtype = choose(name, device, "eager", next(iter(read), None), passes=READING).dtype
+    dtype = checkpoint.resolve_dtype(config.dtype, device)
     ks = config.k
     drafting = fill(
         Drafting, config, k=max(ks), rule=config.decoding, dtype=dtype, device=device, target=target

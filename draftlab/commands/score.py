@@ -332,7 +332,6 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     with note_if_slow("loading torch and transformers"):
         from draftlab.model import checkpoint
         from draftlab.model.modes import engine_runs, resolve
-        from draftlab.model.precision import READING, choose
         from draftlab.model.tokenizer import common_vocabulary
         from draftlab.scoring.comparison import Comparison, Engine
     named = [
@@ -377,11 +376,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
             device=device,
             dtype=choice.dtype,
             dtype_reason=choice.reason,
-            task_dtype=choose(
-                config.dtype, device, "eager", target, threads=config.threads, passes=READING
-            ).dtype
-            if tasks is not None
-            else choice.dtype,
+            task_dtype=checkpoint.resolve_dtype(config.dtype, device),
             mode=mode,
             target_int8=config.int8 in ("target", "both"),
             draft_int8=config.int8 in ("draft", "both"),

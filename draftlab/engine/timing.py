@@ -56,6 +56,13 @@ class Rounds(Generic[Key]):
             self.times.setdefault(key, []).append(milliseconds)
         self.done += 1
 
+    def measure(self, repeats: int, advance: Callable[[int], None] = lambda rounds: None) -> None:
+        """Warm up, and run rounds. advance: Callback that receives the number of measured rounds so far."""
+        self.warm_up()
+        for _ in range(repeats):
+            self.run()
+            advance(self.done)
+
     def _timed(self) -> Iterator[tuple[Key, float]]:
         self.chains.reverse()
         for chain in self.chains:
@@ -80,10 +87,7 @@ def time_interleaved(
         advance: Callback that receives the number of measured rounds so far.
     """
     rounds = Rounds(chains, clock)
-    rounds.warm_up()
-    for number in range(repeats):
-        rounds.run()
-        advance(number + 1)
+    rounds.measure(repeats, advance)
     return rounds.times
 
 

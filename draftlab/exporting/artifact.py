@@ -17,7 +17,7 @@ from draftlab.errors import UserError
 from draftlab.exporting import gguf, hf, trials
 from draftlab.exporting.gguf import DEFAULT_CONTEXT
 from draftlab.exporting.verify import TargetTexts
-from draftlab.model import checkpoint, eagle, hub, modes, parallel, precision
+from draftlab.model import checkpoint, eagle, hub, modes, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import HeadShape, HeadSizes
 from draftlab.model.hf_files import read_head_ids
@@ -240,8 +240,7 @@ class DraftModel:
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
         """Draft a few tokens after each prompt, and return the findings. prompts: Token ids of each prompt."""
-        dtype = precision.choose("auto", device, "eager", self.path, passes=precision.READING).dtype
-        model = modes.load(self.path, dtype, device)
+        model = modes.load(self.path, checkpoint.resolve_dtype("auto", device), device)
         return [
             trials.check_perplexity(model, prompts, self.vocab),
             trials.check_decoding(model, prompts[:2]),

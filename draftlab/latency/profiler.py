@@ -181,10 +181,7 @@ def measure_passes(
 ) -> dict[str, LatencyCurves]:
     """Measure the latency curves of each model without the time outside passes. The arguments are those of measure."""
     timer = PassTimer({name: (model, grid) for name, model in models.items()}, clock)
-    timer.rounds.warm_up()
-    for number in range(grid.repeats):
-        timer.rounds.run()
-        advance(number + 1)
+    timer.rounds.measure(grid.repeats, advance)
     return timer.curves()
 
 

@@ -519,6 +519,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype with a name from DTYPES. "auto" stands for bfloat16 on a GPU, else float32."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return DTYPES[name]
+
+
 def load_model(
     directory: Path, dtype: torch.dtype, device: torch.device = CPU, device_map: str | None = None
 ) -> "PreTrainedModel":

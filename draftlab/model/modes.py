@@ -129,8 +129,12 @@ def resolve(
         named = checkpoint.DTYPES.get(dtype)
         resolved = resolve_mode(mode, device, named, models, threads=threads, int8=int8)
         choice = precision.choose(dtype, device, resolved, target, threads=threads)
-    if choice.reason:
-        note(f"dtype {checkpoint.dtype_name(choice.dtype)}: {choice.reason}")
+    reason = choice.reason
+    if dtype != "auto":
+        runs = "eager" if hosted else resolved
+        reason = precision.slowness(choice.dtype, device, runs, threads)
+    if reason:
+        note(f"dtype {checkpoint.dtype_name(choice.dtype)}: {reason}")
     return resolved, choice
 
 

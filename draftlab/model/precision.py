@@ -96,33 +96,38 @@ def choose(
         threads: Number of CPU threads. None: the number is not changed.
         passes: Number of passes by their tokens.
     """
-    if name != "auto" and (device.type != "cpu" or name == "float32"):
+    if name != "auto":
         return Choice(checkpoint.DTYPES[name])
     if device.type != "cpu":
-        return Choice(torch.bfloat16, "the default on a GPU")
+        return Choice(checkpoint.resolve_dtype(name, device), "the default on a GPU")
     stored = torch.bfloat16 if directory is None else _stored(directory)
-    wanted = checkpoint.dtype_name(stored) if name == "auto" else name
+    wanted = checkpoint.dtype_name(stored)
     source = "as most checkpoints are stored" if directory is None else "as stored"
-    if wanted not in DTYPES[mode] or wanted == "float32":
-        as_stored = wanted == "float32"
-        return Choice(
-            torch.float32, source if as_stored else f"mode {mode} does not run {wanted} on a CPU"
-        )
-    if name == "auto" and mode == "eager":
+    if wanted == "float32":
+        return Choice(torch.float32, source)
+    if wanted not in DTYPES[mode]:
+        return Choice(torch.float32, f"mode {mode} does not run {wanted} on a CPU")
+    if mode == "eager":
         return Choice(
             torch.float32,
             f"in mode eager, logits in {wanted} depend on the number of tokens in a pass, and texts with them",
         )
     ratio = speeds(mode, threads).over_float32(wanted, passes)
     here = f"as fast as float32 in mode {mode} here"
-    if name != "auto":
-        reason = "" if ratio * NOISE >= 1 else f"{ratio:.2g} times {here}"
-        return Choice(checkpoint.DTYPES[name], reason)
     if ratio * NOISE >= 1:
         return Choice(
             stored, f"{source}, and {f'{ratio:.2g} times ' if ratio > NOISE else ''}{here}"
         )
     return Choice(torch.float32, f"{wanted}, {source}, is only {ratio:.2g} times {here}")
+
+
+def slowness(dtype: torch.dtype, device: torch.device, mode: Mode, threads: int | None) -> str:
+    """Return text about how slow decoding is in a dtype here, or "" if it is not slower than in float32."""
+    name = checkpoint.dtype_name(dtype)
+    if device.type != "cpu" or name == "float32" or name not in DTYPES[mode]:
+        return ""
+    ratio = speeds(mode, threads).over_float32(name)
+    return "" if ratio * NOISE >= 1 else f"{ratio:.2g} times as fast as float32 in mode {mode} here"
 
 
 def _stored(directory: Path) -> torch.dtype:

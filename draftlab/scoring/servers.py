@@ -29,7 +29,6 @@ from draftlab.latency.machine_state import (
     with_waiting,
 )
 from draftlab.model import checkpoint, hub
-from draftlab.model.precision import READING, choose
 from draftlab.output import Output
 from draftlab.reading import FileModel, reading
 from draftlab.results.decoding import Counters, ServedGeneration
@@ -472,9 +471,9 @@ def _draft_tasks(comparison: ServedComparison) -> list[TaskResult]:
         )
         return []
     device = checkpoint.resolve_device("auto")
-    draft = Path(comparison.draft)
-    dtype = choose("auto", device, "eager", draft, passes=READING).dtype
-    return comparison.tasks.of_checkpoint(draft, dtype, device)
+    return comparison.tasks.of_checkpoint(
+        Path(comparison.draft), checkpoint.resolve_dtype("auto", device), device
+    )
 
 
 def _is_checkpoint(directory: Path) -> bool:

@@ -152,3 +152,13 @@ def test_without_weights_the_config_names_the_stored_dtype(cache, stored, tmp_pa
     write(cache, "native", {"bfloat16": 0.5})
     shutil.copy(stored["bfloat16"] / "config.json", tmp_path)
     assert precision.choose("auto", CPU, "native", tmp_path).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("mode", ["native", "eager"])
+def test_a_dtype_that_is_named_is_not_replaced_and_nothing_is_timed_to_choose_it(
+    mode, cache, stored
+):
+    for name, dtype in checkpoint.DTYPES.items():
+        chosen = precision.choose(name, CPU, mode, stored["bfloat16"], passes=READING)
+        assert (chosen.dtype, chosen.reason) == (dtype, "")
+    assert not list(cache.glob("speeds-*"))

@@ -42,10 +42,15 @@ class Timings(NamedTuple):
     """Tokens and seconds of each conversation.
 
     drafted: With drafts, [K, G, 2]. plain: Without drafts, [G, 2].
+    alpha: 1 minus the coverage of intervals. It is below 0.05 if the timing could end early, see sequential.py.
+    swaps: Factor by which the seconds of each conversation change in each column if another conversation is left out,
+        [K, G left out, G], because another K is then chosen for it. None: each column has a fixed K.
     """
 
     drafted: "ArrayLike"
     plain: "ArrayLike"
+    alpha: float = 1 - COVERAGE
+    swaps: "np.ndarray | None" = None
 
 
 class Interval(FileModel):
@@ -195,7 +200,7 @@ def speedup(timings: Timings, *, chosen_by: "ArrayLike | None" = None) -> Interv
     import numpy as np
 
     logs = _log_speedups(timings, chosen_by)
-    return _interval(np.exp(logs))
+    return _interval(np.exp(logs), alpha=timings.alpha)
 
 
 def best_of(drafters: Sequence[Timings]) -> Interval:
@@ -213,7 +218,20 @@ def best_of(drafters: Sequence[Timings]) -> Interval:
         np.asarray(each.drafted, dtype=float) * [1.0, pace / paces[0]]
         for each, pace in zip(drafters, paces, strict=True)
     ]
-    return speedup(Timings(np.concatenate(columns), drafters[0].plain))
+    swaps = None
+    if any(each.swaps is not None for each in drafters):
+        swaps = np.concatenate([_swaps(each) for each in drafters])
+    alpha = min(each.alpha for each in drafters)
+    return speedup(Timings(np.concatenate(columns), drafters[0].plain, alpha, swaps))
+
+
+def _swaps(timings: Timings) -> "np.ndarray":
+    import numpy as np
+
+    if timings.swaps is not None:
+        return timings.swaps
+    columns, n, _ = np.shape(timings.drafted)
+    return np.ones((columns, n, n))
 
 
 def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
@@ -224,11 +242,12 @@ def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
     paired: Whether both speed-ups are of the same conversations. If not, degrees of freedom are Welch's ("The
         generalization of Student's problem when several different population variances are involved", Biometrika 1947).
     """
+    alpha = min(first.alpha, second.alpha)
     if paired:
         first, second = _timed_in_all([first, second])
         gap = _log_speedups(first) - _log_speedups(second)
         n = len(gap) - 1
-        return _around(gap[0], _student(n - 1) * _standard_error(gap), n)
+        return _around(gap[0], _student(n - 1, alpha=alpha) * _standard_error(gap), n)
     a, b = _log_speedups(first), _log_speedups(second)
     n = min(len(a), len(b)) - 1
     if n < 2:
@@ -237,7 +256,7 @@ def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
     variance = sum(part for part, _ in parts)
     spread = sum(part**2 / df for part, df in parts)
     df = variance**2 / spread if spread else n - 1
-    return _around(a[0] - b[0], _student(df) * math.sqrt(variance), n)
+    return _around(a[0] - b[0], _student(df, alpha=alpha) * math.sqrt(variance), n)
 
 
 class Behind(NamedTuple):
@@ -268,7 +287,7 @@ def against_first(drafters: Sequence[Timings]) -> list[Behind]:
     import numpy as np
 
     logs = [_log_speedups(each) for each in _timed_in_all(drafters)]
-    n, m = len(logs[0]) - 1, len(logs)
+    n, m, alpha = len(logs[0]) - 1, len(logs), min(each.alpha for each in drafters)
     gaps = [logs[0] - each for each in logs[1:]]
     errors = [_standard_error(gap) for gap in gaps]
     scores = np.array(
@@ -277,7 +296,7 @@ def against_first(drafters: Sequence[Timings]) -> list[Behind]:
     critical = np.zeros(m - 1)
     order = np.argsort(-scores)
     for i, left in enumerate(range(m, 1, -1)):
-        critical[order[i:]] = _student(n - 1, pairs=left * (left - 1) // 2)
+        critical[order[i:]] = _student(n - 1, pairs=left * (left - 1) // 2, alpha=alpha)
         if scores[order[i]] <= critical[order[i]]:
             break
     return [
@@ -317,8 +336,8 @@ def rows_to_show(error: float, n: int, distance: float, pairs: int = 1) -> int |
     return sizes[place] if place < len(sizes) else None
 
 
-def _student(df: float, pairs: int = 1) -> float:
-    """Return the two-sided critical value of Student's t, divided among several comparisons after Bonferroni.
+def _student(df: float, pairs: int = 1, alpha: float = 1 - COVERAGE) -> float:
+    """Return the two-sided critical value of Student's t at a level, divided among comparisons after Bonferroni.
 
     Without a degree of freedom, it is infinite.
     """
@@ -326,16 +345,18 @@ def _student(df: float, pairs: int = 1) -> float:
 
     if df <= 0:
         return math.inf
-    return float(stdtrit(df, 1 - (1 - COVERAGE) / 2 / pairs))
+    return float(stdtrit(df, 1 - alpha / 2 / pairs))
 
 
-def _interval(values: "np.ndarray", most: float = math.inf) -> Interval:
+def _interval(
+    values: "np.ndarray", most: float = math.inf, alpha: float = 1 - COVERAGE
+) -> Interval:
     """Return a statistic with its interval, which is cut at 0 and at `most`.
 
     values: The statistic of all conversations, then without each of them, [1 + G].
     """
     n, value = len(values) - 1, float(values[0])
-    half = _student(n - 1) * _standard_error(values)
+    half = _student(n - 1, alpha=alpha) * _standard_error(values)
     return Interval(value=value, low=max(0.0, value - half), high=min(most, value + half), n=n)
 
 
@@ -358,7 +379,14 @@ def _timed_in_all(drafters: Sequence[Timings]) -> list[Timings]:
 
     arrays = [(np.asarray(each.drafted), np.asarray(each.plain)) for each in drafters]
     timed = np.all([plain[:, 1] > 0 for _, plain in arrays], axis=0)
-    return [Timings(drafted[:, timed], plain[timed]) for drafted, plain in arrays]
+    return [
+        Timings(drafted[:, timed], plain[timed], each.alpha, _among(each.swaps, timed))
+        for each, (drafted, plain) in zip(drafters, arrays, strict=True)
+    ]
+
+
+def _among(swaps: "np.ndarray | None", timed: "np.ndarray") -> "np.ndarray | None":
+    return None if swaps is None else swaps[:, timed][:, :, timed]
 
 
 def _log_speedups(timings: Timings, chosen_by: "ArrayLike | None" = None) -> "np.ndarray":
@@ -384,10 +412,20 @@ def _log_speedups(timings: Timings, chosen_by: "ArrayLike | None" = None) -> "np
     kept = np.vstack([np.ones(n), 1 - np.eye(n)]) if n > 1 else np.ones((1, n))  # [1 + G, G]
     with np.errstate(divide="ignore", invalid="ignore"):
         base = kept @ plain
+        if (swaps := _among(timings.swaps, timed)) is not None:
+            drafted = _swapped(drafted, swaps)
         chosen = _at_cross_validated_column(drafted, judged, kept)
         logs = np.log(chosen[:, 0] / chosen[:, 1]) - np.log(base[:, 0] / base[:, 1])
     # an interval of one conversation has no width
     return logs if n > 1 else np.repeat(logs, 1 + n)
+
+
+def _swapped(drafted: "np.ndarray", swaps: "np.ndarray") -> "np.ndarray":
+    """Return tokens and seconds of all conversations, then without each of them, [1 + G, C, G, 2]. See Timings."""
+    import numpy as np
+
+    seconds = np.concatenate([np.ones((1, *swaps.shape[::2])), swaps.swapaxes(0, 1)])
+    return drafted * np.stack([np.ones_like(seconds), seconds], -1)
 
 
 def _at_cross_validated_column(
@@ -396,22 +434,27 @@ def _at_cross_validated_column(
     """Return tokens and seconds with drafts, [1 + G, 2]: sums over the parts of all partitions.
 
     Args:
-        drafted: Tokens and seconds by column and conversation, [C, G, 2].
-        judged: Tokens and seconds by which the fastest column is chosen, [C, G, 2].
+        drafted: Tokens and seconds by column and conversation, [C, G, 2]; or [1 + G, C, G, 2], if they depend on which
+            conversation is left out.
+        judged: Tokens and seconds by which the fastest column is chosen, in one of these shapes.
         kept: 1 for the conversations to use, [1 + G, G].
     """
     import numpy as np
 
-    if len(drafted) == 1:
-        return kept @ drafted[0]
-    n, rng = drafted.shape[1], np.random.default_rng(0)
+    if drafted.shape[-3] == 1:
+        return (
+            (kept[:, None] @ drafted[..., 0, :, :])[:, 0]
+            if drafted.ndim == 4
+            else kept @ drafted[0]
+        )
+    n, rng = kept.shape[1], np.random.default_rng(0)
     parts = min(PARTS, n)
     part_of = np.stack([rng.permutation(n) % parts for _ in range(PARTITIONS)])
     part = (part_of[:, None] == np.arange(parts)[:, None]).reshape(-1, n)  # [parts * P, G]
 
     def sums(rows: np.ndarray, of: np.ndarray) -> np.ndarray:
-        """Return sums over conversations, [1 + G, rows, C, 2]. rows: [1 + G, rows, G]."""
-        flat = of.transpose(1, 0, 2).reshape(n, -1)
+        """Return sums over conversations, [1 + G, rows, C, 2]. rows: [1 + G, rows, G]. of: as drafted."""
+        flat = of.swapaxes(-3, -2).reshape(*of.shape[:-3], n, -1)
         return (rows @ flat).reshape(*rows.shape[:2], -1, 2)
 
     timed = sums(kept[:, None] * part, drafted)

@@ -97,6 +97,44 @@ class AcceptanceMetrics(FileModel):
     n_truncated_steps: int | float | None
 
 
+class Expected(FileModel):
+    """What a replay and the time of single passes predict for each of R prompts at one K.
+
+    The counts are expected values, see acceptance/expected.py.
+
+    Args:
+        seconds: Seconds of each request, with the prefills of target and draft, [R].
+        passes: Target passes after the prefill, [R].
+        drafted: Drafted tokens, [R].
+        reached: In column a, steps that accepted at least a tokens, [R, K + 1].
+        examined: In column a, steps that accepted a tokens and drafted one more token inside the text, [R, K].
+        truncated: Steps that ended the text with a drafted token, [R].
+    """
+
+    seconds: list[NonNegativeFloat]
+    passes: list[NonNegativeFloat]
+    drafted: list[NonNegativeFloat]
+    reached: list[list[NonNegativeFloat]]
+    examined: list[list[NonNegativeFloat]]
+    truncated: list[NonNegativeFloat]
+
+    @property
+    def acceptance(self) -> AcceptanceMetrics:
+        """Return the acceptance metrics over all prompts together."""
+        return acceptance_from_counts(
+            reached=[sum(column) for column in zip(*self.reached, strict=True)],
+            eligible=[sum(column) for column in zip(*self.examined, strict=True)],
+            drafted=sum(self.drafted),
+            truncated=sum(self.truncated),
+        )
+
+    def only(self, rows: Sequence[int]) -> "Expected":
+        """Return the prompts in these rows."""
+        return Expected(
+            **{name: [getattr(self, name)[i] for i in rows] for name in Expected.model_fields}
+        )
+
+
 class Counters(FileModel):
     """The growth of a server's counters of speculative decoding over all generations at one K."""
 

@@ -21,6 +21,7 @@ from draftlab.reading import FileModel, read_model
 from draftlab.results.decoding import (
     AcceptanceMetrics,
     Counters,
+    Expected,
     Generation,
     ServedGeneration,
     count_acceptance,
@@ -43,6 +44,7 @@ UNDER_PRESSURE = 0.5
 
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Drafted = Annotated[int, Field(ge=1, le=MAX_K)]
 
 
 class Environment(FileModel):
@@ -255,6 +257,52 @@ class Rounding(FileModel):
     top1: Share
 
 
+class Prediction(FileModel):
+    """The speed of each request at each K, predicted before any request was timed with a draft.
+
+    The target wrote the text of each prompt once. A replay over these texts gives the acceptance, and the time of
+    single passes the seconds (scoring/prediction.py).
+
+    Args:
+        prompts: Index of each prompt in the score's prompts, [R].
+        tokens: Number of tokens of each text, [R].
+        plain: Seconds of each request without a draft, [R].
+        by_k: What each K should give.
+        best_k: K at which all requests together should be fastest.
+        error: How far the predicted speed-up of a timed drafter of this run was off, at most, as a fraction. None: no
+            drafter was both predicted and timed.
+    """
+
+    prompts: list[NonNegativeInt]
+    tokens: list[PositiveInt]
+    plain: list[NonNegativeFloat]
+    by_k: dict[Drafted, Expected] = Field(min_length=1)
+    best_k: Drafted
+    error: NonNegativeFloat | None = None
+
+    def timings(self, k: int) -> list[Timing]:
+        """Return tokens and predicted seconds of each request at this K. k = 0 stands for plain decoding."""
+        seconds = self.by_k[k].seconds if k else self.plain
+        return list(zip(self.tokens, seconds, strict=True))
+
+    def tokens_per_pass(self, k: int) -> float:
+        passes = sum(self.by_k[k].passes)
+        return (sum(self.tokens) - len(self.tokens)) / passes if passes else 1.0
+
+    def only(self, prompts: Collection[int]) -> "Prediction":
+        """Return the prediction for some prompts. The best K stays that of all prompts."""
+        rows = [row for row, prompt in enumerate(self.prompts) if prompt in prompts]
+        return self.model_copy(
+            update={
+                **{
+                    name: [getattr(self, name)[i] for i in rows]
+                    for name in ("prompts", "tokens", "plain")
+                },
+                "by_k": {k: each.only(rows) for k, each in self.by_k.items()},
+            }
+        )
+
+
 DRAFTERS = {
     "latest-lookup": "prompt lookup",
     "prompt-lookup": "prompt lookup of vLLM and transformers",
@@ -265,7 +313,6 @@ DRAFTERS = {
     "suffix": "suffix decoding",
     "eagle": "EAGLE-3 head",
 }
-Drafted = Annotated[int, Field(ge=1, le=MAX_K)]
 Runs = list[Generation] | list[ServedGeneration]
 Seconds = Literal["cpu", "wall"]
 # units in words for each kind of seconds
@@ -289,8 +336,12 @@ class Score(FileModel):
     # generations of plain decoding at another precision, by the name of the precision
     other_plain: dict[str, list[Generation]] = Field(default={})
     rounding: Rounding | None = None  # None: the target had no int8 weights
-    # generations with a draft, by K
-    speculative: dict[Drafted, Runs] = Field(min_length=1)
+    # Generations with a draft, by K. With a prediction, each prompt was timed only at the K that is fastest for other
+    # conversations by the prediction, or at none.
+    speculative: dict[Drafted, Runs]
+    prediction: Prediction | None = None  # None: every K was timed with all prompts
+    # 1 minus the coverage of the intervals, see draftlab/sequential.py
+    alpha: Annotated[float, Field(gt=0, le=0.05)] = 1 - intervals.COVERAGE
     # counters of the server by K, if a server decoded
     counters: dict[int, Counters] = Field(default={})
     # fraction of texts, over all K, that equal the texts of plain decoding; None when sampling
@@ -310,6 +361,8 @@ class Score(FileModel):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> "Score":
+        if not (self.speculative or self.prediction):
+            raise ValueError("there is neither a timing nor a prediction with a draft")
         prompts = sorted(g.prompt for g in self.plain)
         for runs in self._arms:
             if sorted(g.prompt for g in runs) != prompts:
@@ -318,8 +371,9 @@ class Score(FileModel):
                 raise ValueError("every text has one token, so no decoding was timed")
             if not sum(g.request[1] for g in runs):
                 raise ValueError("the seconds of all requests are 0, so nothing was timed")
-        for k in self.speculative:
-            self.acceptance(k)  # raises ValueError where the counts of a step contradict each other
+        for k, runs in self.speculative.items():
+            # raises ValueError where the counts of a step contradict each other
+            count_acceptance([g for g in runs if isinstance(g, Generation)], k)
         return self
 
     @property
@@ -383,18 +437,36 @@ class Score(FileModel):
 
     @property
     def _arms(self) -> list[Runs]:
-        return [self.plain, *self.other_plain.values(), *self.speculative.values()]
+        """Return the timed generations of each way to decode all prompts."""
+        timed: list[Runs] = list(self.speculative.values())
+        if self.prediction is not None:
+            timed = [self._runs(self.best_k)] if self.timed else []
+        return [self.plain, *self.other_plain.values(), *timed]
+
+    @property
+    def timed(self) -> bool:
+        """Return whether any request was timed with the draft. If not, all its speeds are predicted."""
+        return any(self.speculative.values())
+
+    @property
+    def ks(self) -> list[int]:
+        """Return every K that was timed or predicted."""
+        return sorted(self.prediction.by_k if self.prediction else self.speculative)
 
     @property
     def best_k(self) -> int:
+        if self.prediction is not None:
+            return self.prediction.best_k
         return max(self.speculative, key=self.speedup_value)
 
     @property
     def best_k_speedup(self) -> Interval:
         """Return the speed-up of whole requests at the best K, which is chosen on other requests.
 
-        See intervals.speedup.
+        See intervals.speedup. If no request was timed with the draft, it is predicted.
         """
+        if not self.timed:
+            return self.predicted_speedup(self.best_k)
         return intervals.speedup(self.timings(self.speculative))
 
     @property
@@ -403,7 +475,7 @@ class Score(FileModel):
 
         K is chosen as in best_k_speedup, by the speed of whole requests.
         """
-        return self._tpot_speedup(self.speculative)
+        return self._tpot_speedup(self.ks)
 
     def speedup(self, k: int) -> Interval:
         """Return the speed-up: tokens per second at this K, divided by tokens per second of the fastest plain decoding.
@@ -412,13 +484,32 @@ class Score(FileModel):
         and seconds are summed over prompts. For each prompt, the repeat with the median time per token is used. The
         interval is over conversations.
         """
-        return intervals.speedup(self.timings([k]))
+        if self.prediction is None:
+            return intervals.speedup(self.timings([k]))
+        return self.best_k_speedup if k == self.best_k else self.predicted_speedup(k)
+
+    def predicted_speedup(self, k: int) -> Interval:
+        """Return the predicted speed-up of whole requests at this K over plain decoding, with an interval."""
+        assert self.prediction is not None
+        numbers = [self.prompts[i].conversation for i in self.prediction.prompts]
+        drafted, plain = (
+            intervals.by_conversation(self.prediction.timings(each), numbers) for each in (k, 0)
+        )
+        return intervals.speedup(Timings([drafted], plain))
 
     def speedup_value(self, k: int) -> float:
-        return self.output_tps(k) / self.output_tps(0)
+        if self.is_timed(k):
+            return self.output_tps(k) / self.output_tps(0)
+        return self.predicted_speedup(k).value
+
+    def is_timed(self, k: int) -> bool:
+        """Return whether requests were timed at this K. k = 0 stands for the fastest plain decoding."""
+        return bool(self._runs(k))
 
     def output_tps(self, k: int) -> float:
         """Return the tokens per second of whole requests. k = 0 stands for the fastest plain decoding."""
+        if not self.is_timed(k):
+            return self.predicted_speedup(k).value * self.output_tps(0)
         return intervals.tokens_per_second(request_timings(self._runs(k)))
 
     def tokens_per_second(self, runs: Runs) -> Interval:
@@ -430,12 +521,38 @@ class Score(FileModel):
     ) -> Timings:
         """Return the timings of each conversation's requests at each K in `ks`, and in the fastest plain decoding.
 
+        With a prediction, there is one column: every request at the K at which it was timed.
+
         conversations: Number of each prompt's conversation. Default: the numbers in `prompts`.
         """
-        return Timings(
-            [self._summed(request_timings(self.speculative[k]), conversations) for k in ks],
-            self._summed(request_timings(self.baseline), conversations),
-        )
+        plain = self._summed(request_timings(self.baseline), conversations)
+        if self.prediction is not None:
+            timed = self._summed(request_timings(self._runs(self.best_k)), conversations)
+            return Timings([timed], plain, self.alpha, self._swaps())
+        drafted = [self._summed(request_timings(self.speculative[k]), conversations) for k in ks]
+        return Timings(drafted, plain, self.alpha)
+
+    def _swaps(self) -> "np.ndarray":
+        """Return by which factor the seconds of each timed conversation change if another one is left out, [1, G, G].
+
+        K is chosen again on the predicted seconds of the conversations that are left.
+        """
+        import numpy as np
+
+        assert self.prediction is not None
+        talks = [self.prompts[i].conversation for i in self.prediction.prompts]
+        sums = intervals.by_conversation(
+            np.transpose([each.seconds for each in self.prediction.by_k.values()]), talks
+        )  # [conversations, K]
+        timed = {g.prompt for g in self.plain}
+        among = [[float(i in timed)] for i in self.prediction.prompts]
+        rows = np.flatnonzero(intervals.by_conversation(among, talks)[:, 0])
+        seconds = sums[rows]
+        others = sums.sum(0) - seconds[None] - seconds[:, None]  # [G left out, G, K]
+        chosen, usual = others.argmin(-1), (sums.sum(0) - seconds).argmin(-1)
+        np.fill_diagonal(chosen, usual)
+        own = np.arange(len(rows))
+        return (seconds[own, chosen] / seconds[own, usual])[None]
 
     @property
     def conversations(self) -> int:
@@ -456,10 +573,11 @@ class Score(FileModel):
 
     def _tpot_speedup(self, ks: Collection[int]) -> Interval | None:
         plain = decode_timings(self.generations(0))
-        if not any(tokens for tokens, _ in plain):
+        ks = [self.best_k] if self.prediction is not None and self.best_k in ks else list(ks)
+        if not any(tokens for tokens, _ in plain) or not all(map(self.is_timed, ks)):
             return None
         drafted = [self._summed(decode_timings(self.generations(k))) for k in ks]
-        timings = Timings(drafted, self._summed(plain))
+        timings = Timings(drafted, self._summed(plain), self.alpha)
         return intervals.speedup(timings, chosen_by=self.timings(ks).drafted)
 
     def decode_tps(self, k: int) -> float | None:
@@ -487,12 +605,29 @@ class Score(FileModel):
         return intervals.ratio(self._summed(pairs)) if pairs else None
 
     def request_ms(self, k: int) -> Interval:
-        """Return the mean milliseconds of a whole request. k = 0 stands for the fastest plain decoding."""
+        """Return the mean milliseconds of a whole request. k = 0 stands for the fastest plain decoding.
+
+        If no request was timed at this K, they are predicted.
+        """
+        if not self.is_timed(k) and self.prediction is not None:
+            numbers = [self.prompts[i].conversation for i in self.prediction.prompts]
+            pairs = [(1e3 * seconds, 1) for _, seconds in self.prediction.timings(k)]
+            return intervals.ratio(intervals.by_conversation(pairs, numbers))
         runs = request_timings(self._runs(k))
         return intervals.ratio(self._summed([(1e3 * seconds, 1) for _, seconds in runs]))
 
     def _runs(self, k: int) -> Runs:
-        return self.speculative[k] if k else self.baseline
+        """Return the generations at this K, or [] if it was only predicted. k = 0: the fastest plain decoding.
+
+        With a prediction, the generations at the best K are all that were timed. A few requests were timed at another
+        K, which is faster for the other conversations.
+        """
+        if k == 0:
+            return self.baseline
+        if self.prediction is None:
+            return self.speculative[k]
+        runs = list(chain.from_iterable(self.speculative.values())) if k == self.best_k else []
+        return sorted(runs, key=lambda run: run.prompt)
 
     def generations(self, k: int) -> list[Generation]:
         """Return the generations of draftlab's engine at this K. If servers decoded, return [].
@@ -504,6 +639,8 @@ class Score(FileModel):
     def acceptance(self, k: int) -> AcceptanceMetrics:
         if k in self.counters:
             return self.counters[k].acceptance
+        if self.prediction is not None:
+            return self.prediction.by_k[k].acceptance
         return count_acceptance(self.generations(k), k)
 
     def tokens_per_pass(self, k: int) -> float:
@@ -512,6 +649,8 @@ class Score(FileModel):
         Passes without a draft are counted too. Servers count only passes that verify a draft, as acceptance() does. If
         servers decoded, the result is therefore the acceptance length.
         """
+        if self.prediction is not None:
+            return self.prediction.tokens_per_pass(k)
         runs = self.generations(k)
         steps = sum(len(g.emitted) for g in runs)
         if not steps:
@@ -573,7 +712,8 @@ class Score(FileModel):
         depend on K. With several K, they therefore show uneven times even without repeats. If servers decoded, return
         [].
         """
-        runs = list(chain.from_iterable(map(self.generations, self.speculative)))
+        timed = chain.from_iterable(self.speculative.values())
+        runs = [g for g in timed if isinstance(g, Generation)]
         spreads = []
         for repeats in repeats_by_prompt(runs, lambda g: g):
             prefills = [g.prefill_seconds for g in repeats]
@@ -588,10 +728,12 @@ class Score(FileModel):
         are left out, because servers do not count by prompt.
         """
         arms: dict[int, list[Generation | ServedGeneration]] = {}
-        for k in (0, *self.speculative):
-            arms[k] = [g for g in self._runs(k) if g.prompt in prompts]
-        plain = arms.pop(0)
+        for k, runs in self.speculative.items():
+            arms[k] = [g for g in runs if g.prompt in prompts]
+        plain = [g for g in self.baseline if g.prompt in prompts]
         parts = {"plain": plain, "other_plain": {}, "speculative": arms, "counters": {}}
+        if self.prediction is not None:
+            parts["prediction"] = self.prediction.only(prompts)
         return self.model_copy(update=parts)
 
     @property

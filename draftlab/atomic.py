@@ -20,7 +20,7 @@ from draftlab.reading import read_object
 
 STATE_RECORD = "run.json"
 UNKNOWN = "unknown revision"  # fingerprint of an input whose content is not known, such as a data set on the hub
-LONGEST_LINE = 1 << 16
+LONGEST_LINE = 1 << 22
 # a temporary file or directory beside PATH is .PATH.XXXXXXXX.draftlab, with random letters
 TEMPORARY = ".draftlab"
 # a temporary directory has this file, and else the new output under its name, and the output that it replaces

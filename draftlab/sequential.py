@@ -17,9 +17,6 @@ from draftlab.intervals import COVERAGE
 if TYPE_CHECKING:
     import numpy as np
 
-if TYPE_CHECKING:
-    pass
-
 LOOKS = (8, 12, 24)  # numbers of conversations after which a timing may end
 POINTS = 501  # points at which the density of the statistic is computed
 
@@ -74,7 +71,7 @@ class _Inside(NamedTuple):
 
     def bound(self, steps: int, probability: float) -> float:
         """Return the bound that the walk leaves with this probability in so many steps."""
-        from scipy.optimize import brentq
+        from scipy.optimize import root_scalar
         from scipy.special import ndtr
 
         deviation = math.sqrt(steps)
@@ -83,7 +80,8 @@ class _Inside(NamedTuple):
             left = ndtr((-bound - self.sums) / deviation) + ndtr((self.sums - bound) / deviation)
             return float(self.mass @ left) - probability
 
-        return float(brentq(outside, 0.0, float(self.sums[-1]) + 12 * deviation))
+        far = float(self.sums[-1]) + 12 * deviation
+        return float(root_scalar(outside, bracket=(0.0, far)).root)
 
     def after(self, steps: int, bound: float) -> "_Inside":
         """Return the walk after so many steps, inside the bound."""

@@ -52,6 +52,9 @@ ENGINE = (
     "device_map",
     "int8",
     "threads",
+    "exhaustive",
+    "minutes",
+    "precision",
 )
 
 
@@ -92,9 +95,26 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         ge=1,
     )
     max_new_tokens: int = option(128, "Largest number of tokens generated after each prompt.", ge=2)
+    minutes: float | None = option(
+        None,
+        "Minutes after which timing ends. Default: it ends when the order of the drafts is decided, or when the "
+        "interval is narrow enough (--precision).",
+        gt=0,
+    )
+    precision: float = advanced_option(
+        0.05,
+        "Timing ends when half the interval of the fastest draft's speed-up is below this fraction of it.",
+        gt=0,
+    )
+    exhaustive: bool = option(
+        False,
+        "Time every draft at every K, several times. By default, replays of the target's own texts and the time of "
+        "single passes predict what is slow, and only drafts that may be the fastest are timed.",
+    )
     repeats: int = advanced_option(
         3,
-        "Number of times that every prompt is decoded, for each draft and K and for plain decoding.",
+        "Number of times that every prompt is decoded, for each draft and K and for plain decoding, with --exhaustive "
+        "or on servers.",
         ge=1,
     )
     seed: int = shared.seed()
@@ -178,6 +198,16 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
             "leave it out, because a server runs its own model with its own settings",
         ),
         shared.KEY_RULE,
+        Only(
+            ("repeats",),
+            lambda c: c.exhaustive or c.served,
+            "needs --exhaustive, because otherwise each request is timed once in each way",
+        ),
+        Only(
+            ("minutes", "precision"),
+            lambda c: not c.exhaustive,
+            "leave it out, because --exhaustive times everything",
+        ),
         Only(
             ("speculative_server",),
             lambda c: c.server,
@@ -333,7 +363,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         from draftlab.model import checkpoint
         from draftlab.model.modes import engine_runs, resolve
         from draftlab.model.tokenizer import common_vocabulary
-        from draftlab.scoring.comparison import Comparison, Engine
+        from draftlab.scoring.comparison import Comparison, Effort, Engine
     named = [
         path for spec in specs for path in spec.paths(default, weights=weights, models_only=True)
     ]
@@ -386,6 +416,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         rule=rule,
         data=config.data,
         tasks=tasks,
+        effort=fill(Effort, config, every=config.min_speedup is not None),
     )
     comparison.check()
     return comparison
@@ -457,7 +488,8 @@ def _requests(config: ScoreConfig, tokenizer: Path, sampling: SamplingParams) ->
             count=config.num_prompts,
             tokens=config.prompt_tokens,
         )
-    return fill(Requests, config, prompts=prompts, sampling=sampling)
+    repeats = config.repeats if config.exhaustive or config.served else 1
+    return Requests(prompts=prompts, sampling=sampling, repeats=repeats)
 
 
 def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:

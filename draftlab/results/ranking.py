@@ -71,6 +71,7 @@ class Ranked:
             "gain": self.gain.model_dump(),
             "choices": self.choices,
             "tpot_speedup": tpot and tpot.model_dump(),
+            "timed": score.timed,
             "doubt": self.doubt,
             "identical": not score.output_differs,
             "equal_texts": score.equal_texts,
@@ -119,6 +120,11 @@ class Plain:
     @property
     def name(self) -> str:
         return f"{NO_DRAFT}, {self.weights}"
+
+    @property
+    def timed(self) -> bool:
+        """Return whether all prompts were timed. Otherwise a few prompts showed that this precision is slower."""
+        return self.weights in self.score.plain_by_weights
 
     @property
     def tokens_per_second(self) -> float:
@@ -270,10 +276,18 @@ def _differing(facts: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _rank(scores: Sequence[Score]) -> list[Ranked]:
-    rows = sorted(map(alone, scores), key=lambda row: (row.score.output_differs, -row.gain.value))
+    rows = sorted(
+        map(alone, scores),
+        # a draft that was not timed never wins
+        key=lambda row: (row.score.output_differs, not row.score.timed, -row.gain.value),
+    )
     ordered, fastest = [row.score for row in rows], rows[0].score
     # a draft that changed the output was not among the choices
-    rivals = [score for score in ordered if score.output_differs == fastest.output_differs]
+    rivals = [
+        score for score in ordered if score.timed and score.output_differs == fastest.output_differs
+    ]
+    if not rivals:
+        return rows
     timed = _timed_alike(rivals)
     behind = dict(zip(map(id, rivals[1:]), intervals.against_first(timed), strict=True))
     chosen = intervals.best_of(timed)
@@ -285,7 +299,7 @@ def _rank(scores: Sequence[Score]) -> list[Ranked]:
         elif id(score) in behind:
             ratio, needed = behind[id(score)]
             row = replace(row, ratio_to_fastest=ratio, needed=needed)
-        else:
+        elif score.timed:
             row = replace(row, ratio_to_fastest=speedup_ratio(score, fastest))
         ranking.append(row)
     return ranking
@@ -353,7 +367,9 @@ def overall(groups: Sequence[Group]) -> Overall:
 def _ways(groups: Sequence[Group]) -> Iterator[Way]:
     for group in groups:
         for plain in group.plain:
-            runs = plain.score.plain_by_weights[plain.weights]
+            runs = plain.score.plain_by_weights.get(plain.weights)
+            if runs is None:  # clearly slower, and not timed in full
+                continue
             yield Way(
                 name=plain.name,
                 group=group.name,
@@ -363,13 +379,13 @@ def _ways(groups: Sequence[Group]) -> Iterator[Way]:
             )
         for ranked in group.ranking:
             score = ranked.score
-            if not score.output_differs:
+            if score.timed and not score.output_differs:
                 yield Way(
                     name=score.label,
                     group=group.name,
                     k=ranked.k,
                     score=score,
-                    tokens_per_second=score.tokens_per_second(score.speculative[ranked.k]),
+                    tokens_per_second=score.tokens_per_second(score.runs(ranked.k)),
                 )
 
 
@@ -446,6 +462,10 @@ def _later_line(ranked: Ranked, fastest: Ranked) -> str:
     reason = ranked.doubt or ranked.score.undecided or fastest.score.undecided
     if ranked.score.output_differs:
         return _discounted(ranked)
+    if not ranked.score.timed:
+        return (
+            f"{name} was not timed: {ranked.score.predicted_text()} is predicted at K = {ranked.k}."
+        )
     assert ratio is not None  # it is not the fastest draft itself
     if reason is not None:
         return f"Cannot tell whether {name} is slower than {best}: {reason}."

@@ -99,20 +99,32 @@ def ranking_table(group: Group) -> Table:
     shown = _accuracy_metric(scores)
     rows = []
     for ranked in group.ranking:
-        rows.append((ranked.score.output_differs, -ranked.speedup.value, _board_row(ranked, shown)))
+        score = ranked.score
+        rows.append(
+            (
+                score.output_differs,
+                not score.timed,
+                -ranked.speedup.value,
+                _board_row(ranked, shown),
+            )
+        )
     heads = dict.fromkeys(chain.from_iterable(cells for *_, cells in rows), "")
     for plain in group.plain:
         cells = heads | {
             "draft": plain.name,
             "tokens\nper pass": "1.00",
             RATE_HEADS[seconds]: three_digits(plain.tokens_per_second),
-            "speed-up\n(95%)": f"{plain.speedup:.2f}x",
+            "speed-up\n(95%)": f"{plain.speedup:.2f}x"
+            if plain.timed
+            else f"≈ {plain.speedup:.2f}x",
         }
-        rows.append((False, -plain.speedup, cells))
-    rows.sort(key=lambda row: row[:2])
+        rows.append((False, not plain.timed, -plain.speedup, cells))
+    rows.sort(key=lambda row: row[:3])
     decoding = "; ".join(dict.fromkeys(score.conditions.decoding for score in scores))
     caption = f"{CAPTION} Baseline: {NO_DRAFT}, {group.baseline}. "
     caption += f"{RATE_HEADS[seconds]}: {RATES[seconds]} of whole requests.".replace("\n", " ")
+    if any(cells["speed-up\n(95%)"].startswith("≈") for *_, cells in rows):
+        caption += f" {predicted_caption(scores)}"
     if shown:
         caption += f" accuracy: {shown[1]} of {shown[0]}."
     caption += f" Decoding: {decoding}. How both sides ran: {precision(scores)}."
@@ -124,6 +136,17 @@ def ranking_table(group: Group) -> Table:
         caption=caption,
         best=0 if praised else None,
         wide=WIDE,
+    )
+
+
+def predicted_caption(scores: Sequence[Score]) -> str:
+    """Return text about rows that were not timed, and about the error of their predicted speed-ups."""
+    errors = [s.prediction.error for s in scores if s.prediction and s.prediction.error is not None]
+    text = "≈: not timed, but predicted from a replay and the time of single passes"
+    return (
+        f"{text} (off by up to {max(errors):.0%} where drafts were timed)."
+        if errors
+        else f"{text}."
     )
 
 
@@ -235,7 +258,7 @@ def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
     groups = grouped(scores)
     ordered = [score for group in groups for score in group.scores]
     marks = {score.label: plots.Mark.of(score.label, i) for i, score in enumerate(ordered)}
-    speedups = {s.label: {k: s.speedup(k) for k in sorted(s.speculative)} for s in ordered}
+    speedups = {s.label: {k: s.speedup(k) for k in s.ks} for s in ordered}
     boards = []
     for group in groups:
         first, *figures = _figures(group, marks, speedups)
@@ -319,7 +342,7 @@ def json_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
     """Return one flat JSON row per draft and K, in the order of the scores. Metrics have vLLM's names."""
     shown, rows = _accuracy_metric(scores), []
     for score in scores:
-        rows += [_json_row(score, k, shown) for k in sorted(score.speculative)]
+        rows += [_json_row(score, k, shown) for k in score.ks]
     return rows
 
 
@@ -347,7 +370,9 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
         "tokens\nper pass": f"{score.tokens_per_pass(k):.2f}",
         "accept\nrate": f"{score.acceptance(k).draft_acceptance_rate:.1%}",
         RATE_HEADS[score.seconds]: three_digits(score.output_tps(k)),
-        "speed-up\n(95%)": ranked.speedup.as_speedup(),
+        "speed-up\n(95%)": ranked.speedup.as_speedup()
+        if score.timed
+        else f"≈ {ranked.speedup.value:.2f}x",
         "relative\nto best": "" if ratio is None else str(ratio),
         "TPOT\n(95%)": speedup_text(score.best_k_tpot_speedup),
         f"TTFT,\n{ms}": milliseconds(score.ttft_ms(k)),
@@ -437,7 +462,8 @@ def _time_figure(group: Group) -> Figure | None:
     scores, unit = group.scores, MILLISECONDS[group.seconds]
     steps: list[tuple[str, Mapping[str, float]]] = []
     rows = []
-    for score, k in [(scores[0], 0), *((score, score.best_k) for score in scores)]:
+    timed = [score for score in scores if score.timed]
+    for score, k in [(scores[0], 0), *((score, score.best_k) for score in timed)]:
         tokens = score.tokens_per_pass(k) if k else 1.0
         if not (speed := score.decode_tps(k)):
             continue
@@ -561,6 +587,8 @@ def _json_row(score: Score, k: int, shown: tuple[str, str] | None) -> dict[str, 
         **score.acceptance(k).model_dump(),
         "tokens_per_target_pass": score.tokens_per_pass(k),
         "implied_speedup": score.implied_speedup(k),
+        "timed": score.is_timed(k),
+        "prediction_error": score.prediction and score.prediction.error,
         "doubt": score.doubt,
         "seconds": score.seconds,
         "output_tps": score.output_tps(k),

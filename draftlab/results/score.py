@@ -335,6 +335,9 @@ class Score(FileModel):
     plain: Runs
     # generations of plain decoding at another precision, by the name of the precision
     other_plain: dict[str, list[Generation]] = Field(default={})
+    # Speed of plain decoding at a precision that is clearly slower and was timed on a few prompts only, as a fraction
+    # of the speed of `plain`, by the name of the precision
+    slower_plain: dict[str, Share] = Field(default={})
     rounding: Rounding | None = None  # None: the target had no int8 weights
     # Generations with a draft, by K. With a prediction, each prompt was timed only at the K that is fastest for other
     # conversations by the prediction, or at none.
@@ -420,15 +423,17 @@ class Score(FileModel):
     @property
     def plain_tps(self) -> dict[str, float]:
         """Return the tokens per second of whole requests without a draft, by the precision of the target's weights."""
-        return {
+        speeds = {
             weights: intervals.tokens_per_second(request_timings(runs))
             for weights, runs in self.plain_by_weights.items()
         }
+        verifying = speeds[self.conditions.target_weights]
+        return speeds | {weights: verifying * part for weights, part in self.slower_plain.items()}
 
     @property
     def baseline_weights(self) -> str:
         """Return the precision at which the target alone is fastest: the baseline of speed-ups."""
-        speeds = self.plain_tps
+        speeds = {weights: self.plain_tps[weights] for weights in self.plain_by_weights}
         return max(speeds, key=lambda weights: speeds[weights])
 
     @property
@@ -440,7 +445,7 @@ class Score(FileModel):
         """Return the timed generations of each way to decode all prompts."""
         timed: list[Runs] = list(self.speculative.values())
         if self.prediction is not None:
-            timed = [self._runs(self.best_k)] if self.timed else []
+            timed = [self.runs(self.best_k)] if self.timed else []
         return [self.plain, *self.other_plain.values(), *timed]
 
     @property
@@ -504,13 +509,13 @@ class Score(FileModel):
 
     def is_timed(self, k: int) -> bool:
         """Return whether requests were timed at this K. k = 0 stands for the fastest plain decoding."""
-        return bool(self._runs(k))
+        return bool(self.runs(k))
 
     def output_tps(self, k: int) -> float:
         """Return the tokens per second of whole requests. k = 0 stands for the fastest plain decoding."""
         if not self.is_timed(k):
             return self.predicted_speedup(k).value * self.output_tps(0)
-        return intervals.tokens_per_second(request_timings(self._runs(k)))
+        return intervals.tokens_per_second(request_timings(self.runs(k)))
 
     def tokens_per_second(self, runs: Runs) -> Interval:
         """Return the tokens per second of whole requests in these generations, with an interval over conversations."""
@@ -527,7 +532,7 @@ class Score(FileModel):
         """
         plain = self._summed(request_timings(self.baseline), conversations)
         if self.prediction is not None:
-            timed = self._summed(request_timings(self._runs(self.best_k)), conversations)
+            timed = self._summed(request_timings(self.runs(self.best_k)), conversations)
             return Timings([timed], plain, self.alpha, self._swaps())
         drafted = [self._summed(request_timings(self.speculative[k]), conversations) for k in ks]
         return Timings(drafted, plain, self.alpha)
@@ -613,10 +618,10 @@ class Score(FileModel):
             numbers = [self.prompts[i].conversation for i in self.prediction.prompts]
             pairs = [(1e3 * seconds, 1) for _, seconds in self.prediction.timings(k)]
             return intervals.ratio(intervals.by_conversation(pairs, numbers))
-        runs = request_timings(self._runs(k))
+        runs = request_timings(self.runs(k))
         return intervals.ratio(self._summed([(1e3 * seconds, 1) for _, seconds in runs]))
 
-    def _runs(self, k: int) -> Runs:
+    def runs(self, k: int) -> Runs:
         """Return the generations at this K, or [] if it was only predicted. k = 0: the fastest plain decoding.
 
         With a prediction, the generations at the best K are all that were timed. A few requests were timed at another
@@ -626,7 +631,9 @@ class Score(FileModel):
             return self.baseline
         if self.prediction is None:
             return self.speculative[k]
-        runs = list(chain.from_iterable(self.speculative.values())) if k == self.best_k else []
+        runs: list[Generation] = []
+        for each in self.speculative.values() if k == self.best_k else ():
+            runs += [run for run in each if isinstance(run, Generation)]
         return sorted(runs, key=lambda run: run.prompt)
 
     def generations(self, k: int) -> list[Generation]:
@@ -634,7 +641,7 @@ class Score(FileModel):
 
         k = 0 stands for the fastest plain decoding.
         """
-        return [g for g in self._runs(k) if isinstance(g, Generation)]
+        return [g for g in self.runs(k) if isinstance(g, Generation)]
 
     def acceptance(self, k: int) -> AcceptanceMetrics:
         if k in self.counters:
@@ -817,6 +824,8 @@ class Score(FileModel):
         """Return the reason to doubt the speed-up of this score, or None."""
         k = self.best_k
         implied, measured = self.implied_speedup(k), self.tpot_speedup_value(k)
+        if not self.timed:
+            return "it was predicted, not timed"
         if implied is not None and measured and not 1 / DISAGREE <= implied / measured <= DISAGREE:
             return (
                 f"by latencies and acceptance, the TPOT speed-up at K = {k} should be {implied:.2f}x, but "
@@ -849,6 +858,8 @@ class Score(FileModel):
 
     def headline(self) -> str:
         """Return text about the speed-up of whole requests, its baseline, and the reason to doubt it, if any."""
+        if not self.timed:
+            return f"Not timed. Predicted: {self.predicted_text()} in whole requests at K = {self.best_k}"
         gain, doubt, undecided = self.best_k_speedup, self.doubt, self.undecided
         opening = "No clear difference"
         if undecided is not None:
@@ -869,6 +880,14 @@ class Score(FileModel):
             text += f" over the target alone with {self.baseline_weights} weights"
         return text
 
+    def predicted_text(self) -> str:
+        """Return the predicted speed-up at the best K as text, with the error of the predictions of this run."""
+        assert self.prediction is not None
+        text = f"{self.predicted_speedup(self.best_k).value:.2f}x"
+        if self.prediction.error is None:
+            return text
+        return f"{text} (predictions of the timed drafts were off by up to {self.prediction.error:.0%})"
+
     def precision_first(self, gain: Interval) -> str | None:
         """Return advice on the target's precision if another one, without a draft, is faster than this draft.
 
@@ -879,6 +898,7 @@ class Score(FileModel):
         alone, here, k = self.baseline_weights, self.conditions.target_weights, self.best_k
         if (
             alone == here
+            or not self.timed
             or not gain.below(1)
             or self.undecided is not None
             or self.doubt is not None
@@ -897,7 +917,7 @@ class Score(FileModel):
         k, said = self.best_k, [f"{self.headline()}."]
         if (advice := self.precision_first(self.best_k_speedup)) is not None:
             said.append(advice)
-        tpot, implied = self.best_k_tpot_speedup, self.implied_speedup(k)
+        tpot, implied = self.best_k_tpot_speedup, self.implied_speedup(k) if self.timed else None
         if tpot is not None:
             text = f"TPOT, the time per token after the first: {tpot.as_speedup()}"
             if implied is not None:

@@ -1,7 +1,7 @@
 """The drafts, the target and the requests of a score, and all checks that need no loaded model."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,20 +52,25 @@ class Requests:
             "repeats": self.repeats,
         }
 
-    def score_facts(self, plain: list[list[int]], texts: list[list[list[int]]]) -> dict[str, Any]:
+    def score_facts(
+        self, plain: Mapping[int, list[int]], texts: Sequence[Mapping[int, list[int]]]
+    ) -> dict[str, Any]:
         """Return the fields of a Score that depend on the prompts and the decoded texts.
 
-        plain: Token ids of each text by plain decoding. texts: Token ids of each text with a draft, for each K.
+        plain: Token ids of each prompt's text by plain decoding. texts: Those with a draft, for each K; some prompts
+            may be missing.
         """
+        pairs = [(plain[i], text) for each in texts for i, text in each.items()]
+        alone, drafted = zip(*pairs, strict=True) if pairs else ([], [])
         return {
             "prompts": [
                 PromptRecord(tokens=len(p.ids), category=p.category, conversation=number)
                 for p, number in zip(self.prompts.rows, self.prompts.conversations, strict=True)
             ],
-            "equal_texts": share_of_equal_texts(plain, texts)
-            if self.sampling.temperature == 0
+            "equal_texts": share_of_equal_texts(list(alone), [list(drafted)])
+            if pairs and self.sampling.temperature == 0
             else None,
-            "distinct_4grams": distinct_4grams(plain),
+            "distinct_4grams": distinct_4grams([*plain.values()]),
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
         }
 
@@ -101,6 +106,23 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much of a score is timed.
+
+    Args:
+        exhaustive: Whether to time every draft at every K. If not, replays and the time of passes choose what to time.
+        every: Whether to time every draft, each at the K that is fastest by prediction.
+        precision: Half of the width of the interval of the fastest draft's log speed-up at which timing ends.
+        minutes: Minutes after which timing ends.
+    """
+
+    exhaustive: bool = False
+    every: bool = False
+    precision: float = 0.05
+    minutes: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """Drafts and drafters to measure with a target, in one process.
 
@@ -126,6 +148,7 @@ class Comparison:
     rule: DecodingRule
     data: str
     tasks: Tasks | None = None
+    effort: Effort = Effort()
 
     @property
     def name(self) -> str:

@@ -1,8 +1,9 @@
 """Score drafts against a target in one process, and write one score.json per draft."""
 
 import itertools
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,14 +11,16 @@ import torch
 from torch.nn import functional as F
 
 from draftlab import provenance
+from draftlab.atomic import remove_state
 from draftlab.console import note, note_if_slow, progress
 from draftlab.engine.batch_generate import answer_turns
 from draftlab.engine.drafters.context import DrafterContext, DrafterRun
 from draftlab.engine.drafters.parallel import drafts_in_parallel, model_drafter
 from draftlab.engine.verify import rule_named
-from draftlab.errors import UserError
 from draftlab.exporting.hf import parse_quantized_name
+from draftlab.intervals import COVERAGE
 from draftlab.latency.machine_state import (
+    CoreTime,
     device_name,
     read_core_time,
     read_environment,
@@ -30,7 +33,7 @@ from draftlab.latency.profiler import AFTER, Grid, LatencyCurves, PassTimer
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
-from draftlab.model.modes import load, set_threads, with_mode
+from draftlab.model.modes import set_threads
 from draftlab.output import Output
 from draftlab.registry import REJECTION
 from draftlab.results.decoding import Generation
@@ -40,16 +43,24 @@ from draftlab.results.score import (
     FollowingLatency,
     Latency,
     Model,
+    Prediction,
     Rounding,
     Score,
     TaskResult,
 )
 from draftlab.scoring.comparison import Comparison, with_rounded_drafts
+from draftlab.scoring.journal import Journal
+from draftlab.scoring.models import Models
+from draftlab.scoring.quick import QuickTiming, with_errors
 from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, TimedArms, measure_throughput
 
 AnyLatency = TypeVar("AnyLatency", bound=Latency)
 # rounds in which single passes are timed, spread over the time of the decoding
 ROUNDS = 30
+# tokens on which the target with int8 weights is compared with itself
+ROUNDING_TOKENS = 1024
+# verify rules whose acceptance follows from the text alone
+PREDICTED_RULES = (REJECTION, "match")
 
 
 def score(comparison: Comparison, output: Output) -> list[Score]:
@@ -59,21 +70,27 @@ def score(comparison: Comparison, output: Output) -> list[Score]:
         UserError: Memory is too small, or a text does not fit into a model's context.
     """
     output.inputs(comparison.inputs)
+    set_threads(comparison.engine.mode, comparison.engine.threads)
+    comparison.check_memory()
+    output.claim_state(comparison.inputs)
     with with_rounded_drafts(comparison) as used:
-        scores = measure(used, output.command_line)
+        scores = measure(used, output.command_line, output.state)
     output.inputs(comparison.earlier_turns)
     with output.directory() as work:
         for result in scores:
             (work / result.name).mkdir()
             (work / result.name / "score.json").write_text(result.model_dump_json(indent=1))
         output.record(work)
+    remove_state(output.state)
     return scores
 
 
-def measure(comparison: Comparison, command: str) -> list[Score]:
-    """Measure all drafts and drafters, and return the scores. command: Command line to record in the scores."""
-    set_threads(comparison.engine.mode, comparison.engine.threads)
-    comparison.check_memory()
+def measure(comparison: Comparison, command: str, state: Path) -> list[Score]:
+    """Measure all drafts and drafters, and return the scores.
+
+    command: Command line to record in the scores. state: Folder for unfinished work.
+    """
+    started = time.monotonic()
     tasks = _accuracies(comparison)
     models = Models(comparison)
     runs = _runs(comparison, models)
@@ -92,64 +109,33 @@ def measure(comparison: Comparison, command: str) -> list[Score]:
         ),
         command=command,
         learnt_prompts={name: comparison.learnt_prompts(name) for name in runs},
+        state=state,
+        started=started,
     )
     warn_if_busy(measurement.environment)
     return [score for batch in comparison.batches for score in measurement.scores(batch)]
 
 
-class Models:
-    """The models of a comparison. Each checkpoint is loaded once, at its first use."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What was measured at a batch size.
 
-    def __init__(self, comparison: Comparison) -> None:
-        self.comparison, self.engine = comparison, comparison.engine
-        self._loaded: dict[Path, Decoder] = {}
-        self._running: dict[tuple[Path, bool], Decoder] = {}
+    Args:
+        curves: Latencies of passes, by the id of the model's object.
+        rounding: What int8 weights change in the target, or None.
+        predictions: What was predicted, by the name of the draft or drafter.
+        slower_plain: Speed of plain decoding at a precision that is clearly slower and was not timed in full, as a
+            fraction of the speed at the other precision, by the name of the precision.
+        alpha: See Score.alpha.
+    """
 
-    def eager(self, directory: Path) -> Decoder:
-        """Return the model of a checkpoint in mode eager.
-
-        Raises:
-            UserError: The model cannot decode in batches.
-        """
-        if directory not in self._loaded:
-            engine = self.engine
-            note(f"loading {hub.checkpoint_name(directory)}")
-            device_map = engine.device_map if directory == self.comparison.target else None
-            model = load(directory, engine.dtype, engine.device, device_map)
-            if self.comparison.batches != [1] and not model.takes_rows:
-                raise UserError(
-                    f"{directory} cannot decode texts of different lengths in one batch; use --batch 1"
-                )
-            self._loaded[directory] = model
-        return self._loaded[directory]
-
-    def running(self, directory: Path, int8: bool) -> Decoder:
-        """Return the model of a checkpoint in the engine's mode. int8: Whether to round its weights to 8 bits."""
-        if (directory, int8) not in self._running:
-            model = self.eager(directory)
-            running = (
-                with_mode(model, self.engine.mode, int8) if isinstance(model, Llama) else model
-            )
-            self._running[directory, int8] = running
-        return self._running[directory, int8]
-
-    def draft(self, directory: Path) -> Decoder:
-        return self.running(directory, self.engine.draft_int8)
-
-    @property
-    def target(self) -> Decoder:
-        return self.running(self.comparison.target, self.engine.target_int8)
-
-    @property
-    def other_target(self) -> Decoder | None:
-        """Return the target at the other precision: with full weights if `target` has int8 weights, else with int8.
-
-        Only plain decoding is timed with it. If plain decoding is timed at one precision only, return None, see
-        Comparison.two_precisions.
-        """
-        if not self.comparison.two_precisions:
-            return None
-        return self.running(self.comparison.target, not self.engine.target_int8)
+    measured: TimedArms
+    curves: Mapping[str, LatencyCurves]
+    environment: Environment
+    rounding: Rounding | None
+    predictions: Mapping[str, Prediction] = field(default_factory=dict)
+    slower_plain: dict[str, float] = field(default_factory=dict)
+    alpha: float = 1 - COVERAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +147,8 @@ class Measurement:
         tasks: Results of lm-eval, by the directory of the model.
         command: Command line to record in the scores.
         learnt_prompts: Number of prompts in the training data of each draft or drafter, by name.
+        state: Folder for unfinished work.
+        started: time.monotonic() at the start of the measurement.
     """
 
     comparison: Comparison
@@ -170,56 +158,139 @@ class Measurement:
     environment: Environment
     command: str
     learnt_prompts: Mapping[str, int]
+    state: Path
+    started: float
 
     def scores(self, batch: int) -> list[Score]:
-        """Time all drafts and drafters at a batch size, and return the score of each draft and drafter."""
+        """Time drafts and drafters at a batch size, and return the score of each draft and drafter.
+
+        Raises:
+            UserError: The time that the comparison allows is too short for the target's own texts.
+        """
+        before = read_core_time()
+        every_k = self._why_every_k()
+        if every_k is None:
+            return self._quick(batch, before)
+        if not self.comparison.effort.exhaustive:
+            note(f"every draft is timed at every K, because {every_k}")
+        return self._exhaustive(batch, before)
+
+    def _why_every_k(self) -> str | None:
+        """Return why nothing can be predicted from replays and passes, or None."""
         comparison = self.comparison
+        if comparison.effort.exhaustive:
+            return "--exhaustive asks for it"
+        if not isinstance(self.models.target, Llama):
+            return "transformers runs the target, whose passes are not timed alone"
+        if (
+            comparison.rule.verify not in PREDICTED_RULES
+            and comparison.requests.sampling.temperature
+        ):
+            return f"the acceptance of --rule {comparison.rule.verify} is not known before decoding"
+        return None
+
+    def _exhaustive(self, batch: int, before: CoreTime) -> list[Score]:
+        """Time every draft at every K. Rounds of the pass timer are spread over the decoding."""
         timer = self._pass_timer(batch)
         with note_if_slow("warming up the passes of single models"):
             timer.rounds.warm_up()
-        before = read_core_time()
         measured = self._throughput(batch, timer)
-        latency = timer.curves()
-        environment = with_waiting(self.environment, before, read_core_time())
-        target = self._model("", self.models.target, comparison.target, latency, {})
-        rounding, other_plain = None, dict[str, list[Generation]]()
-        other_target = self.models.other_target
-        if other_target is not None:
-            rounding = self._rounding(other_target, measured.tokens[PLAIN])
-            other_plain[self._weights(other_target)] = measured.generations[OTHER_PLAIN]
+        found = Found(
+            measured=measured,
+            curves=timer.curves(),
+            environment=with_waiting(self.environment, before, read_core_time()),
+            rounding=self._rounding(measured.tokens[PLAIN]),
+        )
+        return self._scores(found, batch)
+
+    def _quick(self, batch: int, before: CoreTime) -> list[Score]:
+        """Time plain decoding and the drafts that may be the fastest, each at one K."""
+        timing = QuickTiming(
+            comparison=self.comparison,
+            models=self.models,
+            runs=self.runs,
+            batch=batch,
+            journal=lambda part: self._journal(f"{part}-b{batch}"),
+            started=self.started,
+            timer=self._pass_timer(batch),
+        )
+        timing.prepare()
+        rounding = self._rounding(timing.texts.tokens[PLAIN])
+
+        def scores() -> list[Score]:
+            found = Found(
+                measured=timing.timed(),
+                curves=timing.curves,
+                environment=with_waiting(self.environment, before, read_core_time()),
+                rounding=rounding,
+                predictions=timing.predictions,
+                slower_plain=timing.slower_plain,
+                alpha=timing.alpha,
+            )
+            return with_errors(self._scores(found, batch))
+
+        return timing.run(scores)
+
+    def _journal(self, part: str) -> Journal:
+        machine = {
+            "processor": self.environment.processor,
+            "cores": self.environment.cores,
+            "device": device_name(self.comparison.engine.device),
+            "threads": torch.get_num_threads(),
+            **provenance.versions(),
+        }
+        return Journal(self.state / f"{part}.jsonl", machine)
+
+    def _scores(self, found: "Found", batch: int) -> list[Score]:
+        comparison, measured = self.comparison, found.measured
+        target = self._model("", self.models.target, comparison.target, found.curves, {})
+        other_plain = dict[str, list[Generation]]()
+        if OTHER_PLAIN in measured.generations:
+            assert self.models.other_target is not None
+            weights = self._weights(self.models.other_target)
+            other_plain[weights] = measured.generations[OTHER_PLAIN]
         scores = []
         for name, run in self.runs.items():
             draft = comparison.drafts.get(name)
+            arms = [arm for arm in measured.generations if arm[0] == name and arm[1]]
             score = Score(
                 name=self._label(name, batch),
                 target=target,
-                draft=self._model(name, run.model, draft, latency, run.facts),
+                draft=self._model(name, run.model, draft, found.curves, run.facts),
                 conditions=self._conditions(name, batch),
-                environment=environment,
+                environment=found.environment,
                 plain=measured.generations[PLAIN],
                 other_plain=other_plain,
-                rounding=rounding,
-                speculative={k: measured.generations[name, k] for k in run.ks},
+                slower_plain=found.slower_plain,
+                rounding=found.rounding,
+                speculative={k: measured.generations[name, k] for _, k in arms},
+                prediction=found.predictions.get(name),
+                alpha=found.alpha,
                 command=self.command,
                 versions=provenance.versions(),
                 learnt=run.learnt,
                 made=comparison.made(name),
                 learnt_prompts=self.learnt_prompts[name],
                 **comparison.requests.score_facts(
-                    measured.tokens[PLAIN], [measured.tokens[name, k] for k in run.ks]
+                    measured.tokens[PLAIN], [measured.tokens[arm] for arm in arms]
                 ),
             )
             scores.append(score)
         return scores
 
-    def _rounding(self, other_target: Decoder, answers: list[list[int]]) -> Rounding:
-        """Compare the target with and without int8 weights, on the prompts and the answers of plain decoding."""
-        whole, rounded = self.models.target, other_target
+    def _rounding(self, answers: Mapping[int, list[int]]) -> Rounding | None:
+        """Compare the target with and without int8 weights, on prompts and the answers of plain decoding.
+
+        answers: Token ids of the answers, by prompt. If the target has no int8 weights, return None.
+        """
+        whole, rounded = self.models.target, self.models.other_target
+        if rounded is None:
+            return None
         if self.comparison.engine.target_int8:
             whole, rounded = rounded, whole
         prompts = self.comparison.requests.prompts.rows
-        pairs = zip(prompts, answers, strict=True)
-        return compare(whole, rounded, [[*prompt.ids, *answer] for prompt, answer in pairs])
+        texts = [[*prompts[i].ids, *answer] for i, answer in sorted(answers.items())]
+        return compare(whole, rounded, some_of(texts, ROUNDING_TOKENS))
 
     def _pass_timer(self, batch: int) -> PassTimer:
         """Return a timer of the passes of all models that draftlab's engine runs, each named by its object's id."""
@@ -245,12 +316,12 @@ class Measurement:
                 widths = sorted({1, *ks, *(2 * k for k in ks)})
                 models[str(id(model))] = model, grid(widths, (), max(ks))
             else:
-                after = sorted({number for number in (*AFTER, max(ks) - 1) if 0 < number < max(ks)})
-                models[str(id(model))] = model, grid([1, 2], after, 1)
+                after = {1, *(number for number in (*AFTER, max(ks) - 1) if 0 < number < max(ks))}
+                models[str(id(model))] = model, grid([1, 2], sorted(after), 1)
         target = self.models.target
         if isinstance(target, Llama):
             # plain decoding has a pass of the target before each pass
-            models[str(id(target))] = target, grid([1, *(k + 1 for k in ks)], [2], 0)
+            models[str(id(target))] = target, grid([1, *(k + 1 for k in ks)], [1, 2], 0)
         return PassTimer(models, steady_clock(comparison.engine.device))
 
     def _throughput(self, batch: int, timer: PassTimer) -> TimedArms:
@@ -283,6 +354,7 @@ class Measurement:
                 draft_sampling=comparison.rule.draft_sampling(requests.sampling),
                 advance=advance_both,
                 clock=steady_step_clock(comparison.engine.device),
+                kept=self._journal(f"every-k-b{batch}"),
             )
 
     def _label(self, name: str, batch: int) -> str:
@@ -372,20 +444,28 @@ def _accuracies(comparison: Comparison) -> dict[Path, list[TaskResult]]:
     } | {comparison.target: target}
 
 
+def some_of(texts: Sequence[list[int]], tokens: int) -> list[list[int]]:
+    """Return texts, evenly spaced, that have about this number of tokens together, or all texts if they have fewer."""
+    count = max(1, round(len(texts) * min(1.0, tokens / sum(map(len, texts)))))
+    return [texts[i * len(texts) // count] for i in range(count)]
+
+
 def compare(whole: Decoder, rounded: Decoder, texts: Sequence[Sequence[int]]) -> Rounding:
     """Compare the next-token distributions of a model and of its rounded copy, after every token of the texts.
 
     texts: Token ids of each text.
     """
     divergence, equal, count = 0.0, 0, sum(map(len, texts))
-    for text in texts:
-        ids = torch.tensor([text])
-        p, q = (
-            model.forward_uncached(ids, len(text)).float().log_softmax(-1)
-            for model in (whole, rounded)
-        )  # [1, T, V]
-        divergence += float(F.kl_div(q, p, reduction="sum", log_target=True))
-        equal += int((p.argmax(-1) == q.argmax(-1)).sum())
+    with progress("measuring what int8 weights change", len(texts)) as advance:
+        for done, text in enumerate(texts, 1):
+            ids = torch.tensor([text])
+            p, q = (
+                model.forward_uncached(ids, len(text)).float().log_softmax(-1)
+                for model in (whole, rounded)
+            )  # [1, T, V]
+            divergence += float(F.kl_div(q, p, reduction="sum", log_target=True))
+            equal += int((p.argmax(-1) == q.argmax(-1)).sum())
+            advance(done, "texts")
     return Rounding(tokens=count, kl=divergence / count, top1=equal / count)
 
 

@@ -456,7 +456,7 @@ def _score(
             command=command,
             versions=provenance.versions()
             | {plain.kind: plain.version, server.kind: server.version},
-            **comparison.requests.score_facts(plain.tokens, [[*answers.tokens.values()]]),
+            **comparison.requests.score_facts(dict(enumerate(plain.tokens)), [answers.tokens]),
         )
 
 

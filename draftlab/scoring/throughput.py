@@ -12,12 +12,20 @@ interrupted. A prefill is compared with prefills of the same prompt. Runs with m
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import attrgetter
 from statistics import median_low
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -109,6 +117,7 @@ def _mended(timed: TimedStep, usual: _Usual | None) -> TimedStep:
 
 MANY_STALLED = 0.2  # fraction of stalled steps above which a run is repeated, 1 - USUAL
 WARM_UP_TOKENS = 48  # number of new tokens of each warm-up text
+BRIEF = 8  # the same, if everything else is warm already
 TRIES = 2  # most repetitions of a run with too many stalled steps
 
 AnyArm = TypeVar("AnyArm")
@@ -119,10 +128,164 @@ OTHER_PLAIN: Arm = ("plain decoding with other weights", 0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedArms:
-    """Timed generations by arm (way to decode). tokens: Token ids of each text in the first repeat, by arm."""
+    """Timed generations by arm (way to decode). tokens: Token ids of each prompt's text in the first repeat, by arm."""
 
     generations: dict[Arm, list[Generation]]
-    tokens: dict[Arm, list[list[int]]]
+    tokens: dict[Arm, dict[int, list[int]]]
+
+
+@dataclass(slots=True)
+class Run:
+    """One prompt that was decoded once: its prefill, and the steps after the prefill."""
+
+    prompt: int
+    prefill: TimedStep
+    steps: list[TimedStep]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for timed in (self.prefill, *self.steps) for token in timed.step.tokens]
+
+
+Place = tuple[
+    Arm, int, int
+]  # an arm, the number of the repeat, and the number of the group of prompts
+
+
+class LiveTiming:
+    """Decodes groups of prompts in several ways, and keeps the times.
+
+    groups: Indices of the prompts in each group, which are decoded at once.
+    """
+
+    def __init__(
+        self,
+        target: Decoder,
+        drafters: Mapping[str, Drafter],
+        prompts: list[list[int]],
+        *,
+        sampling: SamplingParams,
+        other_target: Decoder | None = None,
+        clock: StepClock | None = None,
+        batch: int = 1,
+        rule: Rule | None = None,
+        draft_sampling: SamplingParams | None = None,
+        kept: MutableMapping[Place, list[Run]] | None = None,
+    ) -> None:
+        """Prepare the timing of prompts, without decoding any.
+
+        Args:
+            drafters: Drafters by name.
+            prompts: Token ids of each prompt.
+            other_target: Target at another precision. Only plain decoding is timed with it.
+            clock: Clock in seconds; wall time by default.
+            batch: Number of prompts that are decoded at once.
+            rule: Verify rule, see speculative_decode.
+            draft_sampling: Sampling parameters of drafts, see speculative_decode.
+            kept: Runs that were timed before. New runs are added.
+        """
+        self.alone = {PLAIN: target} | ({} if other_target is None else {OTHER_PLAIN: other_target})
+        self.target, self.drafters, self.prompts = target, drafters, prompts
+        self.sampling, self.clock = sampling, clock or step_clock_for(target.device)
+        self.rule, self.draft_sampling = rule, draft_sampling
+        self.groups = [
+            list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)
+        ]
+        self.runs: MutableMapping[Place, list[Run]] = {} if kept is None else kept
+
+    def time_all(self, arms: Sequence[Arm], group: int) -> None:
+        """Decode a group of prompts once in each way, one after the other.
+
+        If only some ways are done, they are decoded again, so that all have the same state of the machine.
+        """
+        places = [(arm, 0, group) for arm in arms]
+        if not all(place in self.runs for place in places):
+            for place in places:
+                self.runs.pop(place, None)
+        for arm in reversed(arms) if group % 2 else arms:
+            self.time(arm, 0, group)
+
+    def warm_up(self, arms: Sequence[Arm], *, briefly: bool = False) -> None:
+        """Decode a text in each way until its times are steady. On CUDA, capture all graphs first.
+
+        briefly: Whether to decode a few tokens of it once.
+        """
+        to_the_end = replace(self.sampling, stop_token_ids=())
+        for arm in sorted(arms, key=lambda arm: -arm[1]) if self.target.replays_passes else []:
+            with note_if_slow(f"capturing CUDA graphs of {_arm_name(arm)}"):
+                # the longest texts first, because a longer cache replaces the memory of a shorter cache
+                for group in _first_of_each_length(self.groups, self.prompts):
+                    deque(self._steps(arm, group, to_the_end), maxlen=0)
+        few = replace(
+            self.sampling,
+            max_tokens=min(self.sampling.max_tokens, BRIEF if briefly else WARM_UP_TOKENS),
+        )
+        if briefly:
+            for number, arm in enumerate(arms, 1):
+                with note_if_slow(f"warming up {number} of {len(arms)}: {_arm_name(arm)}"):
+                    deque(self._steps(arm, self.groups[0], few), maxlen=0)
+            return
+        _warm_up(arms, lambda arm: self._steps(arm, self.groups[0], few))
+
+    def time(self, arm: Arm, repeat: int, group: int) -> list[Run]:
+        """Decode a group of prompts in one way, unless it is done, and return the runs of its prompts."""
+        if (arm, repeat, group) not in self.runs:
+            self.runs[arm, repeat, group] = self._decode(arm, group)
+        return self.runs[arm, repeat, group]
+
+    def finish(self, arms: Iterable[Arm] | None = None) -> TimedArms:
+        """Repeat runs with many stalled steps, and return the generations of these arms. Default: of all arms.
+
+        Raises:
+            UserError: Every text ends with its first token, so that there is nothing to time.
+        """
+        runs_of: dict[Arm, dict[tuple[int, int], list[Run]]] = {}
+        for (arm, repeat, group), runs in sorted(self.runs.items(), key=lambda item: item[0][1:]):
+            if arms is None or arm in arms:
+                runs_of.setdefault(arm, {})[repeat, group] = runs
+        if not any(run.steps for run in chain.from_iterable(runs_of[PLAIN].values())):
+            raise UserError(
+                f"the target answers all {len(self.prompts)} prompts with only the end-of-text token, so there is "
+                "nothing to time; use other prompts, for example with --prompt-file FILE"
+            )
+        _repeat_stalled(runs_of, self._again)
+        every = {arm: list(chain.from_iterable(runs.values())) for arm, runs in runs_of.items()}
+        tokens: dict[Arm, dict[int, list[int]]] = {arm: {} for arm in every}
+        for arm, runs in every.items():
+            for each in runs:
+                tokens[arm].setdefault(each.prompt, each.tokens)
+        _mend_prefills([(arm, run) for arm, runs in every.items() for run in runs])
+        return TimedArms(
+            generations={arm: _generations(runs) for arm, runs in every.items()}, tokens=tokens
+        )
+
+    def _again(self, arm: Arm, at: tuple[int, int]) -> list[Run]:
+        self.runs[arm, *at] = self._decode(arm, at[1])
+        return self.runs[arm, *at]
+
+    def _decode(self, arm: Arm, group: int) -> list[Run]:
+        rows: list[list[Step]] = [[] for _ in self.groups[group]]
+        for step in self._steps(arm, self.groups[group], self.sampling):
+            rows[step.row].append(step)
+        prefills = [TimedStep(row[0], len(rows)) for row in rows]
+        return list(map(Run, self.groups[group], prefills, timed_steps(rows)))
+
+    def _steps(self, arm: Arm, group: list[int], sampling: SamplingParams) -> Iterator[Step]:
+        texts = [self.prompts[i] for i in group]
+        if arm in self.alone:
+            return decode(self.alone[arm], texts, sampling, self.clock, group)
+        name, k = arm
+        return speculative_decode(
+            self.target,
+            self.drafters[name],
+            texts,
+            k,
+            sampling,
+            self.clock,
+            group,
+            self.rule,
+            self.draft_sampling,
+        )
 
 
 def measure_throughput(
@@ -130,82 +293,34 @@ def measure_throughput(
     drafters: Mapping[str, tuple[Drafter, list[int]]],
     prompts: list[list[int]],
     *,
-    sampling: SamplingParams,
     repeats: int,
     advance: Callable[[int], None],
     other_target: Decoder | None = None,
-    clock: StepClock | None = None,
-    batch: int = 1,
-    rule: Rule | None = None,
-    draft_sampling: SamplingParams | None = None,
+    **settings: Any,
 ) -> TimedArms:
     """Decode every prompt `repeats` times without a draft and with each drafter at each K, after a warm-up.
 
     Args:
         drafters: Drafters with their values of K, by name.
-        prompts: Token ids of each prompt.
         advance: Function that takes the number of finished prompts.
-        other_target: Target at another precision. Only plain decoding is timed with it.
-        clock: Clock in seconds; wall time by default.
-        batch: Number of prompts that are decoded at once.
-        rule: Verify rule, see speculative_decode.
-        draft_sampling: Sampling parameters of drafts, see speculative_decode.
+        settings: Further arguments of LiveTiming.
 
     Raises:
         UserError: Every text ends with its first token, so that there is nothing to time.
     """
-    alone = {PLAIN: target} | ({} if other_target is None else {OTHER_PLAIN: other_target})
-    arms = [*alone, *((name, k) for name, (_, ks) in drafters.items() for k in ks)]
-    clock = clock or step_clock_for(target.device)
-    groups = [
-        list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)
-    ]
-
-    def steps(arm: Arm, group: list[int], sampling: SamplingParams) -> Iterator[Step]:
-        texts = [prompts[i] for i in group]
-        if arm in alone:
-            return decode(alone[arm], texts, sampling, clock, group)
-        name, k = arm
-        drafter, _ = drafters[name]
-        return speculative_decode(
-            target, drafter, texts, k, sampling, clock, group, rule, draft_sampling
-        )
-
-    to_the_end = replace(sampling, stop_token_ids=())
-    for arm in sorted(arms, key=lambda arm: -arm[1]) if target.replays_passes else []:
-        with note_if_slow(f"capturing CUDA graphs of {_arm_name(arm)}"):
-            # the longest texts first, because a longer cache replaces the memory of a shorter cache
-            for group in _first_of_each_length(groups, prompts):
-                deque(steps(arm, group, to_the_end), maxlen=0)
-    few = replace(sampling, max_tokens=min(sampling.max_tokens, WARM_UP_TOKENS))
-    _warm_up(arms, lambda arm: steps(arm, groups[0], few))
-    # runs of each arm, by repeat and number of the group
-    runs_of: dict[Arm, dict[tuple[int, int], list[_Run]]] = {arm: {} for arm in arms}
-
-    def run(arm: Arm, number: int) -> list[_Run]:
-        rows: list[list[Step]] = [[] for _ in groups[number]]
-        for step in steps(arm, groups[number], sampling):
-            rows[step.row].append(step)
-        prefills = [TimedStep(row[0], len(rows)) for row in rows]
-        return list(map(_Run, groups[number], prefills, timed_steps(rows)))
-
-    for arm, repeat, number in interleaved(arms, len(groups), repeats):
-        runs_of[arm][repeat, number] = run(arm, number)
-        advance(repeat * len(prompts) + groups[number][-1] + 1)
-    if not any(run.steps for run in chain.from_iterable(runs_of[PLAIN].values())):
-        raise UserError(
-            f"the target answers all {len(prompts)} prompts with only the end-of-text token, so there is nothing "
-            "to time; use other prompts, for example with --prompt-file FILE"
-        )
-    _repeat_stalled(runs_of, run)
-    # the runs of an arm, all prompts of the first repeat first
-    every = {arm: list(chain.from_iterable(runs.values())) for arm, runs in runs_of.items()}
-    tokens: dict[Arm, list[list[int]]] = {}
-    for arm, runs in every.items():
-        tokens[arm] = [each.tokens for each in runs[: len(prompts)]]
-    _mend_prefills([(arm, run) for arm, runs in every.items() for run in runs])
-    generations = {arm: _generations(runs) for arm, runs in every.items()}
-    return TimedArms(generations=generations, tokens=tokens)
+    live = LiveTiming(
+        target,
+        {name: drafter for name, (drafter, _) in drafters.items()},
+        prompts,
+        other_target=other_target,
+        **settings,
+    )
+    arms = [*live.alone, *((name, k) for name, (_, ks) in drafters.items() for k in ks)]
+    live.warm_up(arms)
+    for arm, repeat, number in interleaved(arms, len(live.groups), repeats):
+        live.time(arm, repeat, number)
+        advance(repeat * len(prompts) + live.groups[number][-1] + 1)
+    return live.finish()
 
 
 def interleaved(
@@ -218,7 +333,7 @@ def interleaved(
                 yield arm, repeat, group
 
 
-def _warm_up(arms: list[Arm], decode_first: Callable[[Arm], Iterator[Step]]) -> None:
+def _warm_up(arms: Sequence[Arm], decode_first: Callable[[Arm], Iterator[Step]]) -> None:
     for number, arm in enumerate(arms, 1):
         with note_if_slow(f"warming up {number} of {len(arms)}: {_arm_name(arm)}"):
             steady = warm_up(
@@ -254,20 +369,7 @@ def _first_of_each_length(groups: list[list[int]], prompts: list[list[int]]) -> 
     return sorted(by_length.values(), key=longest, reverse=True)
 
 
-@dataclass(slots=True)
-class _Run:
-    """One prompt that was decoded once: its prefill, and the steps after the prefill."""
-
-    prompt: int
-    prefill: TimedStep
-    steps: list[TimedStep]
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for timed in (self.prefill, *self.steps) for token in timed.step.tokens]
-
-
-def _mend_prefills(runs: Sequence[tuple[Arm, _Run]]) -> None:
+def _mend_prefills(runs: Sequence[tuple[Arm, Run]]) -> None:
     """Replace the times of stalled prefills by the median of the prefills of the same prompt.
 
     The median of the target's time is over all repeats of all arms with the same weights of the target. The median of a
@@ -294,12 +396,13 @@ def _mend_prefills(runs: Sequence[tuple[Arm, _Run]]) -> None:
 
 
 def _repeat_stalled(
-    runs_of: Mapping[Arm, dict[tuple[int, int], list[_Run]]],
-    rerun: Callable[[Arm, int], list[_Run]],
+    runs_of: Mapping[Arm, dict[tuple[int, int], list[Run]]],
+    rerun: Callable[[Arm, tuple[int, int]], list[Run]],
 ) -> None:
     """Repeat runs in which too many steps stalled, at most TRIES times each, and replace them in `runs_of`.
 
-    rerun: Function that decodes a group of prompts again. Its arguments are the arm and the number of the group.
+    rerun: Function that decodes a group of prompts again. Its arguments are the arm, and the
+        numbers of the repeat and of the group.
     """
     for _ in range(TRIES):
         stalled = [(arm, at) for arm, runs in runs_of.items() for at in _stalled(runs)]
@@ -309,10 +412,10 @@ def _repeat_stalled(
                 "steps"
             )
         for arm, at in stalled:
-            runs_of[arm][at] = rerun(arm, at[1])
+            runs_of[arm][at] = rerun(arm, at)
 
 
-def _stalled(runs: Mapping[tuple[int, int], list[_Run]]) -> list[tuple[int, int]]:
+def _stalled(runs: Mapping[tuple[int, int], list[Run]]) -> list[tuple[int, int]]:
     """Return the runs of an arm in which too many steps stalled, as pairs of the repeat and the group."""
     mended = iter(without_stalls([run.steps for run in chain.from_iterable(runs.values())]))
     stalled: list[tuple[int, int]] = []
@@ -323,7 +426,7 @@ def _stalled(runs: Mapping[tuple[int, int], list[_Run]]) -> list[tuple[int, int]
     return stalled
 
 
-def _generations(runs: list[_Run]) -> list[Generation]:
+def _generations(runs: list[Run]) -> list[Generation]:
     """Return the runs of an arm as generations. A stalled step gets median times, see without_stalls."""
     generations: list[Generation] = []
     for run, timed in zip(runs, without_stalls([run.steps for run in runs]), strict=True):

@@ -51,7 +51,7 @@ class ReplayContext:
         advance: Function to call with the number of texts that are done.
     """
 
-    texts: list[Text]
+    texts: Sequence[Text]
     target_path: Path
     sampling: SamplingParams
     vocab: int

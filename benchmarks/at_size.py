@@ -263,7 +263,7 @@ def measured(
     drafters = [f"fallback:draft={drafts[0]}"] if "prompt_file" in prompts and size == "3b" else []
     made(
         "score", folder / f"score-{size}", target=str(target), draft=[str(path) for path in drafts], drafter=drafters,
-        **prompts, **running, repeats=1, dtype="bfloat16",
+        **prompts, **running, exhaustive=True, repeats=1, dtype="bfloat16",
     )  # fmt: skip
 
 

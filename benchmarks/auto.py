@@ -93,7 +93,7 @@ def over_by_hand(folder: Path, verdict: Verdict) -> dict[str, Any]:
     COMMANDS["score"](
         target="tiny", draft=[*drafts, *ours], drafter=sorted({*drafters, *filter(None, [verdict.drafter])}),
         prompt_file=folder / "prompts/measure.jsonl", k=[2, 3, 5], max_new_tokens=64, int8="both",
-        threads=1, repeats=2, out=out, force=True,
+        threads=1, exhaustive=True, repeats=2, out=out, force=True,
     )  # fmt: skip
     scores = {
         score.name.removesuffix("@int8"): score for score in map(read_score, score_files([out]))

@@ -51,7 +51,7 @@ def main(
         outcome = score(
             draft=[str(draft)], drafter=["ngram:tokens=1000000", *DRAFTERS], target="tiny", data=data,
             prompt_file=file, prompt_tokens=SUMMARY_TOKENS if name == "summaries" else None, num_prompts=prompts,
-            max_new_tokens=new_tokens, k=k, repeats=1, temperature=temperature, threads=1,
+            max_new_tokens=new_tokens, k=k, exhaustive=True, repeats=1, temperature=temperature, threads=1,
             mode="native", dtype="float32", out=folder / name, force=True,
         )  # fmt: skip
         rows = outcome.data["scores"]

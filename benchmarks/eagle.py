@@ -96,7 +96,7 @@ def scored(out: Path, head: Path, temperature: float, k: int, prompts: int) -> d
     """Score a head, and return the result at the best K."""
     rows: Any = COMMANDS["score"](
         target=TARGET, drafter=[f"eagle:heads={head}"], data=DATA, k=f"1-{k}", num_prompts=prompts,
-        max_new_tokens=TOKENS, temperature=temperature, threads=1, out=out, force=True,
+        max_new_tokens=TOKENS, temperature=temperature, threads=1, exhaustive=True, out=out, force=True,
     ).data["scores"]  # fmt: skip
     return next(row for row in rows if row["best"])
 

@@ -42,7 +42,7 @@ def main(
         words += ["--prompt-file", "prompts.jsonl", "--num-prompts", str(searched)]
         draftlab(folder, *words, "--max-new-tokens", str(max_new_tokens))
     if not (folder / "runs" / "score").exists():
-        words = ["score", "--drafter", f"layer-skip:outputs={ANSWERS}"]
+        words = ["score", "--exhaustive", "--drafter", f"layer-skip:outputs={ANSWERS}"]
         words += ["--drafter", "latest-lookup", "--prompt-file", str(prompts.resolve())]
         words += ["--num-prompts", str(num_prompts), "--max-new-tokens", str(max_new_tokens)]
         words += ["--dtype", "bfloat16", "--k", "2,3,5", "--repeats", "1", "--threads", "1"]

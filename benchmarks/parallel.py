@@ -316,7 +316,7 @@ def scored(
         draft=[str(path) for path in drafts], drafter=drafters, target="tiny", data="stdlib", k=f"1-{k}",
         num_prompts=2 if quick else 16, max_new_tokens=16 if quick else 64, repeats=1 if quick else 3,
         threads=1, temperature=temperature, dtype=checkpoint.dtype_name(dtype()), force=True,
-        out=folder / f"score-{temperature}",
+        exhaustive=True, out=folder / f"score-{temperature}",
     ).data["scores"]  # fmt: skip
     assert isinstance(row, list)
     return best_rows(row)

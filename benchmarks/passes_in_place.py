@@ -79,7 +79,7 @@ def _scores(folder: Path, name: str, words: list[str]) -> list[Score]:
     """Return the scores of a run of draftlab score with the words, in the order of the names."""
     out = folder / "scores" / name
     if not out.exists():
-        draftlab(folder, "score", *words, "--out", f"scores/{name}")
+        draftlab(folder, "score", "--exhaustive", *words, "--out", f"scores/{name}")
     return [read_score(file) for file in sorted(out.glob("*/score.json"))]
 
 

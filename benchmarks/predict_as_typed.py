@@ -89,7 +89,7 @@ def main(
         for shape in SHAPES:
             rows = _predicted(work, shape)
             scored = _type(
-                work, "score", "--draft", shape, "--k", KS, *SCORE_TEXTS, *running, "--repeats", str(repeats),
+                work, "score", "--exhaustive", "--draft", shape, "--k", KS, *SCORE_TEXTS, *running, "--repeats", str(repeats),
                 "--out", f"score-{shape}", "--json",
             )  # fmt: skip
             found += [

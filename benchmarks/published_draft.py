@@ -90,7 +90,7 @@ def scored(
     for name, given in options.items():
         out = folder / "runs" / name
         if not out.exists():
-            words = ["score", "--draft", DRAFT]
+            words = ["score", "--exhaustive", "--draft", DRAFT]
             words += ["--prompt-file", str(prompts.resolve()), "--num-prompts", str(num_prompts)]
             words += ["--max-new-tokens", str(max_new_tokens), "--dtype", "bfloat16"]
             words += ["--repeats", "1", "--threads", "1", "--out", f"runs/{name}"]

@@ -111,10 +111,9 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         "Time every draft at every K, several times. By default, replays of the target's own texts and the time of "
         "single passes predict what is slow, and only drafts that may be the fastest are timed.",
     )
-    repeats: int = advanced_option(
-        3,
-        "Number of times that every prompt is decoded, for each draft and K and for plain decoding, with --exhaustive "
-        "or on servers.",
+    repeats: int | None = advanced_option(
+        None,
+        "Number of times that each request is timed in each way. Default: 1; with --exhaustive or on servers 3.",
         ge=1,
     )
     seed: int = shared.seed()
@@ -198,11 +197,6 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
             "leave it out, because a server runs its own model with its own settings",
         ),
         shared.KEY_RULE,
-        Only(
-            ("repeats",),
-            lambda c: c.exhaustive or c.served,
-            "needs --exhaustive, because otherwise each request is timed once in each way",
-        ),
         Only(
             ("minutes", "precision"),
             lambda c: not c.exhaustive,
@@ -488,8 +482,8 @@ def _requests(config: ScoreConfig, tokenizer: Path, sampling: SamplingParams) ->
             count=config.num_prompts,
             tokens=config.prompt_tokens,
         )
-    repeats = config.repeats if config.exhaustive or config.served else 1
-    return Requests(prompts=prompts, sampling=sampling, repeats=repeats)
+    usual = 3 if config.exhaustive or config.served else 1
+    return Requests(prompts=prompts, sampling=sampling, repeats=config.repeats or usual)
 
 
 def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:

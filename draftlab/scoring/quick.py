@@ -109,7 +109,8 @@ class QuickTiming:
         found = list[Score]()
         with progress(f"timing plain decoding, {names}", total) as advance:
             for group in order:
-                self.live.time_all(self._arms(group), group)
+                for repeat in range(self.comparison.requests.repeats):
+                    self.live.time_all(self._arms(group), group, repeat)
                 for prompt in self.live.groups[group]:
                     waiting[talks[prompt]] -= 1
                 done = sum(left == 0 for left in waiting.values())

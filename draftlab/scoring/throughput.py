@@ -193,17 +193,17 @@ class LiveTiming:
         ]
         self.runs: MutableMapping[Place, list[Run]] = {} if kept is None else kept
 
-    def time_all(self, arms: Sequence[Arm], group: int) -> None:
+    def time_all(self, arms: Sequence[Arm], group: int, repeat: int) -> None:
         """Decode a group of prompts once in each way, one after the other.
 
         If only some ways are done, they are decoded again, so that all have the same state of the machine.
         """
-        places = [(arm, 0, group) for arm in arms]
+        places = [(arm, repeat, group) for arm in arms]
         if not all(place in self.runs for place in places):
             for place in places:
                 self.runs.pop(place, None)
-        for arm in reversed(arms) if group % 2 else arms:
-            self.time(arm, 0, group)
+        for arm in reversed(arms) if (repeat + group) % 2 else arms:
+            self.time(arm, repeat, group)
 
     def warm_up(self, arms: Sequence[Arm], *, briefly: bool = False) -> None:
         """Decode a text in each way until its times are steady. On CUDA, capture all graphs first.

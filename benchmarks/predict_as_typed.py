@@ -89,8 +89,8 @@ def main(
         for shape in SHAPES:
             rows = _predicted(work, shape)
             scored = _type(
-                work, "score", "--exhaustive", "--draft", shape, "--k", KS, *SCORE_TEXTS, *running, "--repeats", str(repeats),
-                "--out", f"score-{shape}", "--json",
+                work, "score", "--exhaustive", "--draft", shape, "--k", KS, *SCORE_TEXTS, *running,
+                "--repeats", str(repeats), "--out", f"score-{shape}", "--json",
             )  # fmt: skip
             found += [
                 _row(shape, row, rows[row["num_speculative_tokens"]]) for row in scored["scores"]

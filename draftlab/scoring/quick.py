@@ -30,6 +30,7 @@ from draftlab.latency.machine_state import steady_clock, steady_step_clock
 from draftlab.latency.profiler import PassTimer
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder
+from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.results.decoding import Generation, request_timings
@@ -54,6 +55,7 @@ class QuickTiming:
 
     Args:
         runs: Drafts and drafters, by name.
+        heads: Passes of heads that were timed alone, by the name of the drafter.
         journal: Function that opens the journal of a part of the timing.
         started: time.monotonic() at the start of the measurement.
         timer: Timer of the passes of all models.
@@ -62,6 +64,7 @@ class QuickTiming:
     comparison: Comparison
     models: Models
     runs: Mapping[str, DrafterRun]
+    heads: Mapping[str, Decoder]
     batch: int
     journal: Callable[[str], Journal]
     started: float
@@ -246,7 +249,7 @@ class QuickTiming:
                 self.written,
                 self.written.replayed(scored, own),
                 run.ks,
-                self._costs(run, 1e3 * (clock() - start) / max(1, calls)),
+                self._costs(name, run, 1e3 * (clock() - start) / max(1, calls)),
             )
         return found
 
@@ -262,7 +265,7 @@ class QuickTiming:
             return False
         if run.model is not None:
             return isinstance(run.model, Llama)
-        return all(each.is_model for each in spec.inputs()) or not hasattr(spec, "heads")
+        return spec.name in self.heads or not hasattr(spec, "heads")
 
     def _context(self, spec: DrafterSpec, advance: Callable[[int], None]) -> ReplayContext:
         comparison = self.comparison
@@ -294,11 +297,12 @@ class QuickTiming:
             )
         return [each.logprobs for each in scored]
 
-    def _costs(self, run: DrafterRun, call_ms: float) -> Costs:
+    def _costs(self, name: str, run: DrafterRun, call_ms: float) -> Costs:
         lengths = self.written.prompt_tokens
         host = self.written.host_ms
         target = self._cost_model(self.models.target, self._prefill(None))
-        if run.model is None:
+        model = self.heads.get(name, run.model)
+        if model is None:
             return Costs(
                 target=target,
                 draft=target,
@@ -307,11 +311,12 @@ class QuickTiming:
                 calls_ms=call_ms,
                 has_model=False,
             )
-        prefill = self._prefill(run.model)
+        prefill = self._prefill(model)
+        kind = "parallel" if run.model is not None and drafts_in_parallel(run.model) else "model"
         return Costs(
             target=target,
-            draft=self._cost_model(run.model, prefill),
-            kind="parallel" if drafts_in_parallel(run.model) else "model",
+            draft=self._cost_model(model, prefill),
+            kind=name.partition(":")[0] if name in self.heads else kind,
             prefill_ms=prefill.median_ms * lengths / prefill.width,
             calls_ms=host,
             has_model=True,
@@ -371,6 +376,11 @@ class LoadedContext(ReplayContext):
         path = hub.locate(name) if name else self.models.comparison.default_draft
         assert isinstance(path, Path)  # drafters without a draft were refused
         return self.models.draft(path)
+
+    def load_target(self) -> Llama | HFDecoder:
+        target = self.models.eager(self.target_path)
+        assert isinstance(target, Llama | HFDecoder)  # other targets are timed at every K
+        return target
 
 
 def _reversed_bits(number: int, bits: int = 32) -> int:

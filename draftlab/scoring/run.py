@@ -205,14 +205,16 @@ class Measurement:
 
     def _quick(self, batch: int, before: CoreTime) -> list[Score]:
         """Time plain decoding and the drafts that may be the fastest, each at one K."""
+        heads = _heads(self.comparison, self.models)
         timing = QuickTiming(
             comparison=self.comparison,
             models=self.models,
             runs=self.runs,
+            heads=heads,
             batch=batch,
             journal=lambda part: self._journal(f"{part}-b{batch}"),
             started=self.started,
-            timer=self._pass_timer(batch),
+            timer=self._pass_timer(batch, heads),
         )
         timing.prepare()
         rounding = self._rounding(timing.texts.tokens[PLAIN])
@@ -292,8 +294,11 @@ class Measurement:
         texts = [[*prompts[i].ids, *answer] for i, answer in sorted(answers.items())]
         return compare(whole, rounded, some_of(texts, ROUNDING_TOKENS))
 
-    def _pass_timer(self, batch: int) -> PassTimer:
-        """Return a timer of the passes of all models that draftlab's engine runs, each named by its object's id."""
+    def _pass_timer(self, batch: int, heads: Mapping[str, Decoder] | None = None) -> PassTimer:
+        """Return a timer of the passes of all models that draftlab's engine runs, each named by its object's id.
+
+        heads: Passes of heads whose first pass in a step reads up to K + 1 tokens.
+        """
         comparison, ks = self.comparison, self.comparison.ks
 
         def grid(widths: list[int], after: Sequence[int], last: int) -> Grid:
@@ -311,13 +316,15 @@ class Measurement:
         for model in (run.model for run in self.runs.values()):
             if not isinstance(model, Llama):
                 continue
+            after = {1, *(number for number in (*AFTER, max(ks) - 1) if 0 < number < max(ks))}
             if drafts_in_parallel(model):
                 # the tokens of an accepted draft and one more, and mask tokens
                 widths = sorted({1, *ks, *(2 * k for k in ks)})
                 models[str(id(model))] = model, grid(widths, (), max(ks))
             else:
-                after = {1, *(number for number in (*AFTER, max(ks) - 1) if 0 < number < max(ks))}
                 models[str(id(model))] = model, grid([1, 2], sorted(after), 1)
+        for head in (heads or {}).values():
+            models[str(id(head))] = head, grid([*range(1, max(ks) + 2)], [1, 2], 1)
         target = self.models.target
         if isinstance(target, Llama):
             # plain decoding has a pass of the target before each pass
@@ -479,6 +486,19 @@ def _with_turns(comparison: Comparison, models: Models) -> Comparison:
     model = models.running(target, False) if native else models.eager(target)
     prompts = answer_turns(requests.prompts, target, model, requests.sampling)
     return replace(comparison, requests=replace(requests, prompts=prompts))
+
+
+def _heads(comparison: Comparison, models: Models) -> dict[str, Decoder]:
+    """Load the heads whose passes can be timed alone, and return them by the name of the drafter."""
+    found: dict[str, Decoder] = {}
+    target = models.eager(comparison.target)
+    for spec in comparison.drafters:
+        folder = getattr(spec, "heads", None)
+        if folder is not None and spec.replays and spec.is_priced():
+            found[spec.name] = spec.passes_of(
+                Path(folder), comparison.target, target, comparison.engine.mode
+            )
+    return found
 
 
 def _runs(comparison: Comparison, models: Models) -> dict[str, DrafterRun]:

@@ -21,6 +21,8 @@ How scores are drawn (sd is the standard deviation of a logarithm):
 * Each drafter varies by a factor of its own, and each K of a drafter by another. Timing noise has an sd of .03.
 * With rare requests, .15 of the requests gain nothing from a draft.
 * The requests of a conversation correlate as given.
+* A timing that may end early looks at its first 8, 12 and 24 conversations, with the levels and the rule of
+  draftlab/sequential.py, and says what it says when it ends.
 
 Where the truth depends on what a score chooses, it is the true speed-up of the drafter and K that the score names.
 
@@ -32,6 +34,7 @@ misses the bars.
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -46,15 +49,19 @@ from benchmarks import environment
 from draftlab import intervals
 from draftlab.console import note
 from draftlab.intervals import Interval, Timings
+from draftlab.sequential import is_decided, levels, looks_of
 
 RESULT = Path(__file__).parent / "results" / "coverage.json"
 SIZES = (4, 6, 8, 12, 24, 44)
+LOOKS_FROM = 8  # conversations up to which a timing looks only once
 TOKENS, PLAIN_SECONDS = 64.0, 0.64
 PLAIN_SD, NOISE_SD, K_SD = 0.05, 0.03, 0.05
 RARE_SHARE = 0.15
 FLAT, PEAKED = (1.3,) * 5, (1.18, 1.28, 1.30, 1.27, 1.20)
 ONE, SEVERAL, TURNS = "one drafter, one K", "one drafter, K of five", "several turns"
 RATIO, WINNER = "ratio of two drafters", "best of several drafters"
+LOOKS = "timing that may end early"
+PRECISION = 0.05  # default of draftlab score --precision
 # by the true speed-up of all requests; that of the requests that gain follows from it
 RARE = {truth: f"rare requests, speed-up {truth}" for truth in (1.3, 1.5, 2.0)}
 # the same, where the other requests do not agree
@@ -158,6 +165,13 @@ def _cells_of(n: int) -> list[Cell]:
         for truths, own in rankings
     ]
     found.append(Cell(scenario=WINNER, n=n, truths=(FLAT,) * 4, spread=0.2, own=0.1))
+    if n > LOOKS_FROM:
+        found += [
+            Cell(scenario=LOOKS, n=n, truths=((truth,),) * drafters, spread=spread, own=own)
+            for truth in (1.0, 1.3)
+            for drafters, own in ((1, 0.0), (2, 0.05), (4, 0.2))
+            for spread in (0.1, 0.25)
+        ]
     found += [
         Cell(scenario=scenario, n=n, truths=((truth,),), spread=0.1, rare=True)
         for truth, scenario in RARE.items()
@@ -239,6 +253,8 @@ def _outcome(cell: Cell, drafters: list[Timings], others: list[Timings]) -> Outc
         estimate = intervals.speedup_ratio(drafters[0], others[1], paired=cell.paired)
         named = [_named_truth(cell, 0, drafters[0]), _named_truth(cell, 1, others[1])]
         return Outcome(estimate=estimate, truth=named[0] / named[1])
+    if cell.scenario == LOOKS:
+        return _looked(cell, drafters)
     if cell.scenario != WINNER:
         truth = _named_truth(cell, 0, drafters[0])
         return Outcome(estimate=intervals.speedup(drafters[0]), truth=truth)
@@ -254,6 +270,32 @@ def _outcome(cell: Cell, drafters: list[Timings], others: list[Timings]) -> Outc
         named=values[0],
         slower=slower,
     )
+
+
+def _looked(cell: Cell, drafters: list[Timings]) -> Outcome:
+    """Return what a timing says that ends once it is decided."""
+    looks = looks_of(cell.n)
+    for look, level in zip(looks, _levels(cell.n), strict=True):
+        shown = [
+            Timings(np.asarray(each.drafted)[:, :look], np.asarray(each.plain)[:look], level)
+            for each in drafters
+        ]
+        values = [intervals.speedup(each).value for each in shown]
+        order = sorted(range(len(values)), key=lambda i: -values[i])
+        ranked = [shown[i] for i in order]
+        gain = intervals.best_of(ranked)
+        slower = [each.ratio.below(1) for each in intervals.against_first(ranked)]
+        if look == cell.n or is_decided(gain, slower, PRECISION):
+            break
+    alike = len(drafters) > 1 and len(set(cell.truths)) == 1
+    return Outcome(
+        estimate=gain, truth=cell.truths[order[0]][0], slower=any(slower) if alike else None
+    )
+
+
+@functools.cache
+def _levels(conversations: int) -> list[float]:
+    return levels(looks_of(conversations))
 
 
 def _named_truth(cell: Cell, drafter: int, timings: Timings) -> float:

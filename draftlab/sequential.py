@@ -9,10 +9,10 @@ Turnbull, Group Sequential Methods, 2000, section 4.4). python -m benchmarks.cov
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from draftlab.intervals import COVERAGE
+from draftlab.intervals import COVERAGE, Interval
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,6 +36,21 @@ def levels(looks: Sequence[int], last: int | None = None) -> list[float]:
     total = last or looks[-1]
     spent = [(1 - COVERAGE) * (look / total) ** 2 for look in looks[:-1]] + [1 - COVERAGE]
     return _levels_of(looks, spent)
+
+
+def is_decided(gain: Interval, slower: Iterable[bool | None], precision: float) -> bool:
+    """Return whether a timing may end at a look.
+
+    Args:
+        gain: Speed-up of the fastest draft over plain decoding.
+        slower: Whether each other draft is significantly slower than the fastest one.
+        precision: Half of the width of the interval of the log speed-up that is narrow enough.
+    """
+    if gain.below(1):
+        return True  # no draft helps, whichever is the fastest
+    if gain.decides and gain.low > 0 and math.log(gain.high / gain.low) / 2 < precision:
+        return True
+    return gain.above(1) and all(slower)
 
 
 def _levels_of(looks: Sequence[int], spent: Sequence[float]) -> list[float]:

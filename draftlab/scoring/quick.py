@@ -34,14 +34,14 @@ from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.results.decoding import Generation, request_timings
-from draftlab.results.ranking import Ranked, rank
+from draftlab.results.ranking import rank
 from draftlab.results.score import Latency, Prediction, Score
 from draftlab.scoring.comparison import Comparison
 from draftlab.scoring.journal import Journal
 from draftlab.scoring.models import Models
 from draftlab.scoring.prediction import Costs, Written, cost_model, finalists, k_without, predicted
 from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, Arm, LiveTiming, TimedArms
-from draftlab.sequential import levels, looks_of
+from draftlab.sequential import is_decided, levels, looks_of
 from draftlab.target_outputs.replay import ReplayContext
 
 ROUNDS = 10  # rounds in which single passes are timed
@@ -135,11 +135,9 @@ class QuickTiming:
 
     def _is_decided(self, scores: Sequence[Score]) -> bool:
         """Return whether further conversations would probably not change what the user does."""
-        timed = [score for score in scores if score.timed]
-        first, *others = rank(timed)
-        if first.gain.below(1) or _half_width(first) < self.comparison.effort.precision:
-            return True
-        return first.gain.above(1) and all(other.significant for other in others)
+        first, *others = rank([score for score in scores if score.timed])
+        slower = [other.significant for other in others]
+        return is_decided(first.gain, slower, self.comparison.effort.precision)
 
     @property
     def _time_is_over(self) -> bool:
@@ -385,13 +383,6 @@ class LoadedContext(ReplayContext):
 
 def _reversed_bits(number: int, bits: int = 32) -> int:
     return int(f"{number:0{bits}b}"[::-1], 2)
-
-
-def _half_width(ranked: Ranked) -> float:
-    gain = ranked.gain
-    if not gain.decides or gain.low <= 0:
-        return np.inf
-    return float(np.log(gain.high / gain.low)) / 2
 
 
 def with_errors(scores: Sequence[Score]) -> list[Score]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import ArrayLike
 
-COVERAGE = 0.95
+ALPHA = 0.05
 # chance with which the number of conversations that rows_to_show names shows a difference
 POWER = 0.8
 FEWEST = 4  # below this number of conversations, an interval is too wide to be of use
@@ -49,7 +49,7 @@ class Timings(NamedTuple):
 
     drafted: "ArrayLike"
     plain: "ArrayLike"
-    alpha: float = 1 - COVERAGE
+    alpha: float = ALPHA
     swaps: "np.ndarray | None" = None
 
 
@@ -336,7 +336,7 @@ def rows_to_show(error: float, n: int, distance: float, pairs: int = 1) -> int |
     return sizes[place] if place < len(sizes) else None
 
 
-def _student(df: float, pairs: int = 1, alpha: float = 1 - COVERAGE) -> float:
+def _student(df: float, pairs: int = 1, alpha: float = ALPHA) -> float:
     """Return the two-sided critical value of Student's t at a level, divided among comparisons after Bonferroni.
 
     Without a degree of freedom, it is infinite.
@@ -348,9 +348,7 @@ def _student(df: float, pairs: int = 1, alpha: float = 1 - COVERAGE) -> float:
     return float(stdtrit(df, 1 - alpha / 2 / pairs))
 
 
-def _interval(
-    values: "np.ndarray", most: float = math.inf, alpha: float = 1 - COVERAGE
-) -> Interval:
+def _interval(values: "np.ndarray", most: float = math.inf, alpha: float = ALPHA) -> Interval:
     """Return a statistic with its interval, which is cut at 0 and at `most`.
 
     values: The statistic of all conversations, then without each of them, [1 + G].

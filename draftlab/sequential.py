@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from draftlab.intervals import COVERAGE, Interval
+from draftlab.intervals import ALPHA, Interval
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +34,7 @@ def levels(looks: Sequence[int], last: int | None = None) -> list[float]:
         last: Number of conversations that were planned, if the time was over before. Default: the last look.
     """
     total = last or looks[-1]
-    spent = [(1 - COVERAGE) * (look / total) ** 2 for look in looks[:-1]] + [1 - COVERAGE]
+    spent = [(ALPHA) * (look / total) ** 2 for look in looks[:-1]] + [ALPHA]
     return _levels_of(looks, spent)
 
 

@@ -104,6 +104,7 @@ class Expected(FileModel):
 
     Args:
         seconds: Seconds of each request, with the prefills of target and draft, [R].
+        draft_seconds, verify_seconds, host_seconds: Seconds after the prefill by phase, [R].
         passes: Target passes after the prefill, [R].
         drafted: Drafted tokens, [R].
         reached: In column a, steps that accepted at least a tokens, [R, K + 1].
@@ -112,6 +113,9 @@ class Expected(FileModel):
     """
 
     seconds: list[NonNegativeFloat]
+    draft_seconds: list[NonNegativeFloat]
+    verify_seconds: list[NonNegativeFloat]
+    host_seconds: list[NonNegativeFloat]
     passes: list[NonNegativeFloat]
     drafted: list[NonNegativeFloat]
     reached: list[list[NonNegativeFloat]]

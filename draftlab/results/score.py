@@ -79,13 +79,15 @@ class Environment(FileModel):
     def doubt(self, device: str, threads: int | None) -> str | None:
         """Return the reason to doubt times that were measured in this environment, or None.
 
-        CPU seconds are in doubt too if decoding often waited for a core. Other programs then also slow down the running
-        thread, because they share its caches and its memory: benchmarks.noise measured speed-ups of 1.29x to 1.70x
-        instead of 1.79x. `pressure` includes the waits of other threads, so it is checked only for wall-clock times.
+        CPU seconds exclude waits, and all ways to decode a conversation are timed one after the other. Other programs
+        on other cores therefore make intervals wider, but seldom change a verdict (benchmarks.noise). CPU seconds are
+        in doubt only if decoding often waited for a core: other programs then evict the caches of the running thread,
+        and speed-ups of 1.29x to 1.70x were measured instead of 1.79x. `pressure` includes the waits of other threads,
+        so it is checked only for wall-clock times.
 
         device, threads: Device that decodes, and its number of CPU threads.
         """
-        if self.busy:
+        if self.busy and not self.counts_cpu_seconds(device, threads):
             return f"other programs kept {self.busy_cores:.1f} of {self.cores} cores busy"
         if (self.stolen_share or 0) > LONG_WAITS:
             return (
@@ -344,7 +346,7 @@ class Score(FileModel):
     speculative: dict[Drafted, Runs]
     prediction: Prediction | None = None  # None: every K was timed with all prompts
     # 1 minus the coverage of the intervals, see draftlab/sequential.py
-    alpha: Annotated[float, Field(gt=0, le=0.05)] = 1 - intervals.COVERAGE
+    alpha: Annotated[float, Field(gt=0, le=0.05)] = intervals.ALPHA
     # counters of the server by K, if a server decoded
     counters: dict[int, Counters] = Field(default={})
     # fraction of texts, over all K, that equal the texts of plain decoding; None when sampling
@@ -681,15 +683,22 @@ class Score(FileModel):
 
         host is sampling and bookkeeping.
         """
-        runs = self.generations(k)
-        total = sum(g.decode_seconds for g in runs)
-        if not total:
-            return {}
-        return {
-            "draft": sum(g.draft_seconds for g in runs) / total,
-            "verify": sum(g.verify_seconds for g in runs) / total,
-            "host": sum(g.host_seconds for g in runs) / total,
-        }
+        if self.is_timed(k) or self.prediction is None:
+            runs = self.generations(k)
+            seconds = {
+                "draft": sum(g.draft_seconds for g in runs),
+                "verify": sum(g.verify_seconds for g in runs),
+                "host": sum(g.host_seconds for g in runs),
+            }
+        else:
+            each = self.prediction.by_k[k]
+            seconds = {
+                "draft": sum(each.draft_seconds),
+                "verify": sum(each.verify_seconds),
+                "host": sum(each.host_seconds),
+            }
+        total = sum(seconds.values())
+        return {phase: part / total for phase, part in seconds.items()} if total else {}
 
     @property
     def stalls(self) -> tuple[int, int]:

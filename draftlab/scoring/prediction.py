@@ -83,7 +83,8 @@ class Costs:
         target, draft: Latencies of passes. draft is the target's if the drafter has no model.
         kind: Kind of the drafter, as --drafter names it, whose step_cost counts the draft's passes.
         prefill_ms: Milliseconds of the draft's pass over each prompt, [R].
-        calls_ms: Milliseconds of each call of a drafter without a model.
+        calls_ms: Milliseconds of each call of the drafter besides passes of its model: all of drafting without a model,
+            else work on the host.
         has_model: Whether the drafter has a model.
     """
 
@@ -147,9 +148,15 @@ def predicted(
             work.prompt_tokens,
             replace(each, after=drafting),
         )
-        decoding = scale * (time.total + costs.calls_ms * counts.steps)
+        calls = costs.calls_ms * counts.steps
+        draft = time.draft + (0.0 if costs.has_model else calls)
+        host = time.host + (calls if costs.has_model else 0.0)
+        phases = [scale / 1e3 * each for each in (draft, time.verify, host)]
         by_k[k] = Expected(
-            seconds=(ttft + decoding / 1e3).tolist(),
+            seconds=(ttft + sum(phases)).tolist(),
+            draft_seconds=phases[0].tolist(),
+            verify_seconds=phases[1].tolist(),
+            host_seconds=phases[2].tolist(),
             passes=counts.passes.tolist(),
             drafted=counts.drafted.tolist(),
             reached=counts.reached.tolist(),

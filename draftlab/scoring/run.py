@@ -18,7 +18,7 @@ from draftlab.engine.drafters.context import DrafterContext, DrafterRun
 from draftlab.engine.drafters.parallel import drafts_in_parallel, model_drafter
 from draftlab.engine.verify import rule_named
 from draftlab.exporting.hf import parse_quantized_name
-from draftlab.intervals import COVERAGE
+from draftlab.intervals import ALPHA
 from draftlab.latency.machine_state import (
     CoreTime,
     device_name,
@@ -135,7 +135,7 @@ class Found:
     rounding: Rounding | None
     predictions: Mapping[str, Prediction] = field(default_factory=dict)
     slower_plain: dict[str, float] = field(default_factory=dict)
-    alpha: float = 1 - COVERAGE
+    alpha: float = ALPHA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

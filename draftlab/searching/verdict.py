@@ -81,6 +81,7 @@ class Choice(FileModel):
         at_fewest: Speed-up at the lowest number of concurrent requests.
         tokens_per_pass, tokens_per_second: Speed at the lowest number of concurrent requests.
         changed: Whether the output differs from the target's output. If so, the speed-up does not count.
+        timed: Whether requests were timed with the candidate. If not, its speed-up is predicted.
     """
 
     kind: str
@@ -92,6 +93,7 @@ class Choice(FileModel):
     tokens_per_pass: float
     tokens_per_second: float
     changed: bool = False
+    timed: bool = True
 
 
 class Round(FileModel, extra="ignore"):
@@ -194,16 +196,19 @@ class Verdict(FileModel, extra="ignore"):
 def ranking(arms: Sequence[Arm], scores: Scores) -> list[Choice]:
     """Return each candidate at the K that is fastest on average over all numbers of concurrent requests.
 
-    The fastest candidate is first. Candidates that changed the target's text are last.
+    The fastest candidate is first. Candidates that were not timed come after those that were, and candidates that
+    changed the target's text are last.
 
     arms: The candidates. scores: Their scores.
     """
     choices = [_at_best_k(arm, [names[arm.name] for names in scores.values()]) for arm in arms]
-    return sorted(choices, key=lambda choice: (choice.changed, -choice.speedup))
+    return sorted(choices, key=lambda each: (each.changed, not each.timed, -each.speedup))
 
 
 def _at_best_k(arm: Arm, scores: Sequence[Score]) -> Choice:
-    ks = set.intersection(*(set(score.speculative) for score in scores))
+    ks = set.intersection(*(set(score.ks) for score in scores))
+    if all(score.timed for score in scores):
+        ks = {k for k in ks if all(score.is_timed(k) for score in scores)} or ks
     gains = {k: geometric_mean([score.speedup_value(k) for score in scores]) for k in ks}
     k = max(gains, key=gains.__getitem__)
     return Choice(
@@ -216,6 +221,7 @@ def _at_best_k(arm: Arm, scores: Sequence[Score]) -> Choice:
         tokens_per_pass=scores[0].tokens_per_pass(k),
         tokens_per_second=scores[0].output_tps(k),
         changed=any(score.output_differs for score in scores),
+        timed=all(score.timed for score in scores),
     )
 
 
@@ -272,7 +278,7 @@ def training_ceiling(arms: Sequence[Arm], scores: Scores, relative: Mapping[str,
     choices, ceilings = ranking(arms, scores), dict[str, float]()
     for name, cheaper in relative.items():
         own = [names[name] for names in scores.values()]
-        for k in set.intersection(*(set(score.speculative) for score in own)):
+        for k in set.intersection(*(set(score.ks) for score in own)):
             gains = [_at_ceiling(score, k, cheaper) for score in own]
             ceilings[name] = max(ceilings.get(name, 0.0), geometric_mean(gains))
     best = max(ceilings, key=ceilings.__getitem__)

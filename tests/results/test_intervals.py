@@ -51,7 +51,10 @@ def test_a_speed_up_without_each_conversation_makes_its_interval(ks):
     found = speedup(whole)
     if ks == 1:  # the choice among several K draws other partitions for other conversations
         left = np.array(
-            [speedup(Timings(*(np.delete(each, g, -2) for each in whole))).value for g in range(n)]
+            [
+                speedup(Timings(*(np.delete(each, g, -2) for each in whole[:2]))).value
+                for g in range(n)
+            ]
         )
         half = stats.t.ppf(0.975, n - 1) * np.sqrt((n - 1) * left.var())
         assert (found.low, found.high) == pytest.approx((found.value - half, found.value + half))
@@ -114,7 +117,7 @@ def test_a_winner_among_equals_is_not_praised_and_one_that_wins_always_is():
 def test_a_run_on_a_machine_half_as_fast_changes_nothing():
     a, b = drawn(10, 2, seed=1), drawn(10, 2, seed=2)
     b = Timings(b.drafted, a.plain)
-    slower = Timings(*(np.asarray(each) * [1, 2] for each in b))
+    slower = Timings(*(np.asarray(each) * [1, 2] for each in b[:2]))
     same, other = best_of([a, b]), best_of([a, slower])
     assert (same.value, same.low, same.high) == pytest.approx((other.value, other.low, other.high))
     (here,), (there,) = against_first([a, b]), against_first([a, slower])

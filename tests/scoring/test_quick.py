@@ -21,7 +21,9 @@ from draftlab.scoring.prediction import finalists, k_without
 from draftlab.scoring.throughput import PLAIN, Run, TimedStep
 
 pytestmark = pytest.mark.usefixtures("space")
-WORDS = [f"{start}{end}" for start in ("al", "be", "ga", "de") for end in ("pha", "ta", "mma", "lta")]
+WORDS = [
+    f"{start}{end}" for start in ("al", "be", "ga", "de") for end in ("pha", "ta", "mma", "lta")
+]
 DRAFTERS = "--drafter latest-lookup --drafter prompt-lookup"
 
 
@@ -82,7 +84,7 @@ def test_a_row_without_a_time_never_wins_and_says_so(asked):
 
 
 def test_min_speedup_times_every_draft(asked):
-    call(f"{asked} --min-speedup 0.01 --out quick", code=0)
+    call(f"{asked} --min-speedup 1000 --out quick", code=3)
     assert all(each.timed for each in scores("quick").values())
 
 
@@ -131,6 +133,9 @@ def expected(seconds: list[float]) -> Expected:
     n = len(seconds)
     return Expected(
         seconds=seconds,
+        draft_seconds=[0.1] * n,
+        verify_seconds=[0.1] * n,
+        host_seconds=[0.1] * n,
         passes=[1.0] * n,
         drafted=[1.0] * n,
         reached=[[1.0, 0.0]] * n,

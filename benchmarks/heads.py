@@ -454,9 +454,9 @@ class Training:
             if hub.head_kind(folder) == "dflash":
                 head = dflash.load(folder, self.target, target.embed, target.head)
                 # the tokens of a block read each other, so blocks must be equally long in both libraries
-                views = score_blocks(
-                    target, head, texts, target.shape.vocab, greedy, head.config.most
-                )
+                most = head.config.most
+                scored = score_blocks(target, head, texts, target.shape.vocab, greedy, most)
+                views = [view.at(most) for view in scored]
             else:
                 chains = eagle_llama.load(folder, self.target, target, target.device)
                 views = score_chains(target, chains, texts, target.shape.vocab, greedy, STEPS)

@@ -42,11 +42,12 @@ def score_blocks(
 
     The head drafts K tokens at once, as a block. Entry [i, a] is for token i of the n tokens of the completion, as
     drafted token a + 1 of a block. That block continues the text after token i - a - 1. If this token is before the
-    prompt's last token, the probability is 0.
+    prompt's last token, the probability is 0. If the tokens of a block attend to later tokens of the block, the logits
+    depend on the length of the block, and the arrays are [n, K, K] for blocks of 1 to K tokens.
 
     Args:
         vocab: Number of ids; further logits are padding.
-        k: Number of drafted tokens of a block that are scored, K. At most the head's block size.
+        k: Largest number of drafted tokens of a block, K. At most the head's block size.
         advance: Function that is called with the number of scored texts.
 
     Raises:
@@ -57,25 +58,50 @@ def score_blocks(
     scored = []
     for text in counted(texts, advance):
         whole, prompt = whole_text(text).to(target.device), len(text[0])
-        result = TokenLogprobs.unlikely(len(whole) - prompt, k, vocab)
-        scored.append(result)
-        if len(whole) <= prompt:
-            continue
         context = head.new_cache(1, len(whole))
-        states = target_states(target, head.layer_ids, whole[:-1])
-        head.read(states, torch.arange(len(whole) - 1, device=whole.device).unsqueeze(0), context)
-        for anchors in torch.arange(prompt - 1, len(whole) - 1).split(BLOCKS_IN_A_PASS):
-            # the index is clamped, because no scored token reads tokens after the end of the text
-            given = (anchors.unsqueeze(1) + torch.arange(k)).clamp_max(len(whole) - 1)
-            logits = head.text_logits(whole[given], _copies(context, anchors))  # [A, K, V]
-            for age in range(k):
-                drafted = anchors + age + 1  # index in the text of token age + 1 of each block
-                drafted = drafted[drafted < len(whole)]
-                if len(drafted):
-                    rows = logits[: len(drafted), age, :vocab].float()
-                    own = token_logprobs(rows, whole[drafted], sampling)
-                    result.put(((drafted - prompt).numpy(), age), own)
+        if len(whole) > prompt:
+            states = target_states(target, head.layer_ids, whole[:-1])
+            places = torch.arange(len(whole) - 1, device=whole.device)
+            head.read(states, places.unsqueeze(0), context)
+        if all(head.config.causal):
+            scored.append(_score_blocks(head, whole, prompt, context, vocab, sampling, k))
+            continue
+        by_length = [
+            _score_blocks(head, whole, prompt, context, vocab, sampling, length)
+            for length in range(1, k + 1)
+        ]
+        scored.append(TokenLogprobs.by_k(by_length, vocab))
     return scored
+
+
+def _score_blocks(
+    head: DFlash,
+    whole: Tensor,
+    prompt: int,
+    context: Cache,
+    vocab: int,
+    sampling: SamplingParams,
+    k: int,
+) -> TokenLogprobs:
+    """Score the tokens of a text as drafted in blocks of k tokens, see score_blocks.
+
+    whole: Token ids of the text, with a prompt of `prompt` tokens. context: The head's cache of the text.
+    """
+    result = TokenLogprobs.unlikely(len(whole) - prompt, k, vocab)
+    for anchors in torch.arange(prompt - 1, len(whole) - 1).split(BLOCKS_IN_A_PASS):
+        if not len(anchors):
+            continue
+        # the index is clamped, because no scored token reads tokens after the end of the text
+        given = (anchors.unsqueeze(1) + torch.arange(k)).clamp_max(len(whole) - 1)
+        logits = head.text_logits(whole[given], _copies(context, anchors))  # [A, K, V]
+        for age in range(k):
+            drafted = anchors + age + 1  # index in the text of token age + 1 of each block
+            drafted = drafted[drafted < len(whole)]
+            if len(drafted):
+                rows = logits[: len(drafted), age, :vocab].float()
+                own = token_logprobs(rows, whole[drafted], sampling)
+                result.put(((drafted - prompt).numpy(), age), own)
+    return result
 
 
 def _copies(context: Cache, anchors: Tensor) -> Cache:

@@ -10,7 +10,7 @@ R texts, padded to n tokens; D largest number of tokens that a step drafts. A st
 token i - a and has accepted all a tokens since then.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,12 +63,22 @@ class Texts:
     lengths, limits: Length of each text, and the length at which decoding must stop, [R].
     """
 
-    # acceptance probability of each token, [R, n], or [R, n, D] if it depends on the token's position in the draft
+    # acceptance probability of each token, [R, n], or [R, n, D] if it depends on the token's position in the draft, or
+    # [R, n, D, D] if it also depends on K, the number of tokens that a step may draft; the last index is K - 1
     chances: np.ndarray
     lengths: np.ndarray
     limits: np.ndarray
-    # length of the drafter's longest draft after each token, [R, n]; None: there is no limit
+    # length of the drafter's longest draft after each token, [R, n], or [R, n, D] by K; None: there is no limit
     drafted: np.ndarray | None = None
+    # whether the draft model drafts in a step that begins at each token, [R, n]; None: in every step, or in none
+    modelled: np.ndarray | None = None
+
+    def at(self, k: int) -> "Texts":
+        """Return the texts with the drafts of steps that draft at most k tokens: `drafted` is [R, n] or None."""
+        if self.chances.ndim < 4:
+            return self
+        drafted = None if self.drafted is None else self.drafted[:, :, k - 1]
+        return replace(self, chances=self.chances[:, :, :k, k - 1], drafted=drafted)
 
     def room(self) -> np.ndarray:
         """Return the largest number of tokens that a step may draft, by the token at which it begins, [R, n].
@@ -97,17 +107,29 @@ def padded(rows: list[np.ndarray]) -> np.ndarray:
     return out
 
 
-def texts_of(chances: list[np.ndarray], limits: np.ndarray | None = None) -> Texts:
+def texts_of(
+    chances: list[np.ndarray],
+    limits: np.ndarray | None = None,
+    drafted: list[np.ndarray] | None = None,
+    modelled: list[np.ndarray] | None = None,
+) -> Texts:
     """Pad the acceptance probabilities of each text's tokens to the same length, and return them as Texts.
 
-    limits: Largest length of each text in decoding. Default: the text's length.
+    limits: Largest length of each text in decoding. Default: the text's length. drafted, modelled: See Texts.
     """
     lengths = np.array([len(c) for c in chances], dtype=np.int64)
-    return Texts(padded(chances), lengths, lengths if limits is None else limits)
+    return Texts(
+        padded(chances),
+        lengths,
+        lengths if limits is None else limits,
+        None if drafted is None else padded(drafted).astype(int),
+        None if modelled is None else padded(modelled).astype(bool),
+    )
 
 
 def chain(texts: Texts, k: int) -> Counts:
     """Return the expected counts if every step drafts a chain of k tokens, by a recursion from each first token."""
+    texts = texts.at(k)
     drafted = np.minimum(k, texts.room())
     by_age = texts.chances[:, :, None] if texts.chances.ndim == 2 else texts.chances[:, :, :k]
     parts: list[Counts] = []

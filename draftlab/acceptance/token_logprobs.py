@@ -5,13 +5,14 @@ fed tokens of a text, n scored tokens of a text, K offsets, V vocab.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from draftlab.acceptance import expected
 from draftlab.engine.verify import distribution
 from draftlab.errors import UserError
 from draftlab.model.decoder import Decoder
@@ -26,24 +27,50 @@ Text = tuple[np.ndarray, np.ndarray]  # prompt and completion ids
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """A model's log-probability and rank of each of the n tokens of a completion.
+    """A drafter's log-probability and rank of each of the n tokens of a completion.
 
     The arrays are [n], or [n, K] if they depend on the position in a draft of K tokens. Entry [i, a] is then for token
-    i as drafted token a + 1.
+    i as drafted token a + 1. If a draft of fewer tokens need not be the beginning of a longer draft, the arrays are
+    [n, K, K], and entry [i, a, k - 1] is for steps that draft at most k tokens, see by_k.
     """
 
-    logprobs: np.ndarray  # log-probability in the distribution that the model would sample from
+    logprobs: np.ndarray  # log-probability in the distribution that the drafter would sample from
     ranks: np.ndarray  # number of more probable tokens; ties go to the lowest id
-    # length of the draft of a step that begins at each token, [n]; None: always K
+    # length of the draft of a step that begins at each token, [n], or [n, K] in by_k; None: always K
     drafted: np.ndarray | None = None
+    # whether the draft model drafts in a step that begins at each token, [n]; None: it does so in every step, or the
+    # drafter has no draft model
+    modelled: np.ndarray | None = None
 
     @classmethod
     def unlikely(cls, n: int, k: int, vocab: int) -> "TokenLogprobs":
         """Return arrays [n, k] in which all tokens have probability 0 and the rank `vocab`."""
         return cls(np.full((n, k), -np.inf), np.full((n, k), vocab))
 
+    @classmethod
+    def by_k(cls, results: Sequence["TokenLogprobs"], vocab: int) -> "TokenLogprobs":
+        """Join the results of a drafter that drafts at most 1, 2, ..., K tokens, with arrays [n, k] for each k."""
+        n, most = results[-1].logprobs.shape
+        joined = cls(np.full((n, most, most), -np.inf), np.full((n, most, most), vocab))
+        for k, result in enumerate(results, 1):
+            joined.put((slice(None), slice(k), k - 1), result)
+        drafted = [result.drafted for result in results if result.drafted is not None]
+        return replace(joined, drafted=np.stack(drafted, 1)) if drafted else joined
+
+    def at(self, k: int) -> "TokenLogprobs":
+        """Return the result for steps that draft at most k tokens. The arrays are [n] or [n, k] then."""
+        if self.logprobs.ndim < 3:
+            return self
+        drafted = None if self.drafted is None else self.drafted[:, k - 1]
+        logprobs, ranks = self.logprobs[:, :k, k - 1], self.ranks[:, :k, k - 1]
+        return replace(self, logprobs=logprobs, ranks=ranks, drafted=drafted)
+
     def put(self, index: Any, own: "TokenLogprobs") -> None:
         self.logprobs[index], self.ranks[index] = own.logprobs, own.ranks
+
+    def chances(self, log_p: np.ndarray) -> np.ndarray:
+        """Return the probability that each token is accepted, see expected.chances. log_p: The target's, [n]."""
+        return expected.chances(self.logprobs.T, log_p).T
 
 
 def score_tokens(

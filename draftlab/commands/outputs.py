@@ -380,7 +380,9 @@ def replay(replays: "dict[str, tuple[Replay, list[AcceptanceRow]]]", output: Out
     """Compute the acceptance of drafts at every K from stored target outputs; only heads also need the target."""
     rows, show, data = dict[str, list["AcceptanceRow"]](), list[object](), []
     priced = [
-        name for name, (each, _) in replays.items() if DRAFTERS.get(each.kind, "").is_priced()
+        name
+        for name, (each, _) in replays.items()
+        if DRAFTERS.get(each.kind, "").is_priced() and each.padded().modelled is None
     ]
     for name, (each, table) in replays.items():
         rows[name] = table

@@ -234,7 +234,8 @@ class DrafterSpec(KindSpec):
         """Return the drafter's log-probability of each token of the completions: a TokenLogprobs for each text.
 
         For a completion of n tokens, the shape is [n]. If by_age is set, it is [n, K], where K is the largest number
-        of drafted tokens per step, and each column is for one position in the draft.
+        of drafted tokens per step, and each column is for one position in the draft. It is [n, K, K] if a draft of
+        fewer tokens need not be the beginning of a longer draft.
 
         replay: A ReplayContext (target_outputs/replay.py).
         """
@@ -290,7 +291,7 @@ DRAFTERS: Registry[type[DrafterSpec]] = Registry(
 def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[DrafterKind], DrafterKind]:
     """Return a decorator that registers a class as a kind of drafter with this name.
 
-    A class that derives from another kind does not inherit served_by and acceptance() from it.
+    A class that derives from another kind does not inherit served_by, acceptance() and step_cost() from it.
 
     served_by: Names of the servers that have this drafter.
 
@@ -303,8 +304,10 @@ def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[DrafterKin
         if spec.build is DrafterSpec.build:
             raise TypeError(f"{spec.__name__} has no method build()")
         spec.kind, spec.served_by = name, frozenset(served_by)
-        if "acceptance" not in vars(spec):
-            spec.acceptance = DrafterSpec.acceptance  # pyright: ignore[reportAttributeAccessIssue]
+        for method in ("acceptance", "step_cost"):
+            owner = next(base for base in spec.__mro__ if method in vars(base))
+            if owner is not spec and "kind" in vars(owner):
+                setattr(spec, method, vars(DrafterSpec)[method])
         return DRAFTERS.register(name)(spec)
 
     return decorate

@@ -42,7 +42,7 @@ class BlockSpec(HeadSpec):
         raise NotImplementedError
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
-        target = self.target_of(context)
+        target = self.readable(context.target)
         head = self.load(Path(self.heads), context.target_path, target, context.device)
         self._check_block(min(context.ks), head.config.most)
         ks = [k for k in context.ks if k <= head.config.most]
@@ -74,7 +74,7 @@ class BlockSpec(HeadSpec):
 
         folder = Path(self.heads)
         self._check_block(replay.most, self.read(folder, replay.target_path).most)
-        target = replay.load_target()
+        target = self.readable(replay.load_target())
         head = self.load(folder, replay.target_path, target, target.device)
         return score_blocks(
             target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance
@@ -93,7 +93,6 @@ class DFlashSpec(BlockSpec):
 
     format = "DFlash"
     module = "draftlab.model.dflash"
-    acceptance = BlockSpec.acceptance
 
     def drafter(self, target: "Llama | HFDecoder", head: "DFlash") -> "Drafter":
         from draftlab.engine.drafters.dflash import DFlashDrafter

@@ -28,7 +28,6 @@ class DSparkSpec(BlockSpec):
 
     format = "DSpark"
     module = "draftlab.model.dspark"
-    acceptance = BlockSpec.acceptance
     least_confidence: float = Field(0.0, ge=0, lt=1)
 
     def check(self, run: RunFacts) -> None:

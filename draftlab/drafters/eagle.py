@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from draftlab.engine.drafters.states import HeadPasses
     from draftlab.latency.steps import Passes
     from draftlab.model import Mode
+    from draftlab.model.decoder import Decoder
     from draftlab.model.eagle_llama import EagleLlama
     from draftlab.model.hf_decoder import HFDecoder
     from draftlab.model.llama import Llama
@@ -63,14 +64,14 @@ class HeadSpec(DrafterSpec):
                 f"missing{self.remedy}"
             )
 
-    def target_of(self, context: "DrafterContext") -> "Llama | HFDecoder":
+    def readable(self, target: "Decoder") -> "Llama | HFDecoder":
         """Return the target's model. Raises UserError: draftlab cannot read the states of its layers."""
         from draftlab.model.hf_decoder import HFDecoder
         from draftlab.model.llama import Llama
 
-        if not isinstance(context.target, Llama | HFDecoder):
+        if not isinstance(target, Llama | HFDecoder):
             raise self.refused_by_transformers()
-        return context.target
+        return target
 
     def facts(self) -> dict[str, object]:
         """Return the fields that describe the head in a score, see DrafterRun.facts."""
@@ -118,7 +119,7 @@ class EagleHeadSpec(HeadSpec):
         """Load the head, and return the drafter that uses it."""
         from draftlab.model import eagle_llama
 
-        target = self.target_of(context)
+        target = self.readable(context.target)
         model = self.load(Path(self.heads), context.target_path, target, context.device)
         return self.drafter(target, eagle_llama.with_mode(model, context.mode, context.int8))
 
@@ -126,7 +127,7 @@ class EagleHeadSpec(HeadSpec):
         """Return the head's log-probabilities of the tokens of each text in a replay, in the form of acceptance()."""
         from draftlab.acceptance.chain_logprobs import score_chains
 
-        target = replay.load_target()
+        target = self.readable(replay.load_target())
         head = self.load(Path(self.heads), replay.target_path, target, target.device)
         return score_chains(
             target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance
@@ -143,7 +144,6 @@ class EagleSpec(EagleHeadSpec, GateSpec):
 
     by_age = True
     cache_lag = 1  # the head reads the state of the prompt's last token together with the first token after the prompt
-    acceptance = EagleHeadSpec.chains
     prompt_lookup_max: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
@@ -166,6 +166,8 @@ class EagleSpec(EagleHeadSpec, GateSpec):
     def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":
         return passes.step(k, unread=accepted + 1)
 
-    @property
-    def replays(self) -> bool:
-        return self.prompt_lookup_max is None
+    def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
+        chains = self.chains(replay)
+        if self.prompt_lookup_max is None:
+            return chains
+        return self.replayed_after_lookup(replay, self.prompt_lookup_max, chains)

@@ -1,5 +1,6 @@
 """The drafter fallback: prompt lookup first, and a draft model for texts without a match that is long enough."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, PositiveInt
@@ -9,8 +10,11 @@ from draftlab.drafters import DrafterSpec, drafter, split_at
 from draftlab.drafters.model import DraftModelSpec
 
 if TYPE_CHECKING:
+    from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.engine.drafters.ngram import LatestLookupDrafter
     from draftlab.engine.generate import Drafter
+    from draftlab.target_outputs.replay import ReplayContext
 
 FALLBACK_LOOKUP_MAX = 8  # longer matches are right more often; see GateSpec.min_match
 
@@ -36,15 +40,31 @@ class GateSpec(DrafterSpec):
         longest: Largest length of a match, in tokens. vocab: Width of the target's logits.
         """
         from draftlab.engine.drafters.fallback import FallbackDrafter
+
+        return FallbackDrafter(self._lookup(longest), drafter, vocab, self.draft_tokens)
+
+    def replayed_after_lookup(
+        self, replay: "ReplayContext", longest: int, seconds: "Sequence[TokenLogprobs]"
+    ) -> "list[TokenLogprobs]":
+        """Return the results of the drafter after_lookup(longest, ...) on the texts of a replay.
+
+        seconds: Result of the other drafter for each text.
+        """
+        from draftlab.acceptance.lookup_logprobs import after_lookup, score_copies
+
+        lookups = score_copies(self._lookup(longest), replay.texts, replay.vocab, replay.most)
+        pairs = zip(lookups, seconds, strict=True)
+        return [after_lookup(lookup, second, self.draft_tokens) for lookup, second in pairs]
+
+    def _lookup(self, longest: int) -> "LatestLookupDrafter":
         from draftlab.engine.drafters.ngram import LatestLookupDrafter
 
-        return FallbackDrafter(
-            LatestLookupDrafter(longest, self.min_match), drafter, vocab, self.draft_tokens
-        )
+        return LatestLookupDrafter(longest, self.min_match)
 
 
 @drafter("fallback")
 class FallbackSpec(DraftModelSpec, GateSpec):
+    by_age = True
     prompt_lookup_max: int = Field(FALLBACK_LOOKUP_MAX, ge=1)
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
@@ -55,3 +75,15 @@ class FallbackSpec(DraftModelSpec, GateSpec):
             self.prompt_lookup_max, model_drafter(model, context.vocab), context.vocab
         )
         return context.run(drafter, model=model)
+
+    def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
+        from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
+        from draftlab.engine.drafters.parallel import drafts_in_parallel, mask_token
+
+        model = replay.load_draft(self.text, self.draft)
+        asked = (model, replay.texts, replay.vocab, replay.sampling)
+        if drafts_in_parallel(model):
+            seconds = score_offsets(*asked, replay.most, mask_token(model), replay.advance)
+        else:
+            seconds = score_tokens(*asked, replay.advance)
+        return self.replayed_after_lookup(replay, self.prompt_lookup_max, seconds)

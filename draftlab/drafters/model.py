@@ -38,7 +38,7 @@ class DraftModelSpec(DrafterSpec):
         from draftlab.acceptance.token_logprobs import score_tokens
 
         return score_tokens(
-            replay.load_draft(self.draft),
+            replay.load_draft(self.text, self.draft),
             replay.texts,
             replay.vocab,
             replay.sampling,

@@ -87,7 +87,7 @@ class NgramSpec(OutputsSpec):
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
         from draftlab.acceptance.lookup_logprobs import score_ngrams
 
-        model = self._model(replay, self.data)
+        model = self._model(replay, self.data or replay.data)
         return score_ngrams(model, replay.texts, replay.sampling, replay.advance)
 
     def _model(self, context: "DrafterContext | ReplayContext", data: str) -> "NgramModel":

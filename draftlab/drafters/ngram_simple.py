@@ -8,7 +8,9 @@ from draftlab.drafters import DrafterSpec, drafter
 from draftlab.servers.kinds import PROMPT_LOOKUP_MAX
 
 if TYPE_CHECKING:
+    from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.target_outputs.replay import ReplayContext
 
 
 @drafter("ngram-simple", served_by=("llama.cpp",))
@@ -18,9 +20,15 @@ class NgramSimpleSpec(DrafterSpec):
     size_n: Number of tokens to look for, --spec-ngram-simple-size-n. K is used if it is smaller.
     """
 
+    by_age = True
     size_n: int = Field(PROMPT_LOOKUP_MAX, ge=1)
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
         from draftlab.engine.drafters.ngram import NgramSimpleDrafter
 
         return context.run(NgramSimpleDrafter(self.size_n))
+
+    def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
+        from draftlab.engine.drafters.ngram import NgramSimpleDrafter
+
+        return replay.copies_by_k(NgramSimpleDrafter(self.size_n))

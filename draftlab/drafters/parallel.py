@@ -50,11 +50,12 @@ class ParallelSpec(DraftModelSpec):
         from draftlab.engine.drafters.parallel import mask_token
         from draftlab.model.parallel import trained_offsets
 
-        trained, model = trained_offsets(hub.locate(self.draft)), replay.load_draft(self.draft)
+        path = replay.draft_path(self.text, self.draft)
+        trained, model = trained_offsets(path), replay.load_draft(self.text, self.draft)
         if trained is not None and replay.most > trained:
             note(
-                f"{self.draft} was trained to draft {trained} tokens in one pass, but the largest --k is "
-                f"{replay.most}; fewer of the later tokens will be accepted"
+                f"{path} was trained to draft {trained} tokens in one pass, but the largest --k is {replay.most}; "
+                "fewer of the later tokens will be accepted"
             )
         token = mask_token(model)
         return score_offsets(

@@ -9,7 +9,10 @@ from draftlab.drafters import drafter
 from draftlab.drafters.ngram import OutputsSpec
 
 if TYPE_CHECKING:
+    from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.engine.drafters.suffix import SuffixDrafter
+    from draftlab.target_outputs.replay import ReplayContext
 
 
 @drafter("suffix", served_by=("vllm",))
@@ -19,10 +22,10 @@ class SuffixSpec(OutputsSpec):
     outputs: Directory of stored outputs of the target, from which the drafter also copies. Default: it copies only from
     the text itself.
 
-    The other options are vLLM's suffix_decoding_ options without this prefix, and have vLLM's defaults. replay refuses
-    suffix decoding, because the draft of K tokens need not be the beginning of the draft of K + 1.
+    The other options are vLLM's suffix_decoding_ options without this prefix, and have vLLM's defaults.
     """
 
+    by_age = True
     max_tree_depth: int = Field(24, ge=2)
     max_spec_factor: float = Field(1.0, gt=0)
     min_token_prob: float = Field(0.1, ge=0, le=1)
@@ -37,6 +40,12 @@ class SuffixSpec(OutputsSpec):
         return {"method": "suffix", "num_speculative_tokens": k, **options}
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
+        return context.run(self._drafter())
+
+    def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
+        return replay.copies_by_k(self._drafter())
+
+    def _drafter(self) -> "SuffixDrafter":
         from draftlab.engine.drafters.suffix import Memory, SuffixDrafter
 
         memory = None
@@ -45,4 +54,4 @@ class SuffixSpec(OutputsSpec):
 
             memory = Memory(output.ids for output in read_store(Path(self.outputs)).outputs)
         options = (self.max_tree_depth, self.max_spec_factor, self.min_token_prob)
-        return context.run(SuffixDrafter(memory, *options))
+        return SuffixDrafter(memory, *options)

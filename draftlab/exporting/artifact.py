@@ -409,16 +409,18 @@ class PublishedHead:
         """See DraftModel.scores."""
         replay = ReplayContext(
             texts=texts.pairs,
+            limits=[len(completion) for _, completion in texts.pairs],
             target_path=self.target,
             sampling=texts.draft_sampling,
             vocab=self.vocab,
             most=texts.k,
-            dtype=torch.float32,
-            device=device,
+            load=lambda path: modes.load(path, torch.float32, device),
+            load_target=lambda: modes.load(self.target, torch.float32, device),
             advance=lambda done: None,
         )
         with hf.as_quantized(directory, form.outtype) as head:
-            return type(self.spec).of(heads=str(head)).acceptance(replay)
+            scores: list[TokenLogprobs] = type(self.spec).of(heads=str(head)).acceptance(replay)
+        return [score.at(texts.k) for score in scores]
 
 
 class HeadArtifact(PublishedHead):

@@ -285,7 +285,7 @@ def chances_of(
         return {"greedy": greedy}
     own = score_tokens(load_target(), texts.pairs, vocab, texts.draft_sampling)
     pairs = zip(scores, own, strict=True)
-    sampled = [expected.chances(q.logprobs.T, p.logprobs).T for q, p in pairs]
+    sampled = [q.chances(p.logprobs) for q, p in pairs]
     return {"greedy": greedy, "probabilistic": sampled}
 
 

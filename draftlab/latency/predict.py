@@ -204,8 +204,13 @@ def _drafted_by(draft: CostModel, work: Workload) -> Workload:
     """Check that the acceptance was measured with the kind of draft that was profiled, and return its texts.
 
     Raises:
-        UserError: The kinds of draft differ.
+        UserError: The kinds of draft differ, or the draft is not used in every step.
     """
+    if work.texts.modelled is not None:
+        raise UserError(
+            f"{draft.profile.name} drafts only in steps without a draft of prompt lookup, which predict cannot time; "
+            "measure the drafter with draftlab score"
+        )
     profiled, replayed = draft.profile.drafter, work.kind
     if work.model is None:  # assumed acceptance fits any draft
         return replace(work, kind=profiled)

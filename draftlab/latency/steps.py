@@ -209,7 +209,7 @@ def plain_ms(costs: StepCosts, work: Workload) -> np.ndarray:
 
 def steps(work: Workload, k: int, server: Server | None = None) -> Steps:
     """Return the expected steps to decode every text at one K."""
-    texts = work.texts
+    texts = work.texts.at(k)
     if server is not None:  # the length limit shortens no draft
         texts = replace(texts, limits=texts.limits + k)
     chances = texts.chances

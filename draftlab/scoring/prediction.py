@@ -68,11 +68,9 @@ class Written:
             expected.chances(each.logprobs.T, own).T[1:]
             for each, own in zip(scored, logprobs, strict=True)
         ]
-        texts = expected.texts_of(chances, self.limits - 1)
-        if scored[0].drafted is None:
-            return texts
         drafted = [each.drafted[1:] for each in scored if each.drafted is not None]
-        return replace(texts, drafted=expected.padded(drafted).astype(int))
+        modelled = [each.modelled[1:] for each in scored if each.modelled is not None]
+        return expected.texts_of(chances, self.limits - 1, drafted or None, modelled or None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,19 +115,9 @@ def cost_model(name: str, curves: LatencyCurves, prefill: Latency, host_ms: floa
 
 
 def predicted(
-    written: Written,
-    texts: expected.Texts,
-    ks: Sequence[int],
-    costs: Costs,
-    modelled: np.ndarray | None = None,
+    written: Written, texts: expected.Texts, ks: Sequence[int], costs: Costs
 ) -> Prediction:
-    """Predict every request at every K.
-
-    Args:
-        texts: The texts with acceptance probabilities, see Written.replayed.
-        modelled: Whether a step that starts at a token asks the drafter's model, [R, n]. None: every step does, if the
-            drafter has a model.
-    """
+    """Predict every request at every K. texts: The texts with acceptance probabilities, see Written.replayed."""
     runs, batch = written.runs, written.batch
     work = Workload(texts=texts, prompt_tokens=written.prompt_tokens, kind=costs.kind)
     priced = step_costs(costs.draft, costs.target, work, max(ks), batch)
@@ -141,8 +129,8 @@ def predicted(
     for k in ks:
         each, counts = steps(work, k), expected.chain(texts, k)
         drafting = each.after
-        if modelled is not None:
-            drafting = drafting * modelled[:, : drafting.shape[1], None]
+        if texts.modelled is not None:
+            drafting = drafting * texts.modelled[:, :, None]
         time = expected_time(
             replace(priced, share=float(costs.has_model)),
             work.prompt_tokens,

@@ -11,7 +11,6 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ import torch
 from draftlab.acceptance.token_logprobs import Text, score_tokens
 from draftlab.config.kinds import DRAFTERS, DrafterSpec
 from draftlab.console import note, progress
-from draftlab.drafters.fallback import GateSpec
 from draftlab.engine.drafters.context import DrafterRun
 from draftlab.engine.drafters.parallel import drafts_in_parallel
 from draftlab.engine.verify import rule_named
@@ -28,9 +26,8 @@ from draftlab.intervals import tokens_per_second
 from draftlab.latency.cost_model import CostModel
 from draftlab.latency.machine_state import steady_clock, steady_step_clock
 from draftlab.latency.profiler import PassTimer
-from draftlab.model import checkpoint, hub
+from draftlab.model import checkpoint
 from draftlab.model.decoder import Decoder
-from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.results.decoding import Generation, request_timings
@@ -259,7 +256,7 @@ class QuickTiming:
 
     def _is_known(self, spec: DrafterSpec, run: DrafterRun) -> bool:
         """Return whether a drafter can be replayed and its passes are timed."""
-        if not spec.replays or isinstance(spec, GateSpec):
+        if not spec.replays:
             return False
         if run.model is not None:
             return isinstance(run.model, Llama)
@@ -269,16 +266,18 @@ class QuickTiming:
         comparison = self.comparison
         drafts = spec.paths(comparison.default_draft, models_only=True)
         vocab = checkpoint.vocab_size(comparison.target)
-        return LoadedContext(
+        return ReplayContext(
             texts=self.written.texts,
+            limits=self.written.limits.tolist(),
             target_path=comparison.target,
             sampling=comparison.rule.draft_sampling(comparison.requests.sampling),
             vocab=common_vocabulary(drafts[0], comparison.target) if drafts else vocab,
             most=max(comparison.ks),
-            dtype=comparison.engine.dtype,
-            device=comparison.engine.device,
+            load=self.models.draft,
+            load_target=lambda: self.models.eager(comparison.target),
             advance=advance,
-            models=self.models,
+            draft=comparison.default_draft,
+            data=comparison.data,
         )
 
     def _target_logprobs(self) -> list[np.ndarray]:
@@ -362,23 +361,6 @@ class QuickTiming:
             else:
                 arms.append((name, k_without(prediction, [talk in here for talk in talks])))
         return arms
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedContext(ReplayContext):
-    """A context whose models are those of a comparison, in the mode in which they are timed."""
-
-    models: Models
-
-    def load_draft(self, name: str) -> Decoder:
-        path = hub.locate(name) if name else self.models.comparison.default_draft
-        assert isinstance(path, Path)  # drafters without a draft were refused
-        return self.models.draft(path)
-
-    def load_target(self) -> Llama | HFDecoder:
-        target = self.models.eager(self.target_path)
-        assert isinstance(target, Llama | HFDecoder)  # other targets are timed at every K
-        return target
 
 
 def _reversed_bits(number: int, bits: int = 32) -> int:

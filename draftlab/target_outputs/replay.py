@@ -6,7 +6,7 @@ R texts, n tokens of a text, K drafted tokens.
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -19,17 +19,18 @@ from pydantic import Field, NonNegativeInt
 from draftlab import provenance
 from draftlab.acceptance import expected
 from draftlab.acceptance.expected import Counts, Texts
+from draftlab.acceptance.lookup_logprobs import score_copies_by_k
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs
 from draftlab.config.kinds import DRAFTERS, DrafterSpec, RunFacts
 from draftlab.config.server_rules import DecodingRule
 from draftlab.console import progress
 from draftlab.data.batches import first_tokens
+from draftlab.engine.drafters.context import draft_path
+from draftlab.engine.drafters.ngram import TextDrafter
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.intervals import Interval, by_conversation, ratio_intervals
 from draftlab.model import checkpoint, hub, llama, modes
 from draftlab.model.decoder import Decoder
-from draftlab.model.hf_decoder import HFDecoder
-from draftlab.model.llama import Llama
 from draftlab.model.parallel import pard_token
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
@@ -45,32 +46,46 @@ class ReplayContext:
     """Texts on which to replay a drafter, and the settings of the replay.
 
     Args:
+        texts: Prompt and completion of each text. The target wrote the completions.
+        limits: Length at which decoding of each completion must stop. Some drafters draft other tokens near this limit.
         sampling: How the drafter samples.
         vocab: Number of ids; further logits are padding.
         most: Largest number of tokens drafted per step.
+        load: Function that returns the draft model of a directory.
+        load_target: Function that returns the target's model.
         advance: Function to call with the number of texts that are done.
+        draft: Default draft, for drafters without draft=.
+        data: Sources of text, for drafters that learn from it. "": such a drafter names its own text.
     """
 
     texts: Sequence[Text]
+    limits: Sequence[int]
     target_path: Path
     sampling: SamplingParams
     vocab: int
     most: int
-    dtype: torch.dtype
-    device: torch.device
+    load: Callable[[Path], Decoder]
+    load_target: Callable[[], Decoder]
     advance: Callable[[int], None]
-    device_map: str | None = None
+    draft: Path | None = None
+    data: str = ""
 
     def corpus(self, source: str, tokens: int) -> np.ndarray:
         return first_tokens(source, checkpoint.load_tokenizer(self.target_path), tokens)
 
-    def load_draft(self, name: str) -> Decoder:
-        return modes.load(hub.locate(name), self.dtype, self.device)
+    def draft_path(self, text: str, name: str) -> Path:
+        """Return the directory of a draft model, see engine.drafters.context.draft_path."""
+        return draft_path(text, name, self.draft)
 
-    def load_target(self) -> Llama | HFDecoder:
-        target = modes.load(self.target_path, self.dtype, self.device, self.device_map)
-        assert isinstance(target, Llama | HFDecoder)  # modes.load returns one of these for a target
-        return target
+    def load_draft(self, text: str, name: str) -> Decoder:
+        """Load a draft model. Arguments and errors: See draft_path."""
+        return self.load(self.draft_path(text, name))
+
+    def copies_by_k(self, drafter: TextDrafter) -> list[TokenLogprobs]:
+        """Return which tokens a deterministic drafter drafts at each K, see score_copies_by_k."""
+        return score_copies_by_k(
+            drafter, self.texts, self.limits, self.vocab, self.most, self.advance
+        )
 
 
 FILE = "replay.json"
@@ -83,10 +98,11 @@ class ReplayedText(FileModel):
     Args:
         number: Position of the prompt in its file.
         conversation: Number of the conversation of which the prompt is a turn, or None if the store has no such number.
-        chances: Probability that each token of the text is accepted if it is drafted, [n]. A parallel draft or a head
-            has [n, K], because the probability depends on the token's position in the draft.
-        drafted: For prompt lookup, the length of the draft of a step that begins at each token, [n]. None for other
-            drafters.
+        chances: Probability that each token of the text is accepted if it is drafted, [n], or [n, K] or [n, K, K]
+            (see TokenLogprobs).
+        drafted: Length of the draft of a step that begins at each token, [n], or [n, K] for each K. None: always K.
+        modelled: Whether the draft model drafts in a step that begins at each token, [n]. None: it does so in every
+            step, or the drafter has no draft model.
     """
 
     number: NonNegativeInt
@@ -94,8 +110,9 @@ class ReplayedText(FileModel):
     category: str
     prompt_tokens: NonNegativeInt
     finish_reason: FinishReason
-    chances: list[Chance] | list[list[Chance]]
-    drafted: list[NonNegativeInt] | None = None
+    chances: list[Chance] | list[list[Chance]] | list[list[list[Chance]]]
+    drafted: list[NonNegativeInt] | list[list[NonNegativeInt]] | None = None
+    modelled: list[bool] | None = None
     distinct_4grams: float
 
 
@@ -109,7 +126,9 @@ class Replay(FileModel):
         rule: Rule that accepts drafted tokens. "rejection" accepts with probability min(1, q / p). "match" accepts a
             token that equals the target's own sample, which has probability q. A greedy draft has q = 0 or 1.
         kind: Kind of the drafter, as --drafter names it.
-        offsets: Largest number K of tokens that a parallel draft or a head drafts. None for an ordinary draft.
+        offsets: Largest number K of tokens per draft, if the chances depend on the position in a draft. None for an
+            ordinary draft.
+        by_k: Whether chances and drafted also depend on K.
     """
 
     version: Literal[4] = 4
@@ -126,6 +145,7 @@ class Replay(FileModel):
     draft_sampling: SamplingParams
     kind: str = "model"
     offsets: int | None = None
+    by_k: bool = False
     texts: list[ReplayedText]
     command: str
     versions: dict[str, str]
@@ -135,10 +155,10 @@ class Replay(FileModel):
         """Return the acceptance probabilities of the tokens of each text except the first token.
 
         The target's prefill emits the first token. A text of n tokens has [n - 1] probabilities, or [n - 1, K] for a
-        drafter with `offsets` K.
+        drafter with `offsets` K, or [n - 1, K, K] if they also depend on K.
         """
-        by_age = () if self.offsets is None else (self.offsets,)
-        return [np.array(text.chances).reshape(-1, *by_age)[1:] for text in self.texts]
+        inner = () if self.offsets is None else (self.offsets,) * (1 + self.by_k)
+        return [np.array(text.chances).reshape(-1, *inner)[1:] for text in self.texts]
 
     @property
     def conversations(self) -> list[int | None]:
@@ -149,9 +169,16 @@ class Replay(FileModel):
         """Return the texts and their length limits in the form that draftlab.acceptance.expected takes."""
         longest = self.sampling.max_tokens
         limits = [len(t.chances) if t.finish_reason == "length" else longest for t in self.texts]
-        texts = expected.texts_of(self.chances(), np.array(limits) - 1)
-        drafted = [np.array(text.drafted[1:]) for text in self.texts if text.drafted is not None]
-        return replace(texts, drafted=expected.padded(drafted).astype(int)) if drafted else texts
+        inner = (self.offsets,) if self.by_k else ()
+        drafted = [
+            np.array(text.drafted).reshape(-1, *inner)[1:]
+            for text in self.texts
+            if text.drafted is not None
+        ]
+        modelled = [np.array(t.modelled[1:]) for t in self.texts if t.modelled is not None]
+        return expected.texts_of(
+            self.chances(), np.array(limits) - 1, drafted or None, modelled or None
+        )
 
     def counts(self, k: int) -> Counts:
         """Return for each text the expected steps, drafted tokens and accepted tokens if each step drafts k tokens."""
@@ -200,7 +227,8 @@ class Drafting:
     Args:
         k: Largest number of tokens drafted per step.
         rule: How the draft samples, and how drafted tokens are verified.
-        target: Checkpoint of the target, for drafters that read its hidden states.
+        target: Checkpoint of the target, for drafters without a draft model.
+        draft: Default draft, for drafters without draft=.
         device_map: Map by which accelerate spreads this target over devices.
     """
 
@@ -209,6 +237,7 @@ class Drafting:
     dtype: torch.dtype
     device: torch.device
     target: Path | None = None
+    draft: Path | None = None
     device_map: str | None = None
 
 
@@ -220,7 +249,7 @@ def replay(
     Raises:
         UserError: A drafter or the rule does not fit the stored outputs.
     """
-    read = itertools.chain.from_iterable(spec.paths(None) for spec in drafters)
+    read = itertools.chain.from_iterable(spec.paths(drafting.draft) for spec in drafters)
     output.inputs([store.directory, *dict.fromkeys(read)])
     replays = {
         spec.name: replay_draft(store, spec, drafting, output.command_line) for spec in drafters
@@ -274,7 +303,7 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
             "distribution, which --rule rejection needs; use --rule match, or build the outputs again at "
             "--temperature 1, without top_k, top_p and min_p"
         )
-    if drafts := spec.paths(None, models_only=True):
+    if drafts := spec.paths(drafting.draft, models_only=True):
         named, size = drafts[0], common_vocabulary(drafts[0], store.vocabulary)
     else:
         named, size = drafting.target, _target_vocabulary(store, spec, drafting)
@@ -295,22 +324,33 @@ def replay_draft(
     vocab = check(store, spec, drafting)
     manifest, sampling = store.manifest, _target_sampling(store)
     draft_sampling = drafting.rule.draft_sampling(sampling)
+
+    def load(directory: Path) -> Decoder:
+        return modes.load(directory, drafting.dtype, drafting.device)
+
+    def load_target() -> Decoder:
+        assert (
+            drafting.target is not None
+        )  # the caller locates the target for a drafter that reads it
+        return modes.load(drafting.target, drafting.dtype, drafting.device, drafting.device_map)
+
     with progress(f"replay {spec.name}", len(store.outputs)) as advance:
         scores = spec.acceptance(
             ReplayContext(
                 texts=[(t.prompt, t.ids) for t in store.outputs],
+                limits=[_limit(t, sampling) for t in store.outputs],
                 target_path=drafting.target or Path(),
                 sampling=draft_sampling,
                 vocab=vocab,
                 most=drafting.k,
-                dtype=drafting.dtype,
-                device=drafting.device,
+                load=load,
+                load_target=load_target,
                 advance=lambda done: advance(done, "texts"),
-                device_map=drafting.device_map,
+                draft=drafting.draft,
             )
         )
     certain = drafting.rule.verify == "match" or sampling.temperature == 0
-    read = spec.paths(None)
+    read = spec.paths(drafting.draft)
     return Replay(
         draft=spec.name,
         draft_sha256=provenance.fingerprint(read[0]) if read else "",
@@ -324,6 +364,7 @@ def replay_draft(
         rule=drafting.rule.verify,
         draft_sampling=draft_sampling,
         offsets=drafting.k if spec.by_age else None,
+        by_k=any(score.logprobs.ndim == 3 for score in scores),
         kind=type(spec).kind,
         texts=[
             _replayed(*each, certain=certain) for each in zip(store.outputs, scores, strict=True)
@@ -382,6 +423,11 @@ def _row(
     )
 
 
+def _limit(text: TargetOutput, sampling: SamplingParams) -> int:
+    """Return the length at which decoding of a text must stop."""
+    return len(text.ids) if text.finish_reason == "length" else sampling.max_tokens
+
+
 def _replayed(text: TargetOutput, score: TokenLogprobs, *, certain: bool) -> ReplayedText:
     if np.isnan(score.logprobs).any():
         raise UserError(
@@ -395,8 +441,9 @@ def _replayed(text: TargetOutput, score: TokenLogprobs, *, certain: bool) -> Rep
         category=text.category,
         prompt_tokens=len(text.prompt),
         finish_reason=text.finish_reason,
-        chances=np.round(expected.chances(score.logprobs.T, log_p).T, 8).tolist(),
+        chances=np.round(score.chances(log_p), 8).tolist(),
         drafted=None if score.drafted is None else score.drafted.tolist(),
+        modelled=None if score.modelled is None else score.modelled.tolist(),
         distinct_4grams=distinct_4grams([text.ids.tolist()]),
     )
 

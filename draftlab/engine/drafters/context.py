@@ -87,22 +87,8 @@ class DrafterContext:
         )
 
     def draft_path(self, text: str, name: str) -> Path:
-        """Return the directory of a draft model.
-
-        Args:
-            text: Value of --drafter, for the error message.
-            name: Name of a checkpoint. "" stands for the default draft.
-
-        Raises:
-            UserError: There is no such checkpoint, or the name is empty and there is no default draft.
-        """
-        if name:
-            return hub.locate(name)
-        if self.draft is None:
-            raise UserError(
-                f"--drafter {text} needs a draft model; add draft=DIR to the drafter, or add --draft DIR"
-            )
-        return self.draft
+        """Return the directory of a draft model. Arguments and errors: See draft_path below."""
+        return draft_path(text, name, self.draft)
 
     def load_draft(self, text: str, name: str) -> Decoder:
         """Load a draft model in this context's mode. Arguments and errors: See draft_path."""
@@ -125,3 +111,22 @@ class DrafterContext:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return checkpoint.load_tokenizer(self.target_path)
+
+
+def draft_path(text: str, name: str, default: Path | None) -> Path:
+    """Return the directory of a draft model.
+
+    Args:
+        text: Value of --drafter, for the error message.
+        name: Name of a checkpoint. "" stands for the default draft.
+
+    Raises:
+        UserError: There is no such checkpoint, or the name is empty and there is no default draft.
+    """
+    if name:
+        return hub.locate(name)
+    if default is None:
+        raise UserError(
+            f"--drafter {text} needs a draft model; add draft=DIR to the drafter, or add --draft DIR"
+        )
+    return default

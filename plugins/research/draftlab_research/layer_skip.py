@@ -68,12 +68,15 @@ class LayerSkipSpec(OutputsSpec):
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
         from draftlab.acceptance.token_logprobs import score_tokens
         from draftlab.model.llama import Llama
+        from draftlab.model.native_cpu import NativeLlama
         from draftlab_research.drafting.layer_skip import skip_layers
 
         target = replay.load_target()
         if not isinstance(target, Llama):
             raise self.refused_by_transformers()
         model = skip_layers(target, self.layers)
+        if isinstance(target, NativeLlama):
+            model = NativeLlama(model, target.int8)
         return score_tokens(model, replay.texts, replay.vocab, replay.sampling, replay.advance)
 
     def _fastest_layers(self, context: "DrafterContext", target: "Llama") -> list[int]:

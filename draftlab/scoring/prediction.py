@@ -161,12 +161,17 @@ def predicted(
     )
 
 
-def finalists(predictions: Mapping[str, Prediction], conversations: Sequence[int]) -> list[str]:
-    """Return the names of the drafters that may be the fastest, see MARGIN. K is chosen on other conversations."""
-    gains: dict[str, float] = {}
+def gains(predictions: Mapping[str, Prediction], conversations: Sequence[int]) -> dict[str, float]:
+    """Return the predicted speed-up of each drafter. K is chosen on other conversations."""
+    found: dict[str, float] = {}
     for name, each in predictions.items():
         plain, *drafted = (by_conversation(each.timings(k), conversations) for k in (0, *each.by_k))
-        gains[name] = speedup(Timings(drafted, plain)).value
+        found[name] = speedup(Timings(drafted, plain)).value
+    return found
+
+
+def finalists(gains: Mapping[str, float]) -> list[str]:
+    """Return the names of the drafters that may be the fastest, see MARGIN. gains: Predicted speed-ups."""
     best = max(gains.values(), default=0.0)
     return [name for name, gain in gains.items() if gain * MARGIN >= best]
 

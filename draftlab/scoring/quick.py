@@ -36,7 +36,16 @@ from draftlab.results.score import Latency, Prediction, Score
 from draftlab.scoring.comparison import Comparison
 from draftlab.scoring.journal import Journal
 from draftlab.scoring.models import Models
-from draftlab.scoring.prediction import Costs, Written, cost_model, finalists, k_without, predicted
+from draftlab.scoring.prediction import (
+    MARGIN,
+    Costs,
+    Written,
+    cost_model,
+    finalists,
+    gains,
+    k_without,
+    predicted,
+)
 from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, Arm, LiveTiming, TimedArms
 from draftlab.sequential import is_decided, levels, looks_of
 from draftlab.target_outputs.replay import ReplayContext
@@ -80,20 +89,14 @@ class QuickTiming:
         self.written = self._written()
         self.predictions = self._predictions()
         known = {name: run for name, run in self.runs.items() if name in self.predictions}
-        chosen = (
-            [*known]
-            if self.comparison.effort.every
-            else finalists(self.predictions, self.written.conversations)
-        )
+        self.gains = gains(self.predictions, self.written.conversations)
+        chosen = [*known] if self.comparison.effort.every else finalists(self.gains)
         self.finalists = [name for name in self.runs if name in chosen or name not in known]
         for name in self.runs:
             if name not in known:
                 note(f"{name} cannot be replayed, so it is timed at every K")
-        self.live = self._live(
-            {name: run for name, run in self.runs.items() if name in self.finalists},
-            "timed",
-            None if OTHER_PLAIN not in self.plain else self.models.other_target,
-        )
+        other = None if OTHER_PLAIN not in self.plain else self.models.other_target
+        self.live = self._live(self.runs, "timed", other)
 
     def run(self, scores: Callable[[], list[Score]]) -> list[Score]:
         """Time until the result is decided, and return the scores.
@@ -119,6 +122,9 @@ class QuickTiming:
                     passed.append(done)
                     self.alpha = levels([*passed, *looks[len(passed) :]])[len(passed) - 1]
                     found = scores()
+                    if len(passed) == 1 and (added := self._missed(found)):
+                        self._add(added, order[: order.index(group) + 1])
+                        found = scores()
                     if self._is_decided(found):
                         return found
                 elif self._time_is_over and done:
@@ -129,6 +135,30 @@ class QuickTiming:
 
     def timed(self) -> TimedArms:
         return self.live.finish()
+
+    def _missed(self, scores: Sequence[Score]) -> list[str]:
+        """Return the drafters that may be the fastest, too, because the predictions were off by more than expected."""
+        errors = [each.prediction.error for each in scores if each.prediction is not None]
+        margin = 1 + max((error for error in errors if error is not None), default=0.0)
+        best = max(score.best_k_speedup.value for score in scores if score.timed)
+        return [
+            name
+            for name, gain in self.gains.items()
+            if margin > MARGIN and name not in self.finalists and gain * margin >= best
+        ]
+
+    def _add(self, names: Sequence[str], groups: Sequence[int]) -> None:
+        """Time further drafters, too. The groups so far are decoded again in all ways, one after the other."""
+        note(
+            f"predictions were off by more than {MARGIN - 1:.0%}, so {', '.join(names)} is timed, too"
+        )
+        self.finalists += names
+        self.live.warm_up(self._arms(groups[0])[-len(names) :], briefly=True)
+        with progress(f"timing {', '.join(names)}, too", len(groups)) as advance:
+            for done, group in enumerate(groups, 1):
+                for repeat in range(self.comparison.requests.repeats):
+                    self.live.time_all(self._arms(group), group, repeat)
+                advance(done, "groups of prompts")
 
     def _is_decided(self, scores: Sequence[Score]) -> bool:
         """Return whether further conversations would probably not change what the user does."""

@@ -17,7 +17,7 @@ from draftlab.results.decoding import Expected
 from draftlab.results.ranking import rank
 from draftlab.results.score import Prediction, read_score
 from draftlab.scoring.journal import Journal
-from draftlab.scoring.prediction import finalists, k_without
+from draftlab.scoring.prediction import finalists, gains, k_without
 from draftlab.scoring.throughput import PLAIN, Run, TimedStep
 
 pytestmark = pytest.mark.usefixtures("space")
@@ -170,7 +170,7 @@ def test_k_is_chosen_on_other_conversations_and_near_drafts_are_timed():
         "near": prediction(k1=[0.56] * 4),
         "far": prediction(k1=[0.6] * 4),
     }
-    assert finalists(many, [0, 1, 2, 3]) == ["fast", "near"]
+    assert finalists(gains(many, [0, 1, 2, 3])) == ["fast", "near"]
 
 
 def test_a_swap_is_the_ratio_of_predicted_seconds_at_the_two_k(asked):

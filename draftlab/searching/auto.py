@@ -5,6 +5,7 @@ way when it resumes.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +33,7 @@ from draftlab.searching.plan import (
     LEAST_SEQUENCES,
     LEAST_STEPS,
     MAX_TOKENS,
+    MOST_PROMPTS,
     OFFSET_COST,
     OFFSETS,
     SEQ_LEN,
@@ -39,7 +41,6 @@ from draftlab.searching.plan import (
     Costs,
     Plan,
     Request,
-    arms,
     lookup_of,
 )
 from draftlab.searching.schedule import NoCheapShape, StepRunner, number, read_search, record_of
@@ -68,6 +69,8 @@ class AutoRun:
     Attributes:
         left_out: Candidates that are not tried, each with the reason.
         notes: Sentences to add to the verdict.
+        ready: Names of the candidates that were measured before any draft was trained.
+        ready_scores: Their scores, by number of streams, then by name.
     """
 
     request: Request
@@ -75,6 +78,8 @@ class AutoRun:
     steps: StepRunner
     left_out: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    ready: list[str] = field(default_factory=list)
+    ready_scores: dict[int, Mapping[str, Score]] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -89,7 +94,7 @@ class AutoRun:
         self.left_out.update(self.plan.left_out)
         self.request.prompts.write(self.folder / "prompts", self.request.target)
         candidates, training = self._candidates()
-        scores = self._scores("score", candidates)
+        scores = self._compared(candidates)
         ranking = verdict.ranking(candidates, scores)
         best = ranking[0]
         chosen = next(arm for arm in candidates if arm.name == best.name)
@@ -101,12 +106,16 @@ class AutoRun:
             use = False
             reason = f"all candidates changed the target's output in {self.plan.machine.dtype}, so no draft is served"
         self._write_report()
-        notes = self.notes + verdict.unverified(self.request)
+        notes = [
+            *self.notes,
+            verdict.measured_here(self.request),
+            *verdict.unverified(self.request),
+        ]
         choice: dict[str, Any]
         if use:
             ks = {n: _best_k(by_name[best.name]) for n, by_name in scores.items()}
             serve, more = verdict.serve(
-                self.request, self.steps, chosen, ks, k=best.k, int8=self._int8
+                self.request, self.steps, chosen, ks, k=best.k, int8=self._int8, scores=self._folder
             )
             self._write_recipe()
             notes += more
@@ -141,8 +150,20 @@ class AutoRun:
             **choice,
         )
 
+    def _compared(self, candidates: list[Arm]) -> Scores:
+        """Return the scores of all candidates. If none was made, those that chose whether to make any."""
+        if {arm.name for arm in candidates} == {*self.ready}:
+            return self.ready_scores
+        return self._scores("score", candidates)
+
+    @property
+    def _folder(self) -> Path:
+        """Return the directory of the scores by which the fastest candidate was chosen."""
+        score = self.folder / "score"
+        return score if score.exists() else self.folder / "ready"
+
     def _write_report(self) -> None:
-        file, scores = self.folder / "report/report.html", self.folder / "score"
+        file, scores = self.folder / "report/report.html", self._folder
         file.parent.mkdir(exist_ok=True)
         measured = map(read_score, score_files([scores]))
         write_atomic(
@@ -182,6 +203,8 @@ class AutoRun:
             candidates.append(Arm(kind="prompt-lookup", drafter=drafter))
         if "ready" in (step.name for step in self.plan.steps):
             kinds = self._worth_training(kinds, candidates)
+        elif candidates and self.plan.ready:
+            self._say_what_training_could_gain(candidates)
         if "draft" in kinds:
             try:
                 drafts, training = self._drafts()
@@ -220,7 +243,9 @@ class AutoRun:
             for ready in self.request.ready
         }
         relative = {arm.name: relative[arm.shape] for arm in existing if arm.shape}
-        ceiling = verdict.training_ceiling(existing, self._scores("ready", existing), relative)
+        self.ready_scores.update(self._scores("ready", existing))
+        self.ready.extend(arm.name for arm in existing)
+        ceiling = verdict.training_ceiling(existing, self.ready_scores, relative)
         other = ("ready", "score", "final", "export")
         minutes = sum(step.minutes for step in self.plan.steps if step.name not in other)
         if ceiling.may_gain:
@@ -228,6 +253,24 @@ class AutoRun:
             return kinds
         self.left_out.update(dict.fromkeys(trained, ceiling.text(minutes)))
         return [kind for kind in kinds if kind not in trained]
+
+    def _say_what_training_could_gain(self, existing: list[Arm]) -> None:
+        """Replace the reason why no draft was trained in time, if no draft could become faster than those that exist.
+
+        The time of passes was measured. existing: Candidates that need no training.
+        """
+        late = [kind for kind in (*CUT, *HEADS) if "--minutes" in self.plan.left_out.get(kind, "")]
+        if not late or len(self.request.streams) > 1:
+            return
+        self.ready_scores.update(self._scores("score", existing))
+        self.ready.extend(arm.name for arm in existing)
+        (scores,) = self.ready_scores.values()
+        relative = self._costs.cheapest(late) / self._costs.pass_seconds(self.request.size)
+        reason = verdict.beyond_reach(
+            verdict.ranking(existing, self.ready_scores)[0], scores, relative
+        )
+        if reason is not None:
+            self.left_out.update(dict.fromkeys(late, reason))
 
     @cached_property
     def _costs(self) -> Costs:
@@ -402,8 +445,10 @@ class AutoRun:
         if searched := score_files([self.folder / "search" / "score"]):
             answer = MAX_TOKENS / read_score(searched[0]).output_tps(0)
         seconds = (self._seconds_for(step) - self._costs.start) / len(streams)
-        afforded = int(seconds / (answer * arms(len(candidates)))) - 5
-        wanted = max(LEAST_PROMPTS, min(afforded, self.request.prompts.choose))
+        afforded = self._costs.prompts_in(seconds, len(candidates), answer)
+        parts = self.request.prompts
+        most = min(MOST_PROMPTS, parts.measure if chosen else parts.choose)
+        wanted = max(LEAST_PROMPTS, min(afforded, most))
         prompts = max(together, wanted // together * together)
         out = self._run(
             step,
@@ -413,8 +458,7 @@ class AutoRun:
             drafter=[arm.drafter for arm in candidates if arm.drafter is not None],
             k=[k] if chosen else list(KS),
             prompt_file=self._prompts("measure" if chosen else "choose"),
-            num_prompts=None if chosen else prompts,
-            repeats=2 if chosen else 1,
+            num_prompts=prompts,
             max_new_tokens=MAX_TOKENS,
             batch=streams,
             temperature=self.request.temperature,

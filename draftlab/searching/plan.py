@@ -138,15 +138,15 @@ class Costs:
         """Return the seconds to measure a latency law on this machine."""
         return self.machine.slowdown * LAW_SECONDS + LAW_PASSES * self.write(1, 1, 1)
 
-    def score(self, arms: int, prompts: int, streams: Sequence[int], repeats: int = 1) -> float:
-        """Return the seconds of draftlab score. A warm-up of about five prompts for each way to decode is included.
-
-        Args:
-            arms: Number of ways to decode that are timed: plain decoding, and each draft with each K.
-            streams: Numbers of concurrent requests.
-        """
+    def score(self, drafts: int, prompts: int, streams: Sequence[int]) -> float:
+        """Return the seconds of draftlab score. streams: Numbers of concurrent requests."""
         answer = self.write(1, MAX_TOKENS, 1)
-        return self.start + len(streams) * arms * (5 + repeats * prompts) * answer
+        return self.start + len(streams) * (answers(drafts, prompts) * answer)
+
+    def prompts_in(self, seconds: float, drafts: int, answer: float) -> int:
+        """Return how many prompts draftlab score can decode in this time. answer: Seconds of an answer."""
+        each = answers(drafts, 1) - answers(drafts, 0)
+        return int((seconds / answer - answers(drafts, 0)) / each)
 
     def _reading(self, size: Shape | ApproximateSize) -> float:
         read = size.weight_bytes(self.bytes_per_weight)
@@ -225,7 +225,8 @@ HEADS = ("eagle", "fallback-eagle")
 STEPS = {  # name of a step -> its fraction of the spare time, and what it does
     "ready": (
         0.05,
-        "measure your drafts; new drafts are trained only if they may become significantly faster",
+        "rank your drafts by replay, and time those that may be the fastest; new drafts are trained only if they may "
+        "become significantly faster",
     ),
     "texts": (0.03, "store the target's answers to some prompts, on which drafts are replayed"),
     "answers": (
@@ -237,7 +238,7 @@ STEPS = {  # name of a step -> its fraction of the spare time, and what it does
     "parallel": (0.06, "train a parallel draft from the best draft"),
     "trimmed": (0.04, "train the best draft with an lm_head for frequent ids only"),
     "eagle": (0.07, "train an EAGLE-3 head"),
-    "score": (0.08, "measure all candidates on the same prompts"),
+    "score": (0.08, "rank all candidates by replay, and time those that may be the fastest"),
     "final": (0.04, "measure the fastest candidate on other prompts"),
     "export": (
         0.01,
@@ -247,8 +248,13 @@ STEPS = {  # name of a step -> its fraction of the spare time, and what it does
 # kinds of candidates that are left out, in this order, until the plan fits the time
 EXPENDABLE = (("trimmed",), HEADS, ("parallel",), ("draft", "fallback"))
 ANSWER_TOKENS = 128
-KS, OFFSETS = (2, 3, 5), 5
+KS, OFFSETS = (1, 2, 3, 4, 5, 6), 5
+# drafts that score is assumed to time, because they may be the fastest; the others are predicted
+FINALISTS = 3
+# answers of the target in whose time score times single passes, and replays a draft
+PASS_ANSWERS, REPLAY_ANSWERS = 6.0, 1.0
 LEAST_SEQUENCES, LEAST_STEPS, LEAST_PROMPTS, FIRST_STEPS = 128, 20, 8, (30, 20, 10)
+MOST_PROMPTS = 24  # timing looks at its results after 8, 12 and 24 conversations
 DRAFTS = 10  # largest number of checkpoints on disk: two of the search, six rounds, a variant, the export
 LARGE_VOCAB = 16_384  # smallest vocabulary with which a trimmed lm_head saves time
 
@@ -571,9 +577,13 @@ def ready_drafts(names: Sequence[str], target: Path, weights: bool) -> list[Read
     return list(drafts.values())
 
 
-def arms(candidates: int) -> int:
-    """Return how many ways to decode draftlab score compares: plain decoding, and each candidate at each K."""
-    return 1 + candidates * len(KS)
+def answers(drafts: int, prompts: int) -> float:
+    """Return the answers of the target in whose time draftlab score measures drafts.
+
+    The target writes each prompt's text twice, the second time between the drafts that may be the fastest. The time of
+    single passes and the replay of each draft are counted, too.
+    """
+    return prompts * (2 + min(drafts, FINALISTS)) + PASS_ANSWERS + REPLAY_ANSWERS * drafts
 
 
 def _least(
@@ -602,9 +612,9 @@ def _least(
         least["eagle"] = costs.train_head(LEAST_STEPS)
     if ready and {"draft", "eagle"} & {*candidates}:
         exist = ready + ("prompt-lookup" in candidates)
-        least["ready"] = costs.score(arms(exist), LEAST_PROMPTS, request.streams)
-    least["score"] = costs.score(arms(len(candidates) + ready), LEAST_PROMPTS, request.streams)
-    least["final"] = costs.score(2, prompts.measure, request.streams, repeats=2)
+        least["ready"] = costs.score(exist, LEAST_PROMPTS, request.streams)
+    least["score"] = costs.score(len(candidates) + ready, LEAST_PROMPTS, request.streams)
+    least["final"] = costs.score(1, LEAST_PROMPTS, request.streams)
     least["export"] = 0.0
     return {name: costs.start + least[name] for name in STEPS if name in least}
 

@@ -296,6 +296,37 @@ def _at_ceiling(score: Score, k: int, cheaper: float) -> float:
     return score.speedup_value(k) * longer / (1 - share * (1 - cheaper))
 
 
+# acceptance rate of a token that no trained draft exceeds
+BEST_RATE = 0.95
+
+
+def beyond_reach(best: Choice, scores: Mapping[str, Score], relative: float) -> str | None:
+    """Return why no draft that auto could train would be faster than the best candidate, or None if one may be.
+
+    The draft is assumed to have BEST_RATE of its tokens accepted. The target's passes were timed in the scores.
+
+    relative: Time of a pass of the cheapest draft, divided by the time of the target's pass over one token.
+    """
+    score = scores[best.name]
+    alone, ttft, request = score.target_ms, score.ttft_ms(0), score.request_ms(0)
+    if alone is None or ttft is None or request.value <= ttft.value:
+        return None
+    # output tokens after the first, by the time of plain decoding
+    tokens = (request.value - ttft.value) / alone
+    gains: list[float] = []
+    for each in score.target.latency:
+        k = each.width - 1
+        length = (1 - BEST_RATE ** (k + 1)) / (1 - BEST_RATE)
+        step = each.median_ms + k * relative * alone
+        gains.append(request.value / (ttft.value + tokens * step / length))
+    if max(gains) >= best.at_fewest.value:
+        return None
+    return (
+        f"even with {BEST_RATE:.0%} of its tokens accepted, the cheapest draft would reach {max(gains):.2f}x by the "
+        f"time of passes measured here, and {best.label} already reaches {best.at_fewest.as_speedup()}"
+    )
+
+
 def would_change(
     ranking: Sequence[Choice], scores: Scores, left_out: Mapping[str, str]
 ) -> list[str]:
@@ -354,6 +385,7 @@ def serve(
     *,
     k: int,
     int8: bool,
+    scores: Path,
 ) -> tuple[str, list[str]]:
     """Export the chosen draft with a start script. Return the command that serves it, and notes for the user.
 
@@ -364,13 +396,13 @@ def serve(
         k_by_streams: Best K by number of concurrent requests. 0 stands for no draft.
         k: Best K on average over all numbers of concurrent requests.
         int8: Whether the scores were measured with weights rounded to 8 bits.
+        scores: Directory of the scores by which the candidate was chosen.
     """
     prompts, server = steps.folder / "prompts/measure.jsonl", request.server
-    scores = [str(steps.folder / name) for name in ("score", "final")]
     settings: dict[str, Any] = {
         "draft": str(chosen.draft),
         "target": request.name,
-        "scores": scores,
+        "scores": [str(scores), str(steps.folder / "final")],
     }
     if server is None:
         drafter = chosen.drafter
@@ -417,6 +449,16 @@ def serve(
         except UserError as error:
             notes = [f"not verified in {server}: {error}"]
     return _typed(steps.run("export", "export", **settings)), notes
+
+
+def measured_here(request: Request) -> str:
+    """Return a sentence about where the candidates were measured."""
+    if request.server is None:
+        return "all times were measured in draftlab's engine"
+    return (
+        f"all times were measured in draftlab's engine, not in {request.server}; measure the started server with "
+        "draftlab check --server URL"
+    )
 
 
 def unverified(request: Request) -> list[str]:

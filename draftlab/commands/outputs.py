@@ -11,8 +11,8 @@ from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.config.kinds import DRAFTERS
 from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig, ReplayConfig
 from draftlab.config.server_rules import check_served
-from draftlab.config.shared import ServerSettings
-from draftlab.console import note_if_slow
+from draftlab.config.shared import ServerSettings, newest_draft
+from draftlab.console import note, note_if_slow
 from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
@@ -339,9 +339,12 @@ def prepare_replay(
     for spec in config.drafter:
         check_served(spec, config.server_rule)
         spec.check_inputs(weights)
-        if "" in spec.drafts:
-            raise UserError(f"--drafter {spec.text}: name the draft model with draft=DIR")
-        drafters.append(spec)
+    models = [path for spec in drafters for path in spec.paths(None, models_only=True)]
+    default = next(iter(models), None)
+    if default is None and any("" in spec.drafts for spec in config.drafter):
+        default = hub.locate(str(newest_draft()), weights)
+        note(f"draft model for drafters without draft=: {default}")
+    drafters += config.drafter
     names = [spec.name for spec in drafters]
     if len(set(names)) < len(names):
         raise UserError(
@@ -350,8 +353,10 @@ def prepare_replay(
         )
     target = None
     if config.reads_target:
+        # the target that wrote the outputs, unless another directory with the same weights is named
+        known = None if config.is_set("target") else store.target
         with about("--target"):
-            target = hub.locate(config.target, weights)
+            target = hub.locate(config.target if known is None else known, weights)
     elif weights and (unread := [o for o in ("target", "device_map") if config.is_set(o)]):
         raise UserError(
             f"{', '.join(map(config.flag, unread))}: leave it out, because none of these drafters reads the target's "
@@ -362,7 +367,14 @@ def prepare_replay(
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     ks = config.k
     drafting = fill(
-        Drafting, config, k=max(ks), rule=config.decoding, dtype=dtype, device=device, target=target
+        Drafting,
+        config,
+        k=max(ks),
+        rule=config.decoding,
+        dtype=dtype,
+        device=device,
+        target=target,
+        draft=default,
     )
     for spec in drafters:
         check(store, spec, drafting)

@@ -1,6 +1,5 @@
 """Score drafts against a target in one process, and write one score.json per draft."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -185,7 +184,8 @@ class Measurement:
         rounding, other_plain = None, dict[str, list[Generation]]()
         other_target = self.models.other_target
         if other_target is not None:
-            rounding = self._rounding(other_target, measured.tokens[PLAIN])
+            with note_if_slow("measuring what rounding costs the target"):
+                rounding = self._rounding(other_target, measured.tokens[PLAIN])
             other_plain[self._weights(other_target)] = measured.generations[OTHER_PLAIN]
         scores = []
         for name, run in self.runs.items():
@@ -262,14 +262,13 @@ class Measurement:
             f"decoding {len(prompts)} prompts {requests.repeats} times in each of {ways} ways (without a draft, "
             "and with each draft and K)"
         )
-        runs, finished = ways * requests.repeats * len(prompts) // batch, itertools.count(1)
-        with progress("decode", len(prompts) * requests.repeats) as advance:
+        runs = ways * requests.repeats * len(prompts) // batch
+        with progress("decoding", runs * batch) as advance:
 
             def advance_both(done: int) -> None:
-                due = next(finished) * ROUNDS // runs
-                while timer.rounds.done < due:
+                while timer.rounds.done < done * ROUNDS // runs:
                     timer.rounds.run()
-                advance(done, "prompts")
+                advance(done * batch, "answers")
 
             return measure_throughput(
                 self.models.target,

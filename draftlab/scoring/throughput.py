@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from draftlab.console import note, note_if_slow
+from draftlab.console import note, note_if_slow, progress
 from draftlab.engine.clocks import StepClock, step_clock_for
 from draftlab.engine.generate import Drafter, Step, decode, speculative_decode
 from draftlab.engine.verify import Rule
@@ -144,7 +144,7 @@ def measure_throughput(
     Args:
         drafters: Drafters with their values of K, by name.
         prompts: Token ids of each prompt.
-        advance: Function that takes the number of finished prompts.
+        advance: Function that takes the number of finished batches of prompts, each arm and repeat counted.
         other_target: Target at another precision. Only plain decoding is timed with it.
         clock: Clock in seconds; wall time by default.
         batch: Number of prompts that are decoded at once.
@@ -172,8 +172,8 @@ def measure_throughput(
         )
 
     to_the_end = replace(sampling, stop_token_ids=())
-    for arm in sorted(arms, key=lambda arm: -arm[1]) if target.replays_passes else []:
-        with note_if_slow(f"capturing CUDA graphs of {_arm_name(arm)}"):
+    with note_if_slow("capturing CUDA graphs"):
+        for arm in sorted(arms, key=lambda arm: -arm[1]) if target.replays_passes else []:
             # the longest texts first, because a longer cache replaces the memory of a shorter cache
             for group in _first_of_each_length(groups, prompts):
                 deque(steps(arm, group, to_the_end), maxlen=0)
@@ -189,15 +189,16 @@ def measure_throughput(
         prefills = [TimedStep(row[0], len(rows)) for row in rows]
         return list(map(_Run, groups[number], prefills, timed_steps(rows)))
 
-    for arm, repeat, number in interleaved(arms, len(groups), repeats):
+    for done, (arm, repeat, number) in enumerate(interleaved(arms, len(groups), repeats), 1):
         runs_of[arm][repeat, number] = run(arm, number)
-        advance(repeat * len(prompts) + groups[number][-1] + 1)
+        advance(done)
     if not any(run.steps for run in chain.from_iterable(runs_of[PLAIN].values())):
         raise UserError(
             f"the target answers all {len(prompts)} prompts with only the end-of-text token, so there is nothing "
             "to time; use other prompts, for example with --prompt-file FILE"
         )
-    _repeat_stalled(runs_of, run)
+    with note_if_slow("repeating answers that other programs disturbed"):
+        _repeat_stalled(runs_of, run)
     # the runs of an arm, all prompts of the first repeat first
     every = {arm: list(chain.from_iterable(runs.values())) for arm, runs in runs_of.items()}
     tokens: dict[Arm, list[list[int]]] = {}
@@ -219,16 +220,20 @@ def interleaved(
 
 
 def _warm_up(arms: list[Arm], decode_first: Callable[[Arm], Iterator[Step]]) -> None:
-    for number, arm in enumerate(arms, 1):
-        with note_if_slow(f"warming up {number} of {len(arms)}: {_arm_name(arm)}"):
+    unsteady = []
+    with progress("warming up", len(arms)) as advance:
+        for number, arm in enumerate(arms, 1):
             steady = warm_up(
                 lambda arm=arm: sum(s.draft_seconds + s.verify_seconds for s in decode_first(arm))
             )
-        if not steady:
-            note(
-                f"the time of {_arm_name(arm)} still varies after the warm-up; other programs may be running on this "
-                "machine"
-            )
+            advance(number, _arm_name(arm))
+            if not steady:
+                unsteady.append(_arm_name(arm))
+    if unsteady:
+        note(
+            f"the time of {', '.join(unsteady)} still varies after the warm-up; other programs may be running on this "
+            "machine"
+        )
 
 
 def _arm_name(arm: Arm) -> str:

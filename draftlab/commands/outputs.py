@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from draftlab import workspace
-from draftlab.commands.base import Job, Outcome, check_data, command, fill
+from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.kinds import DRAFTERS
 from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig, ReplayConfig
 from draftlab.config.server_rules import check_served
@@ -64,7 +64,7 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     k = min(listed, logits_of(directory) if served else known_ids(directory))
     name = f"outputs-{config.use}-{hub.checkpoint_name(directory)}"
     resume_date_of(config.out or workspace.load().runs / name)
-    text = _text(config, directory, weights)
+    text = _text(config, directory)
     if isinstance(text, building.TargetAnswers):
         text.check(k)
     elif not k:
@@ -128,7 +128,7 @@ def _located(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
         return directory
 
 
-def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows | TargetAnswers":
+def _text(config: OutputsBuildConfig, directory: Path) -> "Rows | TargetAnswers":
     """Return the text to store: rows of data that the target reads or continues, or prompts that the target answers.
 
     Raises:
@@ -140,8 +140,6 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
     from draftlab.sampling import SamplingParams
     from draftlab.target_outputs.build import Rows, TargetAnswers
 
-    if config.prompt_file is None:
-        check_data(config.data, weights)
     temperature = config.temperature
     if temperature is None:
         temperature = 1.0 if config.use == "distill" else 0.0

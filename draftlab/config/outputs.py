@@ -158,6 +158,10 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     )
 
     @property
+    def text_source(self) -> str | None:
+        return self.data if self.from_file is None and self.prompt_file is None else None
+
+    @property
     def answers(self) -> bool:
         """Return whether the target answers prompts for any kind of data: with --use replay or --prompt-file."""
         return self.use == "replay" or self.prompt_file is not None

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from draftlab import provenance
-from draftlab.console import note, note_if_slow, progress
+from draftlab.console import note, note_if_slow
 from draftlab.engine.batch_generate import answer_turns
 from draftlab.engine.drafters.context import DrafterContext, DrafterRun
 from draftlab.engine.drafters.parallel import drafts_in_parallel, model_drafter
@@ -263,26 +263,24 @@ class Measurement:
             "and with each draft and K)"
         )
         runs = ways * requests.repeats * len(prompts) // batch
-        with progress("decoding", runs * batch) as advance:
 
-            def advance_both(done: int) -> None:
-                while timer.rounds.done < done * ROUNDS // runs:
-                    timer.rounds.run()
-                advance(done * batch, "answers")
+        def run_rounds(done: int) -> None:
+            while timer.rounds.done < done * ROUNDS // runs:
+                timer.rounds.run()
 
-            return measure_throughput(
-                self.models.target,
-                {name: (run.drafter, run.ks) for name, run in self.runs.items()},
-                prompts,
-                other_target=self.models.other_target,
-                sampling=requests.sampling,
-                repeats=requests.repeats,
-                batch=batch,
-                rule=rule_named(comparison.rule.verify),
-                draft_sampling=comparison.rule.draft_sampling(requests.sampling),
-                advance=advance_both,
-                clock=steady_step_clock(comparison.engine.device),
-            )
+        return measure_throughput(
+            self.models.target,
+            {name: (run.drafter, run.ks) for name, run in self.runs.items()},
+            prompts,
+            other_target=self.models.other_target,
+            sampling=requests.sampling,
+            repeats=requests.repeats,
+            batch=batch,
+            rule=rule_named(comparison.rule.verify),
+            draft_sampling=comparison.rule.draft_sampling(requests.sampling),
+            advance=run_rounds,
+            clock=steady_step_clock(comparison.engine.device),
+        )
 
     def _label(self, name: str, batch: int) -> str:
         """Return the name of a score: the name of the draft or drafter, with @int8 if its weights are rounded.

@@ -189,9 +189,12 @@ def measure_throughput(
         prefills = [TimedStep(row[0], len(rows)) for row in rows]
         return list(map(_Run, groups[number], prefills, timed_steps(rows)))
 
-    for done, (arm, repeat, number) in enumerate(interleaved(arms, len(groups), repeats), 1):
-        runs_of[arm][repeat, number] = run(arm, number)
-        advance(done)
+    order = list(interleaved(arms, len(groups), repeats))
+    with progress("decoding", len(order) * batch) as show:
+        for done, (arm, repeat, number) in enumerate(order, 1):
+            runs_of[arm][repeat, number] = run(arm, number)
+            advance(done)
+            show(done * batch, "answers")
     if not any(run.steps for run in chain.from_iterable(runs_of[PLAIN].values())):
         raise UserError(
             f"the target answers all {len(prompts)} prompts with only the end-of-text token, so there is nothing "

@@ -23,7 +23,9 @@ from rich.progress import (
 from draftlab.trust import printable
 
 Advance = Callable[[int, str], None]
-MAX_SILENT_SECONDS = 7.0
+Clock = Callable[[], float]  # seconds
+MAX_SILENT_SECONDS = 7.0  # on a terminal
+LOG_SECONDS = 60.0  # between lines of progress where stderr is no terminal, such as in a log file
 # text that a user copies: a command or a path
 COPIED = re.compile(r"draftlab [a-z]|\w{2,}/\w{2,}|\.sh\b")
 
@@ -78,34 +80,88 @@ def print_words(console: Console, text: str, style: str | None = None) -> None:
     console.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=whole)
 
 
-class TimedStream:
-    """A text stream that records the time of the last write."""
+class Pace:
+    """Decides when a line of progress is due: `first` seconds after the start, then `gap` seconds after a line."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self.written_at = stream, time.monotonic()
+    def __init__(self, first: float, gap: float, clock: Clock = time.monotonic) -> None:
+        self.gap, self.clock, self.due_at = gap, clock, clock() + first
+
+    def is_due(self) -> bool:
+        """Return whether a line is due. The caller then prints the line."""
+        now = self.clock()
+        if now < self.due_at:
+            return False
+        self.due_at = now + self.gap
+        return True
+
+
+class TimedStream:
+    """A text stream that records the time of the last write, and the stages of the work that writes to it.
+
+    Args:
+        work: Name of the work, for the time before and after its stages.
+        seconds: Longest time without output.
+    """
+
+    def __init__(
+        self, stream: TextIO, work: str, seconds: float, clock: Clock = time.monotonic
+    ) -> None:
+        self._stream, self._work, self._seconds, self._clock = stream, work, seconds, clock
+        self._started_at = self.written_at = clock()
+        self._stages: list[
+            tuple[str, float]
+        ] = []  # name and start of each stage, the inner ones last
 
     def write(self, text: str) -> int:
-        self.written_at = time.monotonic()
+        self.written_at = self._clock()
         return self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Name what happens in the block."""
+        stage = name, self._clock()
+        self._stages.append(stage)
+        try:
+            yield
+        finally:
+            self._stages.remove(stage)
+
+    def overdue(self) -> str | None:
+        """Return a line that names the present stage, or None if something was written not long ago."""
+        now = self._clock()
+        if now - self.written_at <= self._seconds:
+            return None
+        name, started_at = (self._stages or [(f"{self._work} is still working", self._started_at)])[
+            -1
+        ]
+        return f"{name}, {now - started_at:.0f} s"
+
+
+def _seconds_between_lines(console: Console) -> float:
+    return MAX_SILENT_SECONDS if console.is_terminal else LOG_SECONDS
+
 
 @contextlib.contextmanager
-def never_silent(label: str, seconds: float = MAX_SILENT_SECONDS) -> Iterator[None]:
-    """During the block, print a line on stderr after every `seconds` seconds without output on stderr."""
+def never_silent(work: str, seconds: float | None = None) -> Iterator[None]:
+    """During the block, print a line on stderr after every `seconds` seconds without output on stderr.
+
+    The line names the stage in which the work is. seconds: Default: MAX_SILENT_SECONDS on a terminal, otherwise
+    LOG_SECONDS.
+    """
     if not is_main_process():
         yield
         return
-    stream, done, started = TimedStream(sys.stderr), threading.Event(), time.monotonic()
+    seconds = seconds or _seconds_between_lines(Console(stderr=True))
+    stream, done = TimedStream(sys.stderr, work, seconds), threading.Event()
     console = Console(file=cast("TextIO", stream))
 
     def report() -> None:
-        while not done.wait(seconds / 10):
-            if time.monotonic() - stream.written_at > seconds:
-                elapsed = time.monotonic() - started
-                print_words(console, f"{label} is still working, {elapsed:.0f} s", "dim")
+        while not done.wait(min(1.0, seconds / 10)):
+            if line := stream.overdue():
+                print_words(console, line, "dim")
 
     threading.Thread(target=report, daemon=True).start()
     try:
@@ -115,9 +171,15 @@ def never_silent(label: str, seconds: float = MAX_SILENT_SECONDS) -> Iterator[No
         done.set()
 
 
+def _stage(name: str) -> contextlib.AbstractContextManager[None]:
+    """Name what happens in a block, for the lines of never_silent."""
+    stream: object = sys.stderr
+    return stream.stage(name) if isinstance(stream, TimedStream) else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None]]:
-    """Print a line every `seconds` seconds during work of unknown length.
+    """Print a line every `seconds` seconds during work of unknown length; in a log, every LOG_SECONDS after the first.
 
     Yield a function that sets the status text in this line. Lines go to the original stderr, even if the block
     redirects stderr.
@@ -128,11 +190,13 @@ def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None
         "",
         time.monotonic(),
     )
+    pace = Pace(seconds, seconds if console.is_terminal else LOG_SECONDS)
 
     def report() -> None:
-        while not done.wait(seconds):
-            elapsed = time.monotonic() - started
-            print_words(console, f"{label}: {status}{elapsed:.0f} s", "dim")
+        while not done.wait(seconds / 10):
+            if pace.is_due():
+                elapsed = time.monotonic() - started
+                print_words(console, f"{label}: {status}{elapsed:.0f} s", "dim")
 
     def beat(text: str) -> None:
         nonlocal status
@@ -141,19 +205,21 @@ def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None
     if is_main_process():
         threading.Thread(target=report, daemon=True).start()
     try:
-        yield beat
+        with _stage(label):
+            yield beat
     finally:
         done.set()
 
 
 @contextlib.contextmanager
 def note_if_slow(text: str, seconds: float = 3.0) -> Iterator[None]:
-    """Print a note if the block takes longer than `seconds` seconds."""
+    """Print a note if the block takes longer than `seconds` seconds. The text names the stage of the work."""
     timer = threading.Timer(seconds, note, [text])
     timer.daemon = True
     timer.start()
     try:
-        yield
+        with _stage(text):
+            yield
     finally:
         timer.cancel()
 
@@ -162,37 +228,51 @@ def note_if_slow(text: str, seconds: float = 3.0) -> Iterator[None]:
 def progress(label: str, total: int) -> Iterator[Advance]:
     """Show a progress bar with the remaining time. total: Number of items.
 
-    Yield a function that updates the bar. Its arguments are the number of finished items and a status text. Without a
-    terminal, print lines in place of the bar: at the start, at every 10 %, and after MAX_SILENT_SECONDS without a line.
+    Yield a function that updates the bar. Its arguments are the number of finished items and a status text. The bar
+    ends with the last item, also if the block goes on. Without a terminal, print a line at the start in place of the
+    bar, and a line every LOG_SECONDS after it.
     """
     console = Console(stderr=True)
-    if not console.is_terminal or not is_main_process():
-        yield _plain_lines(label, total)
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
-    )
-    with Progress(*columns, console=console) as bars:
-        task = bars.add_task(label, total=total, status="")
-        yield lambda done, status: bars.update(task, completed=done, status=status)
+    with contextlib.ExitStack() as shown:
+        shown.enter_context(_stage(label))
+        if not is_main_process():
+            yield lambda done, status: None
+            return
+        if console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[status]}"),
+            )
+            bars = shown.enter_context(Progress(*columns, console=console))
+            task = bars.add_task(label, total=total, status="")
+
+            def show(done: int, status: str) -> None:
+                bars.update(task, completed=done, status=status)
+        else:
+            show = _plain_lines(label, total)
+
+        def advance(done: int, status: str) -> None:
+            show(done, status)
+            if done >= total:
+                shown.close()
+
+        yield advance
 
 
-def _plain_lines(label: str, total: int) -> Advance:
-    tenths, printed_at = 0, time.monotonic()
+def _plain_lines(label: str, total: int, clock: Clock = time.monotonic) -> Advance:
+    pace = Pace(LOG_SECONDS, LOG_SECONDS, clock)
     first: tuple[int, float] | None = None
     note(f"{label} 0/{total}")
 
     def advance(done: int, status: str) -> None:
-        nonlocal tenths, printed_at, first
-        tenth, now = 10 * done // max(1, total), time.monotonic()
+        nonlocal first
+        now = clock()
         first = first or (done, now)
-        if tenth > tenths or now - printed_at > MAX_SILENT_SECONDS:
-            tenths, printed_at = tenth, now
+        if pace.is_due():
             left = (total - done) * (now - first[1]) / (done - first[0]) if done > first[0] else 0
             note(f"{label} {done}/{total}  {status}{_time_left(left)}".rstrip())
 

@@ -1,13 +1,24 @@
 """Text breaks between words on a terminal, but never where it is copied from; no stage is silent for long."""
 
 import io
+import itertools
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
 
-from draftlab.console import never_silent, print_words
+from draftlab import console
+from draftlab.console import (
+    LOG_SECONDS,
+    Pace,
+    TimedStream,
+    never_silent,
+    note_if_slow,
+    print_words,
+    progress,
+)
 
 WORDS = "a draft that is narrow and deep needs more passes than one that is wide"
 
@@ -44,3 +55,106 @@ def test_a_line_follows_silence_and_only_silence(capsys):
     with never_silent("score", seconds=0.2):
         time.sleep(0.7)
     assert len(capsys.readouterr().err.splitlines()) >= 2
+
+
+class FakeClock:
+    """A clock that stands still until somebody sets it."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lines_of(clock: FakeClock, work: Callable[[TimedStream], None]) -> list[str]:
+    """Return the lines that a log gets while a stream is looked at every second, as never_silent does."""
+    stream = TimedStream(io.StringIO(), "score", LOG_SECONDS, clock)
+    lines: list[str] = []
+    work(stream)
+    for _ in range(200):
+        clock.now += 1
+        if line := stream.overdue():
+            lines.append(line)
+            stream.write(line)
+    return lines
+
+
+def test_a_log_gets_a_line_a_minute_that_names_the_present_stage():
+    clock = FakeClock()
+    stages = []
+
+    def work(stream: TimedStream) -> None:
+        stages.append(stream.stage("decoding"))
+        stages[0].__enter__()
+        clock.now += 30  # a minute passes from the last output, not from the start of the stage
+        stream.write("half")
+
+    lines = lines_of(clock, work)
+    assert lines == ["decoding, 91 s", "decoding, 152 s", "decoding, 213 s"]
+
+
+def test_the_inner_stage_is_named_and_the_outer_one_after_it():
+    clock = FakeClock()
+    stream = TimedStream(io.StringIO(), "score", 60, clock)
+
+    def named() -> str:
+        clock.now += 61
+        return str(stream.overdue()).split(",")[0]
+
+    with stream.stage("outer"):
+        with stream.stage("inner"):
+            assert named() == "inner"
+        assert named() == "outer"
+    assert "score" in named()
+
+
+def test_a_pace_is_at_most_one_line_per_gap():
+    clock = FakeClock()
+    pace = Pace(5, 60, clock)
+    printed_at = []
+    for second in range(300):
+        clock.now = 100.0 + second
+        if pace.is_due():
+            printed_at.append(second)
+    assert printed_at == [5, 65, 125, 185, 245]
+
+
+@pytest.mark.parametrize("step", [0.1, 7, 61, 400])
+def test_progress_in_a_log_is_a_line_at_the_start_and_then_one_a_minute(capsys, step):
+    """However fast the items are done."""
+    clock, items = FakeClock(), 500
+    advance = console._plain_lines("decoding", items, clock)
+    times = [clock.now]
+    for done in range(1, items + 1):
+        clock.now += step
+        before = capsys.readouterr().err if done == 1 else ""
+        assert before.count("\n") == (done == 1)
+        advance(done, "answers")
+        if capsys.readouterr().err:
+            times.append(clock.now)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    assert min(gaps, default=60) >= 60
+    assert len(gaps) >= items * step // (60 + step)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_finished_bar_is_closed_before_the_block_ends(monkeypatch):
+    """What follows in the block is not the bar's stage any more, and nothing is drawn."""
+    terminal, clock = Terminal(), FakeClock()
+    stream = TimedStream(terminal, "score", 7, clock)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with progress("decoding", 2) as advance:
+        advance(1, "")
+        clock.now += 8
+        assert str(stream.overdue()).startswith("decoding")
+        advance(2, "")
+        drawn = terminal.getvalue()
+        with note_if_slow("measuring what rounding costs the target"):
+            clock.now += 8
+            assert str(stream.overdue()).startswith("measuring what rounding costs the target")
+        time.sleep(0.3)  # several times the interval at which rich draws a bar
+        assert terminal.getvalue() == drawn

@@ -105,6 +105,10 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     )
 
     @property
+    def text_source(self) -> str | None:
+        return self.data
+
+    @property
     def sampled_rule(self) -> str | None:
         """Return the decoding rule, as in --server-rule, of the server that the exported script starts.
 

@@ -138,7 +138,7 @@ class Command:
 
     def _run(self, config: Config, *, force: bool, dry_run: bool) -> Outcome:
         if not isinstance(config, OutputConfig):
-            return self.function(self.prepare(config, not dry_run).run())
+            return self.function(self.job(config, not dry_run).run())
 
         def output_in(out: Path) -> Output:
             return Output(command=self.name, config=config, out=out, force=force, dry_run=dry_run)
@@ -147,7 +147,7 @@ class Command:
             # checked first, because the check of the settings may take minutes
             output_in(config.out).check_free()
         with fixed_date():
-            job = self.prepare(config, not dry_run)
+            job = self.job(config, not dry_run)
             output = output_in(config.out or workspace.load().runs / job.name)
             if dry_run:
                 return plan(output, job.facts())
@@ -156,6 +156,12 @@ class Command:
                     output.check_free()
                 output.inputs()  # hashed before they are read, because a file may change meanwhile
                 return self.function(job.run(output), output)
+
+    def job(self, config: Config, weights: bool) -> Job[Any]:
+        """Check the text of --data, which takes no time, then all other settings. weights: Same as in `prepare`."""
+        if config.text_source is not None:
+            check_data(config.text_source, weights)
+        return self.prepare(config, weights)
 
     @property
     def has_force(self) -> bool:

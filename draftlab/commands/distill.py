@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import AfterValidator, model_validator
 
-from draftlab.commands.base import Job, Outcome, check_data, command, fill
+from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config import shared
 from draftlab.config.base import (
     CHECKPOINTS,
@@ -295,6 +295,10 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
         return self
 
     @property
+    def text_source(self) -> str | None:
+        return self.data if self.outputs is None and self.prompt_file is None else None
+
+    @property
     def on_target(self) -> bool:
         """Return whether the student is a head, which reads the target's hidden states and so needs the target."""
         return not self.student.starts_from_draft
@@ -386,8 +390,6 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
             check_store(config.outputs)
     answers = _answers(config, target)
     reads_data = config.outputs is None and answers is None
-    if reads_data:
-        check_data(config.data, weights=True)
     _check_models(config, draft, target, reads_data=reads_data, weights=weights)
     with about("--text"):
         shares = parse_mixture(config.text)

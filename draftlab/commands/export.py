@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import field_validator
 
 from draftlab import workspace
-from draftlab.commands.base import Job, Outcome, check_data, check_program, command, fill
+from draftlab.commands.base import Job, Outcome, check_program, command, fill
 from draftlab.config.base import MAX_K, Config, Only, OutputConfig, advanced_option, option
 from draftlab.config.shared import (
     KEY_RULE,
@@ -81,6 +81,10 @@ class CheckConfig(DraftConfig):
         KEY_RULE,
         ONE_SOURCE,
     )
+
+    @property
+    def text_source(self) -> str | None:
+        return None if self.files_only or self.prompt_file is not None else self.data
 
 
 class ExportConfig(DraftConfig, OutputConfig):
@@ -174,6 +178,10 @@ class ExportConfig(DraftConfig, OutputConfig):
     )
 
     @property
+    def text_source(self) -> str | None:
+        return self.data if self.verify_with is not None and self.prompt_file is None else None
+
+    @property
     def server(self) -> Any:
         """Return the registered class of the server that loads the export, or None if all servers load it."""
         name = FORMATS.get(self.to, self.to)
@@ -216,8 +224,6 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
     target = _located_target(config.target, weights=False)
     data, prompt_file = config.data, config.prompt_file
     device = None if config.files_only else checkpoint.resolve_device(workspace.load().device)
-    if device is not None and prompt_file is None:
-        check_data(data, weights=False)
     servers = SERVERS.loadable()
     if config.servers is not None:
         servers = [SERVERS.get(name.strip(), "--for") for name in config.servers.split(",")]

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from draftlab import workspace
-from draftlab.commands.base import Job, Outcome, check_data, command, fill
+from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.kinds import DRAFTERS
 from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig, ReplayConfig
 from draftlab.config.server_rules import check_served
-from draftlab.config.shared import ServerSettings
-from draftlab.console import note_if_slow
+from draftlab.config.shared import ServerSettings, newest_draft
+from draftlab.console import note, note_if_slow
 from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
@@ -64,7 +64,7 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     k = min(listed, logits_of(directory) if served else known_ids(directory))
     name = f"outputs-{config.use}-{hub.checkpoint_name(directory)}"
     resume_date_of(config.out or workspace.load().runs / name)
-    text = _text(config, directory, weights)
+    text = _text(config, directory)
     if isinstance(text, building.TargetAnswers):
         text.check(k)
     elif not k:
@@ -128,7 +128,7 @@ def _located(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
         return directory
 
 
-def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows | TargetAnswers":
+def _text(config: OutputsBuildConfig, directory: Path) -> "Rows | TargetAnswers":
     """Return the text to store: rows of data that the target reads or continues, or prompts that the target answers.
 
     Raises:
@@ -140,8 +140,6 @@ def _text(config: OutputsBuildConfig, directory: Path, weights: bool) -> "Rows |
     from draftlab.sampling import SamplingParams
     from draftlab.target_outputs.build import Rows, TargetAnswers
 
-    if config.prompt_file is None:
-        check_data(config.data, weights)
     temperature = config.temperature
     if temperature is None:
         temperature = 1.0 if config.use == "distill" else 0.0
@@ -339,9 +337,12 @@ def prepare_replay(
     for spec in config.drafter:
         check_served(spec, config.server_rule)
         spec.check_inputs(weights)
-        if "" in spec.drafts:
-            raise UserError(f"--drafter {spec.text}: name the draft model with draft=DIR")
-        drafters.append(spec)
+    models = [path for spec in drafters for path in spec.paths(None, models_only=True)]
+    default = next(iter(models), None)
+    if default is None and any("" in spec.drafts for spec in config.drafter):
+        default = hub.locate(str(newest_draft()), weights)
+        note(f"draft model for drafters without draft=: {default}")
+    drafters += config.drafter
     names = [spec.name for spec in drafters]
     if len(set(names)) < len(names):
         raise UserError(
@@ -350,8 +351,10 @@ def prepare_replay(
         )
     target = None
     if config.reads_target:
+        # the target that wrote the outputs, unless another directory with the same weights is named
+        known = None if config.is_set("target") else store.target
         with about("--target"):
-            target = hub.locate(config.target, weights)
+            target = hub.locate(config.target if known is None else known, weights)
     elif weights and (unread := [o for o in ("target", "device_map") if config.is_set(o)]):
         raise UserError(
             f"{', '.join(map(config.flag, unread))}: leave it out, because none of these drafters reads the target's "
@@ -362,7 +365,14 @@ def prepare_replay(
     dtype = checkpoint.resolve_dtype(config.dtype, device)
     ks = config.k
     drafting = fill(
-        Drafting, config, k=max(ks), rule=config.decoding, dtype=dtype, device=device, target=target
+        Drafting,
+        config,
+        k=max(ks),
+        rule=config.decoding,
+        dtype=dtype,
+        device=device,
+        target=target,
+        draft=default,
     )
     for spec in drafters:
         check(store, spec, drafting)

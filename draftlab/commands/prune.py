@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from draftlab import shipped
-from draftlab.commands.base import Job, Outcome, check_data, command, fill
+from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.base import TRAINING, Only, OutputConfig, advanced_option, option
 from draftlab.config.shared import (
     CheckpointSettings,
@@ -160,6 +160,10 @@ class PruneConfig(OutputConfig, CheckpointSettings):
     )
 
     @property
+    def text_source(self) -> str | None:
+        return self.data if self.outputs is None or self.method == "masks" else None
+
+    @property
     def calibrates(self) -> bool:
         """Return whether the draft's weights depend on calibration text."""
         return self.method == "importance" or self.refitted != "none"
@@ -241,8 +245,6 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
             finished_manifest(config.outputs)
             if source is not None:
                 check_tokenizer(config.outputs, source.directory)
-    if config.outputs is None or config.method == "masks":
-        check_data(config.data, weights)
     if source is not None:
         check_length(source.directory, config.seq_len)
     head = "" if config.vocab is None else f"-v{config.vocab}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import model_validator
 
 from draftlab import shipped
-from draftlab.commands.base import Job, Outcome, check_data, command, fill
+from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config import shared
 from draftlab.config.base import (
     SERVER,
@@ -232,6 +232,11 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     )
 
     @property
+    def text_source(self) -> str | None:
+        learns = any(spec.reads_data for spec in self.drafter)
+        return self.data if self.prompt_file is None or learns else None
+
+    @property
     def served(self) -> bool:
         """Return whether servers decode the prompts instead of draftlab's engine."""
         return self.server is not None or self.speculative_server is not None
@@ -347,8 +352,6 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     for spec in specs:
         check_served(spec, config.server_rule)
         spec.check_inputs(weights)
-    if config.prompt_file is None or any(spec.reads_data for spec in specs):
-        check_data(config.data, weights=True)
     default = next(iter(drafts.values()), None)
     if default is None and any("" in spec.drafts for spec in specs):
         default = hub.locate_model(str(shared.newest_draft()), weights)
@@ -433,8 +436,6 @@ def _served(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Serve
                 servers[name] = Server.connect(
                     url, config.api_key_file, model=config.served_model_name, dry_run=not weights
                 )
-    if config.prompt_file is None:
-        check_data(config.data, weights=True)
     with about("--target"):
         tokenizer = hub.locate_tokenizer(config.target)
     with note_if_slow("loading torch and transformers"):

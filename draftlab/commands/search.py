@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftlab.commands.base import Job, Outcome, check_data, command, fill
+from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config import shared
 from draftlab.config.base import (
     DraftedTokens,
@@ -88,6 +88,10 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
         ),
     )
 
+    @property
+    def text_source(self) -> str | None:
+        return None if self.outputs is not None and self.prompt_file is not None else self.data
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Searched(Outcome):
@@ -158,8 +162,6 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
             tokenizer = checkpoint.load_tokenizer(target)
             requests = len(file_prompts(config.prompt_file, tokenizer, chat="auto").rows)
         prompts = {"prompt_file": config.prompt_file}
-    if "data" in text | prompts:
-        check_data(config.data, weights)
     device = checkpoint.resolve_device(config.device)
     mode, choice = resolve(
         "auto", config.dtype, device, target, [target, source], threads=config.threads

@@ -44,7 +44,7 @@ class CommandStep:
     def out(self) -> Path | None:
         if not isinstance(self.config, OutputConfig):
             return None
-        name = "" if self.config.out else self.command.prepare(self.resolved, False).name
+        name = "" if self.config.out else self.command.job(self.resolved, False).name
         return self.config.out or workspace.load().runs / name
 
     @property

@@ -189,6 +189,11 @@ class Config(BaseModel):
 
     only: ClassVar[Sequence[Only]] = ()
 
+    @property
+    def text_source(self) -> str | None:
+        """Return the text of --data if the command will read it. It is checked before anything is loaded."""
+        return None
+
     @classmethod
     def build(cls, settings: dict[str, Any], where: str = "") -> Self:
         """Return the config with these settings, and with defaults for all other settings.

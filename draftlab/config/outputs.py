@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
+from draftlab import workspace
 from draftlab.config import shared
 from draftlab.config.base import (
     Config,
@@ -157,6 +158,10 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     )
 
     @property
+    def text_source(self) -> str | None:
+        return self.data if self.from_file is None and self.prompt_file is None else None
+
+    @property
     def answers(self) -> bool:
         """Return whether the target answers prompts for any kind of data: with --use replay or --prompt-file."""
         return self.use == "replay" or self.prompt_file is not None
@@ -190,7 +195,11 @@ class ReplayConfig(OutputConfig, shared.CheckpointSettings):
         factory=list,
         help="Drafter other than a draft model, as NAME or NAME:KEY=VALUE,...; repeat the option for several drafters.",
     )
-    target: str = shared.target()
+    target: str = option(
+        factory=lambda: workspace.load().target,
+        help="Checkpoint of the target that wrote the outputs, for heads and other drafters without a draft model.",
+        shown_default="as recorded with the outputs; if it is not there, from draftlab.yaml",
+    )
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens per step, as 1-8 or 2,4,8.")
     rule: Literal["rejection", "match"] = option(
         REJECTION,

@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 from draftlab.config.outputs import check_store
 from draftlab.console import note
 from draftlab.drafters import DrafterSpec, Input, RunFacts, drafter
-from draftlab.errors import UserError
+from draftlab.errors import UserError, about
+from draftlab.model import hub
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,6 +68,12 @@ class NgramSpec(OutputsSpec):
     @property
     def reads_data(self) -> bool:
         return not self.data and not self.outputs
+
+    def check_inputs(self, weights: bool) -> None:
+        super().check_inputs(weights)
+        if self.data:
+            with about(f"--drafter {self.text}"):
+                hub.check_data(self.data) if weights else hub.check_local_data(self.data)
 
     def check(self, run: RunFacts) -> None:
         super().check(run)

@@ -10,7 +10,7 @@ import torch
 
 from draftlab import provenance
 from draftlab.config.kinds import DRAFTERS
-from draftlab.console import heartbeat, note, progress
+from draftlab.console import note, progress
 from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import Profile, active_params, write_profile
@@ -196,7 +196,7 @@ def profile_models(
     decoders = _load(models, grid, running)
     warn_if_busy(read_environment())
     clock = steady_clock(running.device)
-    with heartbeat("passes"), progress("rounds", grid.repeats) as advance:
+    with progress("timing passes, round", grid.repeats) as advance:
         curves = measure(
             {name: _in_mode(model, running.mode) for name, model in decoders.items()},
             grid,

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from draftlab import provenance
-from draftlab.console import heartbeat, progress
+from draftlab.console import progress
 from draftlab.errors import UserError, about
 from draftlab.latency.cost_model import Point, Profile, SteadyPoint, exact, write_profile
 from draftlab.latency.machine_state import read_environment, warn_if_busy
@@ -181,10 +181,8 @@ def profile_servers(
     places = list(itertools.product(streams, contexts))
     alone = [*places, *((n, min(contexts)) for n in sorted(wider))]
     done = itertools.count(1)
-    with (
-        heartbeat("requests"),
-        progress("timings", repeats * (len(alone) + len(places) * (len(servers) - 1))) as shown,
-    ):
+    timings = repeats * (len(alone) + len(places) * (len(servers) - 1))
+    with progress("timing requests", timings) as shown:
         meters = [
             Meter(
                 server=server, prompt=prompt, repeats=repeats, advance=lambda: shown(next(done), "")

@@ -276,7 +276,10 @@ class Prune:
             head_ids=head.ids if head else None,
         )
         chunks = self._chunks if self.refit.fits else []
-        with self.output.directory() as work, progress("refit", source.shape.layers) as advance:
+        with (
+            self.output.directory() as work,
+            progress("refitting layers", source.shape.layers) as advance,
+        ):
             tensors = lockstep.tensors(chunks, self._heldout, lambda done: advance(done, "layers"))
             stored = ((name, tensor.to("cpu", source.stored_dtype)) for name, tensor in tensors)
             size = saving.write_checkpoint(work, draft_config, stored, source.directory)
@@ -370,7 +373,7 @@ class Prune:
 
     def _calibrated(self) -> Importance:
         source = self.source
-        with progress("calibrate", source.shape.layers) as advance:
+        with progress("calibrating layers", source.shape.layers) as advance:
             return calibrate(
                 source.walk(), source.shape, self._chunks, lambda done: advance(done, "layers")
             )

@@ -1,6 +1,5 @@
 """Score drafts against a target in one process, and write one score.json per draft."""
 
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -340,29 +339,26 @@ class Measurement:
             f"decoding {len(prompts)} prompts {requests.repeats} times in each of {ways} ways (without a draft, "
             "and with each draft and K)"
         )
-        runs, finished = ways * requests.repeats * len(prompts) // batch, itertools.count(1)
-        with progress("decode", len(prompts) * requests.repeats) as advance:
+        runs = ways * requests.repeats * len(prompts) // batch
 
-            def advance_both(done: int) -> None:
-                due = next(finished) * ROUNDS // runs
-                while timer.rounds.done < due:
-                    timer.rounds.run()
-                advance(done, "prompts")
+        def run_rounds(done: int) -> None:
+            while timer.rounds.done < done * ROUNDS // runs:
+                timer.rounds.run()
 
-            return measure_throughput(
-                self.models.target,
-                {name: (run.drafter, run.ks) for name, run in self.runs.items()},
-                prompts,
-                other_target=self.models.other_target,
-                sampling=requests.sampling,
-                repeats=requests.repeats,
-                batch=batch,
-                rule=rule_named(comparison.rule.verify),
-                draft_sampling=comparison.rule.draft_sampling(requests.sampling),
-                advance=advance_both,
-                clock=steady_step_clock(comparison.engine.device),
-                kept=self._journal(f"every-k-b{batch}"),
-            )
+        return measure_throughput(
+            self.models.target,
+            {name: (run.drafter, run.ks) for name, run in self.runs.items()},
+            prompts,
+            other_target=self.models.other_target,
+            sampling=requests.sampling,
+            repeats=requests.repeats,
+            batch=batch,
+            rule=rule_named(comparison.rule.verify),
+            draft_sampling=comparison.rule.draft_sampling(requests.sampling),
+            advance=run_rounds,
+            clock=steady_step_clock(comparison.engine.device),
+            kept=self._journal(f"every-k-b{batch}"),
+        )
 
     def _label(self, name: str, batch: int) -> str:
         """Return the name of a score: the name of the draft or drafter, with @int8 if its weights are rounded.

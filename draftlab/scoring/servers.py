@@ -200,10 +200,10 @@ def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
     environment = read_environment()
     warn_if_busy(environment)
     before = read_core_time()
-    with progress(
-        "decode", len(comparison.requests.prompts.rows) * comparison.requests.repeats
-    ) as advance:
-        answers, refused = measure(comparison, lambda done: advance(done, "of each server"))
+    requests = comparison.requests
+    count = len(comparison.servers) * len(requests.prompts.rows) * requests.repeats
+    with progress("decoding", count) as advance:
+        answers, refused = measure(comparison, lambda done: advance(done, "answers"))
     environment = with_waiting(environment, before, read_core_time())
     comparison = comparison.without(refused)
     if stored is None:
@@ -270,7 +270,7 @@ def measure(
     them.
 
     Args:
-        advance: Function that is called with the number of finished prompts, counting each repeat.
+        advance: Function that is called with the number of answers, or a server's refusals.
 
     Returns: The answers by server, and the numbers of the prompts that are left out.
 
@@ -284,7 +284,8 @@ def measure(
     answers = {role: ServerAnswers(before=read_metrics(server)) for role, server in servers.items()}
     vocab = logits_of(comparison.tokenizer)
     bad, refused = BadRows(requests.prompts.source, len(prompts)), list[int]()
-    for role, repeat, index in interleaved(list(servers), len(prompts), requests.repeats):
+    order = interleaved(list(servers), len(prompts), requests.repeats)
+    for done, (role, repeat, index) in enumerate(order, 1):
         if index in refused:
             continue
         prompt = prompts[index]
@@ -299,7 +300,7 @@ def measure(
         if repeat == 0:
             check_ids(ids, vocab, f"prompt {index}")
             answers[role].tokens[index] = ids
-        advance(repeat * len(prompts) + index + 1)
+        advance(done)
     for role, server in servers.items():
         answers[role].after = read_metrics(server)
         if (tokens := answers[role].cached_prompt_tokens) > 0:

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from draftlab.console import note, note_if_slow
+from draftlab.console import note, note_if_slow, progress
 from draftlab.engine.clocks import StepClock, step_clock_for
 from draftlab.engine.generate import Drafter, Step, decode, speculative_decode
 from draftlab.engine.verify import Rule
@@ -221,9 +221,10 @@ class LiveTiming:
             max_tokens=min(self.sampling.max_tokens, BRIEF if briefly else WARM_UP_TOKENS),
         )
         if briefly:
-            for number, arm in enumerate(arms, 1):
-                with note_if_slow(f"warming up {number} of {len(arms)}: {_arm_name(arm)}"):
+            with progress("warming up", len(arms)) as advance:
+                for number, arm in enumerate(arms, 1):
                     deque(self._steps(arm, self.groups[0], few), maxlen=0)
+                    advance(number, _arm_name(arm))
             return
         _warm_up(arms, lambda arm: self._steps(arm, self.groups[0], few))
 
@@ -248,7 +249,8 @@ class LiveTiming:
                 f"the target answers all {len(self.prompts)} prompts with only the end-of-text token, so there is "
                 "nothing to time; use other prompts, for example with --prompt-file FILE"
             )
-        _repeat_stalled(runs_of, self._again)
+        with note_if_slow("repeating answers that other programs disturbed"):
+            _repeat_stalled(runs_of, self._again)
         every = {arm: list(chain.from_iterable(runs.values())) for arm, runs in runs_of.items()}
         tokens: dict[Arm, dict[int, list[int]]] = {arm: {} for arm in every}
         for arm, runs in every.items():
@@ -302,7 +304,7 @@ def measure_throughput(
 
     Args:
         drafters: Drafters with their values of K, by name.
-        advance: Function that takes the number of finished prompts.
+        advance: Function that takes the number of finished batches of prompts, each arm and repeat counted.
         settings: Further arguments of LiveTiming.
 
     Raises:
@@ -317,9 +319,12 @@ def measure_throughput(
     )
     arms = [*live.alone, *((name, k) for name, (_, ks) in drafters.items() for k in ks)]
     live.warm_up(arms)
-    for arm, repeat, number in interleaved(arms, len(live.groups), repeats):
-        live.time(arm, repeat, number)
-        advance(repeat * len(prompts) + live.groups[number][-1] + 1)
+    order = list(interleaved(arms, len(live.groups), repeats))
+    with progress("decoding", len(order) * len(live.groups[0])) as show:
+        for done, (arm, repeat, number) in enumerate(order, 1):
+            live.time(arm, repeat, number)
+            advance(done)
+            show(done * len(live.groups[0]), "answers")
     return live.finish()
 
 
@@ -334,16 +339,20 @@ def interleaved(
 
 
 def _warm_up(arms: Sequence[Arm], decode_first: Callable[[Arm], Iterator[Step]]) -> None:
-    for number, arm in enumerate(arms, 1):
-        with note_if_slow(f"warming up {number} of {len(arms)}: {_arm_name(arm)}"):
+    unsteady = []
+    with progress("warming up", len(arms)) as advance:
+        for number, arm in enumerate(arms, 1):
             steady = warm_up(
                 lambda arm=arm: sum(s.draft_seconds + s.verify_seconds for s in decode_first(arm))
             )
-        if not steady:
-            note(
-                f"the time of {_arm_name(arm)} still varies after the warm-up; other programs may be running on this "
-                "machine"
-            )
+            advance(number, _arm_name(arm))
+            if not steady:
+                unsteady.append(_arm_name(arm))
+    if unsteady:
+        note(
+            f"the time of {', '.join(unsteady)} still varies after the warm-up; other programs may be running on this "
+            "machine"
+        )
 
 
 def _arm_name(arm: Arm) -> str:

@@ -334,7 +334,7 @@ def replay_draft(
         )  # the caller locates the target for a drafter that reads it
         return modes.load(drafting.target, drafting.dtype, drafting.device, drafting.device_map)
 
-    with progress(f"replay {spec.name}", len(store.outputs)) as advance:
+    with progress(f"replaying {spec.name}", len(store.outputs)) as advance:
         scores = spec.acceptance(
             ReplayContext(
                 texts=[(t.prompt, t.ids) for t in store.outputs],

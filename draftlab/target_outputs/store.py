@@ -164,6 +164,15 @@ class StoredOutputs:
         """Return the store's folder with the target's tokenizer and number of logits. Its name is the target's."""
         return self.directory / self.manifest.target
 
+    @property
+    def target(self) -> Path | None:
+        """Return the checkpoint of the target, as the store's record names it, or None if it is not here any more."""
+        record = provenance.read_record(self.directory)
+        if record is None or self.manifest.target_sha256 is None:
+            return None
+        named = [n for n, sha in record.inputs.items() if sha == self.manifest.target_sha256]
+        return next((path for path in map(Path, named) if path.is_dir()), None)
+
 
 def write_store(
     out: Path,

@@ -151,7 +151,7 @@ def fit(
     count = processes.num_processes
     note(f"{what}: training in {count} process{'es' * (count > 1)}")
     check_space(state, _checkpoint_bytes(student, loop), "checkpoints")
-    with progress(what, loop.steps) as advance:
+    with progress(f"{what}: training", loop.steps) as advance:
         for record in train(student, setup, loop, state, constraint):
             if processes.is_main_process:
                 append_line(state / LOG_FILE, json.dumps(asdict(record)))

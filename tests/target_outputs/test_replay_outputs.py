@@ -25,6 +25,8 @@ from draftlab.config.server_rules import DecodingRule
 from draftlab.engine.drafters.ngram import LatestLookupDrafter, NgramDrafter, NgramModel
 from draftlab.engine.generate import Drafter, ModelDrafter, decode, speculative_decode
 from draftlab.errors import UserError
+from draftlab.latency.steps import steps
+from draftlab.latency.workload import workload_of_replay
 from draftlab.model import checkpoint
 from draftlab.model.llama import load
 from draftlab.prompts import file_prompts
@@ -371,10 +373,23 @@ def test_sampled_ngrams_are_accepted_by_the_ratio_of_the_probabilities(
         assert_rounds(text.chances, expected)
 
 
-def test_lookups_that_cannot_be_replayed_are_refused(models, greedy_store):
-    for text in ("suffix", "ngram"):
-        with raises_option(f"--drafter {text}"):
-            check(greedy_store, parse_drafter(text), drafting(target=models["target"]))
+def test_an_ngram_model_without_a_corpus_is_refused(models, greedy_store):
+    with raises_option("--drafter ngram"):
+        check(greedy_store, parse_drafter("ngram"), drafting(target=models["target"]))
+
+
+def test_a_replay_of_drafts_that_depend_on_k_is_read_back(tmp_path, models, greedy_store):
+    asked = drafting(k=3, target=models["target"], draft=models["draft"])
+    for text in ("suffix", "fallback"):
+        found = replay_draft(greedy_store, parse_drafter(text), asked)
+        (tmp_path / "replay.json").write_text(found.model_dump_json())
+        read = read_replay(tmp_path)
+        assert read == found
+        for k in (1, 2, 3):
+            assert read.counts(k).accepted.tolist() == found.counts(k).accepted.tolist()
+        work = workload_of_replay(read)
+        assert (work.texts.modelled is not None) == (text == "fallback")
+        assert np.allclose(steps(work, 2).starts, found.counts(2).starts)
 
 
 def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(
@@ -490,3 +505,26 @@ def test_build_info_and_replay_as_typed(space, models, prompt_file):
     assert (row["texts"], row["num_speculative_tokens"]) == (7, 2)
     shown = call(*replay, "--k", "1-8", "--force").stdout  # 80 columns
     assert re.search("^chat +2 +8 ", shown, re.M)
+
+
+def test_replay_takes_the_target_from_the_store_and_the_draft_from_draft(
+    space, models, prompt_file
+):
+    """The workspace may have another target by now. If the target was moved, --target names it."""
+    here = shutil.copytree(models["target"], space / "here")
+    build = "outputs build --use replay --max-new-tokens 12 --out answers --prompt-file"
+    call(build, prompt_file, "--target", here)
+    write_workspace(models["draft"])
+    draft = ("--draft", models["draft"], "--k", 2)
+    call("replay answers --drafter fallback --drafter latest-lookup --out replayed", *draft)
+    assert {path.name for path in (space / "replayed").iterdir() if path.is_dir()} == {
+        "draft", "fallback", "latest-lookup",
+    }  # fmt: skip
+    named = f"replay answers --drafter fallback:draft={models['draft']} --k 2 --out named"
+    call(named)
+    (alone,) = (space / "named").glob("*/replay.json")
+    assert read_replay(alone).texts == read_replay(space / "replayed/fallback").texts
+    shutil.move(here, space / "there")
+    lookup = "replay answers --drafter latest-lookup --out moved"
+    assert "--target" in call(lookup, code=1).stderr
+    call(lookup, "--target", "there")

@@ -219,11 +219,16 @@ def tensor_names(header: GGUFHeader, model: Any) -> dict[str, str] | None:
     from transformers.integrations.gguf import is_gguf_arch_supported
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
+    from draftlab.importing.gguf_reader import given_to_transformers
+
     if is_gguf_arch_supported(header.architecture) or get_model_conversion_mapping(
         model, add_legacy=False
     ):
         return None
-    with reading(f"{header.file} ({header.architecture}) is not supported by transformers"):
+    with (
+        reading(f"{header.file} ({header.architecture}) is not supported by transformers"),
+        given_to_transformers(header.reader),
+    ):
         known = get_gguf_hf_weights_map(model, _processor(header, model.config))
     names = {name: known[name] for name in header.names if name in known}
     needed = {name: parameter.numel() for name, parameter in model.named_parameters()}

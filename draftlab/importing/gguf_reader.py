@@ -7,7 +7,7 @@ its functions. A header of 150,000 tokens would take more than 10 s each time.
 import contextlib
 import struct
 from collections.abc import Container, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,7 +108,8 @@ class Reader(GGUFReader):
 def given_to_transformers(reader: Reader) -> Iterator[None]:
     """Within the block, give transformers this reader in place of each that it would open.
 
-    Its functions take a path and open the file themselves, and have no parameter for a reader.
+    Its functions take a path and open the file themselves, and have no parameter for a reader. Their table of names,
+    which they make once per module of a model, is made once, too.
     """
     from transformers.integrations import gguf as functions
     from transformers.integrations.gguf import reader as module
@@ -119,6 +120,7 @@ def given_to_transformers(reader: Reader) -> Iterator[None]:
     opened = reader.without_vocabulary()
     replaced: list[tuple[Any, str, Any]] = [
         (gguf, "GGUFReader", lambda _path: opened),
+        (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
         (functions, "read_gguf_metadata", metadata),
         (module, "read_gguf_metadata", metadata),
     ]

@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from draftlab.errors import UserError, one_line
 from draftlab.exporting.gguf import ROPE_FACTORS, library
@@ -41,7 +41,7 @@ COMPLETED = ("llama", "qwen2", "qwen3")  # architectures whose settings this mod
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # the largest tensors of a model, whose rows no architecture changes
 VOCABULARY = ("token_embd.weight", "output.weight")
-PIECE = 2**22  # weights of these tensors that are dequantised at a time
+PIECE = 2**17  # weights that are dequantised at a time; their temporary arrays fit in a cache
 SPECIAL = {
     "bos": "tokenizer.ggml.bos_token_id",
     "eos": "tokenizer.ggml.eos_token_id",
@@ -255,9 +255,9 @@ def tensors(
                 continue
             name = names[tensor.name]
             if tensor.name in VOCABULARY:
-                weight = _in_pieces(header, tensor, dtype)
+                weight = _dequantised(header, tensor, dtype)
             else:
-                values = _values(header, tensor, 0, len(tensor.data))
+                values = _dequantised(header, tensor, torch.float32).numpy()
                 values = processor.process(weights=values, name=tensor.name).weights
                 weight = torch.from_numpy(values).to(dtype)
             if weight.shape != needed[name].shape:
@@ -269,22 +269,18 @@ def tensors(
             yield name, weight
 
 
-def _in_pieces(header: GGUFHeader, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise a matrix without a copy of all its values in float32."""
-    rows, columns = map(int, reversed(tensor.shape))
-    weight, step = torch.empty(rows, columns, dtype=dtype), max(1, PIECE // columns)
-    for start in range(0, rows, step):
-        piece = _values(header, tensor, start, step)
-        weight[start : start + step] = torch.from_numpy(piece)
+def _dequantised(header: GGUFHeader, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Read and dequantise a tensor in pieces. The file is not mapped, so that none of its pages stay in memory."""
+    gguf = library()
+    weights, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]  # of a block, and in bytes
+    weight = torch.empty(tuple(map(int, reversed(tensor.shape))), dtype=dtype)
+    with header.file.open("rb") as stream:
+        stream.seek(tensor.data_offset)
+        for piece in weight.flatten().split(PIECE):
+            blocks = np.fromfile(stream, np.uint8, len(piece) // weights * size)
+            values = gguf.dequantize(blocks.reshape(1, -1), tensor.tensor_type)
+            piece.copy_(torch.from_numpy(values).flatten())
     return weight
-
-
-def _values(header: GGUFHeader, tensor: Any, start: int, count: int) -> np.ndarray:
-    """Dequantise `count` rows of a tensor. They are read, not mapped, so that no page of the file stays in memory."""
-    rows = tensor.data[start : start + count]
-    offset = tensor.data_offset + start * (tensor.data.nbytes // len(tensor.data))
-    stored = np.fromfile(header.file, rows.dtype, rows.size, offset=offset)
-    return library().dequantize(stored.reshape(rows.shape), tensor.tensor_type)
 
 
 def _processor(header: GGUFHeader, config: Any) -> Any:
@@ -380,13 +376,17 @@ def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
     if header.settings.get("tokenizer.ggml.model") == "gpt2":
         set_pre_tokenizer(spec, _pre_tokenizer(header))
     _drop_extra_tokens(spec, header)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(spec)),
-        chat_template=original.chat_template,
-        clean_up_tokenization_spaces=False,
-        **({"model_max_length": context} if context else {}),
-        **{f"{name}_token": token for name, token in header.special.items()},
-    )
+    # transformers copies a tokenizer_object, which takes as long as reading it again
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        json.dump(spec, file)
+        file.flush()
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_file=file.name,
+            chat_template=original.chat_template,
+            clean_up_tokenization_spaces=False,
+            **({"model_max_length": context} if context else {}),
+            **{f"{name}_token": token for name, token in header.special.items()},
+        )
     check_starts(tokenizer, header)
     return tokenizer
 

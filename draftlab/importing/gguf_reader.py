@@ -46,7 +46,7 @@ class Reader(GGUFReader):
         elif kind == GGUFValueType.ARRAY:
             raise ValueError("an array has arrays as items")
         else:
-            values = self._get(start, self.gguf_scalar_to_np[kind], size)
+            values = np.asarray(self._get(start, self.gguf_scalar_to_np[kind], size))
             if len(values) != size:
                 raise ValueError("the file ends within an array")
             items, end = list(values.reshape(-1, 1)), start + values.nbytes
@@ -57,10 +57,11 @@ class Reader(GGUFReader):
         """Return the bytes of `count` strings from an offset on, and the offset after them."""
         if self.byte_order == "S":
             raise ValueError("the file is big-endian; use a little-endian file")
-        # slicing a memmap takes ten times as long as slicing its array
+        # slicing a memmap takes twenty times as long as slicing its array
         data, items, length_of = np.asarray(self.data), [], struct.Struct("<Q").unpack_from
+        view = memoryview(data)
         for _ in range(count):
-            (length,) = length_of(data, offset)
+            (length,) = length_of(view, offset)
             items.append(data[offset + 8 : offset + 8 + length])
             offset += 8 + length
         return items, offset
@@ -93,14 +94,15 @@ class Reader(GGUFReader):
         return values, tuple(tensor.name for tensor in self.tensors)
 
     def without_vocabulary(self) -> Any:
-        """Return an object with the fields and tensors of this reader, in which every token is empty.
+        """Return an object with the fields and tensors of this reader, in which every token is the number 0.
 
         transformers reads settings of the model from it, and counts the tokens.
         """
         fields = {name: field for name, field in self.fields.items() if name not in LONG}
         tokens = self.fields[TOKENS]
-        empty = np.zeros(0, np.uint8)
-        fields[TOKENS] = tokens._replace(parts=[empty], data=[0] * len(tokens.data))
+        fields[TOKENS] = tokens._replace(
+            parts=[(0,)], data=[0] * len(tokens.data), types=[GGUFValueType.UINT32]
+        )
         return SimpleNamespace(fields=fields, tensors=self.tensors)
 
 

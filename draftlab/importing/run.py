@@ -181,40 +181,41 @@ def _convert_model(source: ImportSource, work: Path) -> None:
 
 
 def _convert_gguf(source: ImportSource, header: gguf.GGUFHeader, work: Path) -> None:
-    """Write the weights, config.json and tokenizer of a GGUF file. One shard of weights is in memory at a time."""
+    """Write the weights, config.json and tokenizer of a GGUF file. One shard of weights is in memory at a time.
+
+    Models whose tensors transformers joins or splits, such as mixtures of experts, are in memory as a whole.
+    """
     config = gguf.load_config(header)
     model: Any = checkpoint.meta_model(config.to_dict(), source.dtype)
-    names = gguf.tensor_names(header, model)
-    size = header.weights * source.dtype.itemsize
-    if names is not None:
-        size = 2 * header.largest * source.dtype.itemsize + SHARD_BYTES
-    check_fits({"weights": size}, torch.device("cpu"), "a machine with more memory")
-    # first, because a tokenizer can be of an unknown kind
+    names, size = gguf.tensor_names(header, model), source.dtype.itemsize
+    memory = size * header.weights if names is None else 2 * size * header.largest + SHARD_BYTES
+    check_fits({"weights": memory}, torch.device("cpu"), "a machine with more memory")
+    # before the weights, because a tokenizer can be of an unknown kind
     gguf.load_tokenizer(header, config.max_position_embeddings).save_pretrained(work)
     ids = read_head_ids(source.layout.path.parent, config.vocab_size)
     if ids is not None:
         write_head_ids(work, ids)
     if names is None:
-        model = load(source)
-        _save_model(model, work)
-        saving.write_config(
-            work, read_object(work / "config.json"), checkpoint.dtype_name(source.dtype)
-        )
+        _save_model(load(source), work)
+        fields = read_object(work / "config.json")
+        fields.pop("quantization_config", None)
+        saving.write_config(work, fields, checkpoint.dtype_name(source.dtype))
         return
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(work)
     GenerationConfig.from_model_config(model.config).save_pretrained(work)
-    tensors = _shown(gguf.tensors(header, model, names, source.dtype), len(names))
-    fields = read_object(work / "config.json")
-    saving.write_checkpoint(work, fields, tensors, None, SHARD_BYTES)
+    tensors = _shown(gguf.tensors(header, model, names, source.dtype), size * header.weights)
+    saving.write_checkpoint(work, read_object(work / "config.json"), tensors, None, SHARD_BYTES)
 
 
-def _shown(tensors: Iterator[tuple[str, Tensor]], count: int) -> Iterator[tuple[str, Tensor]]:
-    """Pass tensors on, and show the number and the name of each."""
-    with progress("tensor", count) as advance:
-        for number, (name, tensor) in enumerate(tensors, 1):
+def _shown(tensors: Iterator[tuple[str, Tensor]], size: int) -> Iterator[tuple[str, Tensor]]:
+    """Pass tensors on, and show their names and how many of `size` bytes are converted."""
+    done = 0
+    with progress("MB of weights", size // 10**6) as advance:
+        for name, tensor in tensors:
             yield name, tensor
-            advance(number, name)
+            done += tensor.nbytes
+            advance(done // 10**6, name)
 
 
 def _save_model(model: Any, work: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftlab.atomic import replacing
 from draftlab.errors import UserError, one_line
-from draftlab.model.checkpoint import dtype_name, read_by_transformers
+from draftlab.model.checkpoint import dtype_name, is_finite, read_by_transformers
 from draftlab.model.hf_files import CONFIG, FULL, SLIDING, context_of
 from draftlab.reading import read_json, read_object
 from draftlab.trust import check_own
@@ -47,7 +47,7 @@ SHARD_BYTES = 1_000_000_000  # largest size of a shard, unless a caller has less
 
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raise UserError if a tensor that is about to be written has NaN or infinite values."""
-    if tensor.is_floating_point() and not tensor.isfinite().all():
+    if not is_finite(tensor):
         raise UserError(
             f"nothing is written, because {name} has NaN or infinite values in {dtype_name(tensor.dtype)}; train with "
             "a smaller --lr, or start from a checkpoint that is stored as bfloat16 or float32"

@@ -234,7 +234,7 @@ def _rung_table(search: "Search") -> "TerminalTable":
         for trial in rung.trials:
             cells = [
                 trial.name,
-                format_count(search.shapes[trial.name].params()),
+                format_count(search.shapes[trial.name].used_params()),
                 f"{trial.draft_ms:.3g}",
                 str(rung.steps),
                 str(trial.k),

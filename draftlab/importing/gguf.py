@@ -1,7 +1,8 @@
 """Reading of GGUF files.
 
-transformers reads the files. This module adds the settings that transformers ignores: rotary scaling, biases, head_dim
-and special ids.
+The package gguf reads the header and dequantises tensors. transformers has the config, the tokenizer, and the names and
+order of rows of each architecture. This module adds the settings that transformers ignores: rotary scaling, biases,
+head_dim and special ids.
 
 F rotary frequencies: half of head_dim.
 """
@@ -10,15 +11,16 @@ import contextlib
 import io
 import json
 import sys
+import tempfile
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from draftlab.errors import UserError, one_line
 from draftlab.exporting.gguf import ROPE_FACTORS, library
@@ -28,13 +30,18 @@ from draftlab.exporting.gguf_tokenizer import (
     PreTokenizer,
     set_pre_tokenizer,
 )
+from draftlab.model.checkpoint import check_finite
 from draftlab.model.hf_files import check_config
 from draftlab.reading import reading
 
+if TYPE_CHECKING:
+    from draftlab.importing.gguf_reader import Reader
+
 COMPLETED = ("llama", "qwen2", "qwen3")  # architectures whose settings this module completes
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# settings that are slow to read and that this module does not need
-LONG = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.scores")
+# the largest tensors of a model, whose rows no architecture changes
+VOCABULARY = ("token_embd.weight", "output.weight")
+PIECE = 2**17  # weights that are dequantised at a time; their temporary arrays fit in a cache
 SPECIAL = {
     "bos": "tokenizer.ggml.bos_token_id",
     "eos": "tokenizer.ggml.eos_token_id",
@@ -69,19 +76,23 @@ class GGUFHeader:
     """The metadata of a GGUF file.
 
     Args:
-        settings: Key-value pairs of the file, without those in LONG.
+        reader: The opened file. All steps of an import share it, because opening takes seconds.
+        settings: Key-value pairs of the file.
         names: Names of the tensors.
         types: Number of weights in matrices, by GGUF type.
         weights: Number of all weights.
+        largest: Number of weights of the largest tensor.
         rope_factors: Divisors of the unscaled rotary frequencies, [F], if the file has them.
         special: The bos, eos, unk and pad tokens that the file has, by these names.
     """
 
     file: Path
+    reader: "Reader"
     settings: dict[str, Any]
     names: frozenset[str]
     types: Counter[str]
     weights: int
+    largest: int
     rope_factors: np.ndarray | None
     special: dict[str, str]
 
@@ -114,31 +125,25 @@ def read_header(file: Path) -> GGUFHeader:
         UserError: The file is not a GGUF file, is truncated, or is only a part of a model. Or its sizes contradict its
             tensors.
     """
-    gguf = library()
+    from draftlab.importing.gguf_reader import TOKENS, Reader
+
     with reading(f"{file} is not a readable GGUF file"):
-        reader = gguf.GGUFReader(file)
-        settings = {
-            name: _plain(field.contents())
-            for name, field in reader.fields.items()
-            if name not in LONG
-        }
+        reader = Reader(file)
+        settings = {name: _plain(value) for name, value in reader.values.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         rows = int(tensors["token_embd.weight"].shape[-1])
-        tokens = reader.fields["tokenizer.ggml.tokens"]
+        tokens = settings[TOKENS]
         special = {
-            name: str(tokens.contents(settings[key]))
-            for name, key in SPECIAL.items()
-            if key in settings
+            name: str(tokens[settings[key]]) for name, key in SPECIAL.items() if key in settings
         }
     if settings.get("split.count", 0) > 1:
         raise UserError(
             f"{file} is one of {settings['split.count']} parts of a model; run llama-gguf-split --merge on the first "
             "part, and import the result"
         )
-    if rows != len(tokens.data):
+    if rows != len(tokens):
         raise UserError(
-            f"{file} has embeddings for {rows:,} ids, but a tokenizer of {len(tokens.data):,} ids; download the file "
-            "again"
+            f"{file} has embeddings for {rows:,} ids, but a tokenizer of {len(tokens):,} ids; download the file again"
         )
     # transformers builds this number of layers before it looks at the tensors
     said = settings.get(f"{settings.get('general.architecture')}.block_count")
@@ -158,10 +163,12 @@ def read_header(file: Path) -> GGUFHeader:
     factors = tensors.get(ROPE_FACTORS)
     return GGUFHeader(
         file=file,
+        reader=reader,
         settings=settings,
         names=frozenset(tensors),
         types=types,
         weights=weights,
+        largest=max(int(tensor.n_elements) for tensor in tensors.values()),
         rope_factors=None if factors is None else factors.data.astype(np.float64),
         special=special,
     )
@@ -175,7 +182,12 @@ def load_config(header: GGUFHeader) -> Any:
     """
     from transformers import AutoConfig
 
-    with reading(f"{header.file} ({header.architecture}) is not supported by transformers"):
+    from draftlab.importing.gguf_reader import given_to_transformers
+
+    with (
+        reading(f"{header.file} ({header.architecture}) is not supported by transformers"),
+        given_to_transformers(header.reader),
+    ):
         config: Any = AutoConfig.from_pretrained(
             header.file.parent, gguf_file=header.file.name, trust_remote_code=False
         )
@@ -195,6 +207,98 @@ def load_config(header: GGUFHeader) -> Any:
     return config
 
 
+def tensor_names(header: GGUFHeader, model: Any) -> dict[str, str] | None:
+    """Return the name in a model of each tensor of its GGUF file, or None if some are joined or split in the model.
+
+    model: A model on the meta device with the config of the file.
+
+    Raises:
+        UserError: The model has other weights than the file.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.integrations.gguf import is_gguf_arch_supported
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+    from draftlab.importing.gguf_reader import given_to_transformers
+
+    if is_gguf_arch_supported(header.architecture) or get_model_conversion_mapping(
+        model, add_legacy=False
+    ):
+        return None
+    with (
+        reading(f"{header.file} ({header.architecture}) is not supported by transformers"),
+        given_to_transformers(header.reader),
+    ):
+        known = get_gguf_hf_weights_map(model, _processor(header, model.config))
+    names = {name: known[name] for name in header.names if name in known}
+    needed = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    if model.config.tie_word_embeddings:
+        needed.pop("lm_head.weight", None)
+    _check_weights(header, sum(needed.values()), needed.keys() - names.values())
+    return names if len(names) == len(set(names.values())) else None
+
+
+def tensors(
+    header: GGUFHeader, model: Any, names: Mapping[str, str], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a GGUF file under their names in a model. One tensor is in memory at a time.
+
+    model, names: See tensor_names.
+
+    Raises:
+        UserError: A tensor cannot be dequantised, has another size than in the model, or is not finite.
+    """
+    processor, needed = _processor(header, model.config), model.state_dict()
+    with reading(f"{header.file} cannot be loaded"):
+        for tensor in header.reader.tensors:
+            if tensor.name not in names:
+                continue
+            name = names[tensor.name]
+            if tensor.name in VOCABULARY:
+                weight = _dequantised(header, tensor, dtype)
+            else:
+                values = _dequantised(header, tensor, torch.float32).numpy()
+                values = processor.process(weights=values, name=tensor.name).weights
+                weight = torch.from_numpy(values).to(dtype)
+            if weight.shape != needed[name].shape:
+                raise ValueError(
+                    f"{tensor.name} has the size {tuple(weight.shape)}, but the model needs "
+                    f"{tuple(needed[name].shape)}"
+                )
+            check_finite(weight, name, header.file)
+            yield name, weight
+
+
+def _dequantised(header: GGUFHeader, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Read and dequantise a tensor in pieces. The file is not mapped, so that none of its pages stay in memory."""
+    gguf = library()
+    weights, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]  # of a block, and in bytes
+    weight = torch.empty(tuple(map(int, reversed(tensor.shape))), dtype=dtype)
+    with header.file.open("rb") as stream:
+        stream.seek(tensor.data_offset)
+        for piece in weight.flatten().split(PIECE):
+            blocks = np.fromfile(stream, np.uint8, len(piece) // weights * size)
+            values = gguf.dequantize(blocks.reshape(1, -1), tensor.tensor_type)
+            piece.copy_(torch.from_numpy(values).flatten())
+    return weight
+
+
+def _processor(header: GGUFHeader, config: Any) -> Any:
+    """Return transformers' object that undoes llama.cpp's changes to the tensors of an architecture."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    return TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
+
+
+def _check_weights(header: GGUFHeader, weights: int, missing: Any) -> None:
+    """Raise UserError if a model has weights that its GGUF file lacks, or another number of weights."""
+    if missing or weights != header.weights:
+        raise UserError(
+            f"{header.file} has {header.weights:,} weights, but the model in transformers has {weights:,}; missing: "
+            f"{sorted(missing)[:1]}; use the model's original checkpoint"
+        )
+
+
 def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
     """Load a GGUF file as a transformers model, and check that all weights were loaded.
 
@@ -204,11 +308,17 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from draftlab.importing.gguf_reader import given_to_transformers
+
     logging.disable_progress_bar()
     config = load_config(header)
     # where the reader of transformers writes its progress bar
     stream = sys.stderr if sys.stderr.isatty() else io.StringIO()
-    with reading(f"{header.file} cannot be loaded"), contextlib.redirect_stderr(stream):
+    with (
+        reading(f"{header.file} cannot be loaded"),
+        contextlib.redirect_stderr(stream),
+        given_to_transformers(header.reader),
+    ):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             header.file.parent,
             gguf_file=header.file.name,
@@ -218,12 +328,9 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
             trust_remote_code=False,
         )
     model, info = loaded
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    if info["missing_keys"] or weights != header.weights:
-        raise UserError(
-            f"{header.file} has {header.weights:,} weights, but the model in transformers has {weights:,}; missing: "
-            f"{sorted(info['missing_keys'])[:1]}; use the model's original checkpoint"
-        )
+    _check_weights(
+        header, sum(parameter.numel() for parameter in model.parameters()), info["missing_keys"]
+    )
     vars(model).pop(
         "hf_quantizer", None
     )  # with it, transformers refuses to save the dequantised model
@@ -256,7 +363,12 @@ def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    with reading(f"the tokenizer of {header.file} cannot be read"):
+    from draftlab.importing.gguf_reader import given_to_transformers
+
+    with (
+        reading(f"the tokenizer of {header.file} cannot be read"),
+        given_to_transformers(header.reader),
+    ):
         original: Any = AutoTokenizer.from_pretrained(
             header.file.parent, gguf_file=header.file.name, trust_remote_code=False
         )
@@ -264,13 +376,17 @@ def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
     if header.settings.get("tokenizer.ggml.model") == "gpt2":
         set_pre_tokenizer(spec, _pre_tokenizer(header))
     _drop_extra_tokens(spec, header)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(spec)),
-        chat_template=original.chat_template,
-        clean_up_tokenization_spaces=False,
-        **({"model_max_length": context} if context else {}),
-        **{f"{name}_token": token for name, token in header.special.items()},
-    )
+    # transformers copies a tokenizer_object, which takes as long as reading it again
+    with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
+        file.write(json.dumps(spec))  # json.dump takes ten times as long
+        file.flush()
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_file=file.name,
+            chat_template=original.chat_template,
+            clean_up_tokenization_spaces=False,
+            **({"model_max_length": context} if context else {}),
+            **{f"{name}_token": token for name, token in header.special.items()},
+        )
     check_starts(tokenizer, header)
     return tokenizer
 
@@ -396,8 +512,9 @@ def _drop_extra_tokens(spec: dict[str, Any], header: GGUFHeader) -> None:
     These are tokens that transformers adds beyond the file's vocabulary, and unused ids, which converters name
     [PAD123].
     """
-    types = header.settings["tokenizer.ggml.token_type"]
-    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < len(types)]
+    size = len(header.settings["tokenizer.ggml.tokens"])
+    types = header.settings.get("tokenizer.ggml.token_type", [])
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < size]
     vocabulary = spec["model"]["vocab"]
     if isinstance(vocabulary, dict):
         unused = {i for i, kind in enumerate(types) if kind == UNUSED}

@@ -1,20 +1,22 @@
 """Conversion of checkpoints in other layouts to Hugging Face directories; helpers of draftlab init."""
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
 from draftlab import provenance
-from draftlab.console import note
+from draftlab.console import note, progress
 from draftlab.errors import UserError
 from draftlab.importing import adapters, gguf, text_part
 from draftlab.model import checkpoint, hub, saving
 from draftlab.model.checkpoint import check_finite
+from draftlab.model.devices import check_fits
 from draftlab.model.hf_files import (
     NOUNS,
     Layout,
@@ -74,6 +76,7 @@ def is_chat_model(target: str, *, fetch: bool) -> bool:
 
 
 SHARD = "2GB"
+SHARD_BYTES = 250_000_000  # of a GGUF file's weights, so that little memory is needed beside the largest tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,26 +166,62 @@ def convert(source: ImportSource, output: Output) -> None:
 
 def _convert_model(source: ImportSource, work: Path) -> None:
     """Write the weights, config.json and tokenizer of an import source that transformers loads."""
+    if source.header is not None:
+        _convert_gguf(source, source.header, work)
+        return
     model = load(source)
+    _save_model(model, work)
+    directory = source.base or source.layout.path
+    fields = _loaded_config(checkpoint.read_config(directory), model)
+    # an adapter's own tokenizer replaces the base's
+    for folder in (directory, source.layout.path):
+        saving.copy_tokenizer(folder, work)
+    fields.pop("quantization_config", None)
+    saving.write_config(work, fields, checkpoint.dtype_name(model.dtype))
+
+
+def _convert_gguf(source: ImportSource, header: gguf.GGUFHeader, work: Path) -> None:
+    """Write the weights, config.json and tokenizer of a GGUF file. One shard of weights is in memory at a time.
+
+    Models whose tensors transformers joins or splits, such as mixtures of experts, are in memory as a whole.
+    """
+    config = gguf.load_config(header)
+    model: Any = checkpoint.meta_model(config.to_dict(), source.dtype)
+    names, size = gguf.tensor_names(header, model), source.dtype.itemsize
+    memory = size * header.weights if names is None else 2 * size * header.largest + SHARD_BYTES
+    check_fits({"weights": memory}, torch.device("cpu"), "a machine with more memory")
+    # before the weights, because a tokenizer can be of an unknown kind
+    gguf.load_tokenizer(header, config.max_position_embeddings).save_pretrained(work)
+    ids = read_head_ids(source.layout.path.parent, config.vocab_size)
+    if ids is not None:
+        write_head_ids(work, ids)
+    if names is None:
+        _save_model(load(source), work)
+        fields = read_object(work / "config.json")
+        fields.pop("quantization_config", None)
+        saving.write_config(work, fields, checkpoint.dtype_name(source.dtype))
+        return
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(work)
+    GenerationConfig.from_model_config(model.config).save_pretrained(work)
+    tensors = _shown(gguf.tensors(header, model, names, source.dtype), size * header.weights)
+    saving.write_checkpoint(work, read_object(work / "config.json"), tensors, None, SHARD_BYTES)
+
+
+def _shown(tensors: Iterator[tuple[str, Tensor]], size: int) -> Iterator[tuple[str, Tensor]]:
+    """Pass tensors on, and show their names and how many of `size` bytes are converted."""
+    done = 0
+    with progress("MB of weights", size // 10**6) as advance:
+        for name, tensor in tensors:
+            yield name, tensor
+            done += tensor.nbytes
+            advance(done // 10**6, name)
+
+
+def _save_model(model: Any, work: Path) -> None:
     # the file's own generation config may fail the validation of transformers
     model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(work, max_shard_size=SHARD)
-    fields = read_object(work / "config.json")
-    if source.header is not None:
-        gguf.load_tokenizer(source.header, model.config.max_position_embeddings).save_pretrained(
-            work
-        )
-        ids = read_head_ids(source.layout.path.parent, model.config.vocab_size)
-        if ids is not None:
-            write_head_ids(work, ids)
-    else:
-        directory = source.base or source.layout.path
-        fields = _loaded_config(checkpoint.read_config(directory), model)
-        # an adapter's own tokenizer replaces the base's
-        for folder in (directory, source.layout.path):
-            saving.copy_tokenizer(folder, work)
-    fields.pop("quantization_config", None)
-    saving.write_config(work, fields, checkpoint.dtype_name(model.dtype))
 
 
 def load(source: ImportSource) -> Any:

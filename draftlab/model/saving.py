@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftlab.atomic import replacing
 from draftlab.errors import UserError, one_line
-from draftlab.model.checkpoint import dtype_name, read_by_transformers
+from draftlab.model.checkpoint import dtype_name, is_finite, read_by_transformers
 from draftlab.model.hf_files import CONFIG, FULL, SLIDING, context_of
 from draftlab.reading import read_json, read_object
 from draftlab.trust import check_own
@@ -42,12 +42,12 @@ LOCAL_ROPE_NAMES = {
 # models for which transformers 4 refuses a rope_scaling with other fields than type and LONGROPE
 THREE_FIELDS = ("phi3", "phi4_multimodal")
 LONGROPE = ("short_factor", "long_factor")
-SHARD_BYTES = 1_000_000_000  # largest size of a shard; only one shard is in memory at a time
+SHARD_BYTES = 1_000_000_000  # largest size of a shard, unless a caller has less memory
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raise UserError if a tensor that is about to be written has NaN or infinite values."""
-    if tensor.is_floating_point() and not tensor.isfinite().all():
+    if not is_finite(tensor):
         raise UserError(
             f"nothing is written, because {name} has NaN or infinite values in {dtype_name(tensor.dtype)}; train with "
             "a smaller --lr, or start from a checkpoint that is stored as bfloat16 or float32"
@@ -82,6 +82,7 @@ def write_checkpoint(
     config: dict[str, object],
     weights: Iterable[tuple[str, Tensor]],
     tokenizer_from: Path | None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> int:
     """Write config.json, safetensors shards and a copy of the tokenizer. Return the size of the weights in bytes.
 
@@ -89,13 +90,14 @@ def write_checkpoint(
         config: Content of config.json, see portable_config.
         weights: Names and tensors. They may come from a generator, because only one shard is in memory at a time.
         tokenizer_from: Directory whose tokenizer is copied. None: no tokenizer is written.
+        shard_bytes: Largest size of a shard. Only one shard is in memory at a time. A larger tensor has its own shard.
 
     Raises:
         OSError: the disk is full or cannot be written.
         UserError: a weight has NaN or infinite values, or the errors of copy_tokenizer.
     """
     try:
-        dtypes, size = _save_sharded(directory, weights)
+        dtypes, size = _save_sharded(directory, weights, shard_bytes)
     except SafetensorError as error:  # a full disk
         raise OSError(str(error)) from error
     write_config(directory, config, min(dtypes))
@@ -203,8 +205,10 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
         shutil.copyfile(source / name, directory / name)
 
 
-def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tuple[set[str], int]:
-    """Write model.safetensors or, above SHARD_BYTES, shards and an index.
+def _save_sharded(
+    directory: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int
+) -> tuple[set[str], int]:
+    """Write model.safetensors or, above shard_bytes, shards and an index.
 
     Returns: The names of the tensors' dtypes, and the size of all tensors in bytes.
     """
@@ -217,7 +221,7 @@ def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> tup
         shard.clear()
 
     for name, tensor in weights:
-        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > shard_bytes:
             write()
             number += 1
         shard[name] = tensor.contiguous()

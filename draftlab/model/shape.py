@@ -144,8 +144,16 @@ class Shape(BaseModel):
         return tuple(sizes[axis] for axis in axes)
 
     def params(self) -> int:
-        """Return the number of parameters. A head that is tied to the embedding is not counted again."""
+        """Return the number of stored parameters. A head that is tied to the embedding is not counted again."""
         return self.body_params() + self._count(in_blocks=False)
+
+    def used_params(self) -> int:
+        """Return the number of parameters that training can change.
+
+        A checkpoint with a trimmed head stores the complete head. Unless the head is tied to the embedding, its other
+        rows have no use.
+        """
+        return self.params() - (0 if self.tied else self.idle_head_params())
 
     def body_params(self) -> int:
         """Return the number of parameters of the layers, without embedding, head and final norm."""
@@ -195,10 +203,12 @@ class Shape(BaseModel):
     def describe(self) -> str:
         count = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         head = f"{count} head{'s' * (self.heads > 1)}"
+        used, stored = self.used_params(), self.params()
         trimmed = "" if self.draft_vocab is None else f", a head of {self.draft_vocab:,} ids"
+        whole = "" if used == stored else f" ({format_count(stored)} are stored)"
         return (
             f"{self.layers} x {self.hidden}, {head} of {self.head_dim}, ffn {self.ffn}, "
-            f"{format_count(self.params())} parameters{trimmed}"
+            f"{format_count(used)} parameters{trimmed}{whole}"
         )
 
 

@@ -388,7 +388,7 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
     if (shape := score.draft.shape) is not None:
         row |= {
             "layers x hidden": f"{shape.layers} x {shape.hidden}",
-            "parameters": format_count(shape.params()),
+            "parameters": format_count(shape.used_params()),
         }
     return row
 

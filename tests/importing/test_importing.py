@@ -8,6 +8,7 @@ import runpy
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf as library
 import pytest
@@ -25,12 +26,15 @@ from transformers import (
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
 )
+from transformers.integrations.gguf import read_gguf_metadata
 from typed import call
 
 from draftlab import provenance, workspace
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, gguf_tokenizer
+from draftlab.importing import gguf as importing_gguf
 from draftlab.importing.gguf import check_starts, load_config, read_header
+from draftlab.importing.gguf_reader import Reader
 from draftlab.importing.run import PUBLISHED
 from draftlab.model import checkpoint
 from draftlab.model.hf_files import read_head_ids
@@ -175,6 +179,70 @@ def test_the_tokenizer_cuts_and_merges_as_before(name, family_dirs, tmp_path):
         assert after.decode(after(text)["input_ids"]) == before.decode(before(text)["input_ids"])
     assert after.get_vocab() == before.get_vocab()  # without the padding to 803 logits
     assert after.chat_template == "{{ messages }}"
+
+
+def test_a_header_is_what_gguf_and_transformers_read(family_dirs, tmp_path):
+    gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "q8_0")
+    ours, theirs = Reader(tmp_path / "a.gguf"), library.GGUFReader(tmp_path / "a.gguf")
+    assert {name: field.contents() for name, field in ours.fields.items()} == {
+        name: field.contents() for name, field in theirs.fields.items()
+    }
+    assert [field.types for field in ours.fields.values()] == [
+        field.types for field in theirs.fields.values()
+    ]
+    assert [(tensor.name, tensor.data_offset) for tensor in ours.tensors] == [
+        (tensor.name, tensor.data_offset) for tensor in theirs.tensors
+    ]
+    for arrays in ((), (TOKENS,)):
+        assert ours.metadata(arrays) == read_gguf_metadata(str(tmp_path / "a.gguf"), arrays)
+
+
+def test_an_import_opens_a_gguf_file_once(family_dirs, tmp_path, monkeypatch):
+    opened, init = [], library.GGUFReader.__init__
+
+    def counted(reader, path, *more):
+        opened.append(path)
+        init(reader, path, *more)
+
+    monkeypatch.setattr(library.GGUFReader, "__init__", counted)
+    through_gguf(family_dirs["llama"], tmp_path)
+    assert len(opened) == 1
+    assert AutoTokenizer.from_pretrained(tmp_path, gguf_file="a.gguf")  # transformers is as it was
+    assert len(opened) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "llama3_tied"])
+@pytest.mark.parametrize("kind", ["bf16", "q4_1"])
+def test_weights_are_those_that_transformers_loads_as_a_whole(
+    family, kind, family_dirs, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(importing_gguf, "PIECE", 512)
+    out = through_gguf(family_dirs[family], tmp_path, kind)
+    weights = checkpoint.Weights(out)
+    loaded = importing_gguf.load(read_header(tmp_path / "a.gguf"), torch.bfloat16)
+    wanted = dict(loaded.named_parameters())
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[name], parameter) for name, parameter in wanted.items())
+
+
+def test_memory_that_does_not_suffice_is_said_before_the_work(family_dirs, tmp_path, monkeypatch):
+    gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "f32")
+    monkeypatch.setattr(
+        "psutil.virtual_memory", lambda: SimpleNamespace(available=200_000_000, total=10**9)
+    )
+    assert "GB" in refused(tmp_path, tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize("name", [TOKENS, "tokenizer.ggml.token_type"])
+@pytest.mark.parametrize("count", [10**6, 2**40, 2**64 - 1])
+def test_an_array_longer_than_its_file_is_refused(name, count, family_dirs, tmp_path):
+    gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "f32")
+    data = bytearray((tmp_path / "a.gguf").read_bytes())
+    start = data.index(name.encode()) + len(name) + 8  # after the types of the value and its items
+    data[start : start + 8] = count.to_bytes(8, "little")
+    (tmp_path / "a.gguf").write_bytes(data)
+    with raises_option("a.gguf"):
+        read_header(tmp_path / "a.gguf")
 
 
 def test_a_tokenizer_that_was_read_without_its_bos_token_is_refused(family_dirs, tmp_path):

@@ -16,11 +16,11 @@ from draftlab.model import checkpoint, llama, saving
 from draftlab.model.tokenizer import common_vocabulary
 
 
-def test_sharded_checkpoints_load_in_transformers(tmp_path, family_dirs, monkeypatch):
-    monkeypatch.setattr(saving, "SHARD_BYTES", 100_000)
+def test_sharded_checkpoints_load_in_transformers(tmp_path, family_dirs):
     model, source = build("llama", seed=4), family_dirs["llama"]
     weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-    saving.write_checkpoint(tmp_path, checkpoint.read_config(source), weights, source)
+    config = checkpoint.read_config(source)
+    saving.write_checkpoint(tmp_path, config, weights, source, shard_bytes=100_000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert all(

@@ -1,5 +1,6 @@
 """A head for fewer ids drafts less and loses nothing."""
 
+import math
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from builders import assert_rounds
+from safetensors import safe_open
 
 from draftlab.exporting import hf
 from draftlab.latency.cost_model import active_params
@@ -49,6 +51,24 @@ def test_transformers_gives_the_same_logits(family, family_dirs, tmp_path):
         found = checkpoint.load_model(place, torch.float32)(ids).logits
     assert_rounds(found, wanted)
     assert checkpoint.read_shape(place).draft_vocab == 154
+
+
+@pytest.mark.parametrize("family", ["llama", "llama3_tied"])
+def test_parameters_are_those_that_a_loss_changes_and_those_that_are_stored(
+    family, family_dirs, tmp_path
+):
+    place = halve(family_dirs[family], tmp_path / "halved")
+    shape, model = checkpoint.read_shape(place), checkpoint.load_model(place, torch.float32)
+    model.get_input_embeddings().padding_idx = (
+        None  # so that every row of the embedding has a gradient
+    )
+    logits = model(torch.arange(307).unsqueeze(0)).logits
+    logits[:, :, ::2].logsumexp(-1).sum().backward()
+    rows = [p.grad.reshape(len(p), -1).any(1) * p[0].numel() for p in model.parameters()]
+    assert shape.used_params() == sum(int(row.sum()) for row in rows)
+    with safe_open(place / "model.safetensors", "pt") as file:
+        sizes = [math.prod(file.get_slice(name).get_shape()) for name in file.offset_keys()]
+    assert shape.params() == sum(sizes)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama3_tied"])

@@ -9,6 +9,8 @@ import torch
 from draftlab.errors import UserError
 from draftlab.model.cgroups import OWN, Cgroups
 
+GRAM_BLOCK = 512  # columns of a block of add_gram; products of smaller blocks are slower
+
 
 def staged(values: Sequence[object], device: torch.device) -> torch.Tensor:
     """Return numbers, or nested lists of numbers, as a tensor on the device. A copy to a GPU is asynchronous."""
@@ -34,6 +36,24 @@ def exact_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def add_gram(gram: torch.Tensor, x: torch.Tensor) -> None:
+    """Add X'X to the lower triangle of a matrix, [N, N], with float32 products that do not use TF32. x: X, [T, N].
+
+    Blocks above the diagonal are left out, which saves almost half of the products. Other elements above the diagonal
+    have no meaning, see mirror_lower.
+    """
+    with exact_products():
+        for start in range(0, len(gram), GRAM_BLOCK):
+            gram[start:, start : start + GRAM_BLOCK].addmm_(
+                x[:, start:].T, x[:, start : start + GRAM_BLOCK]
+            )
+
+
+def mirror_lower(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the symmetric matrix with the lower triangle of `matrix`, [N, N]."""
+    return matrix.tril() + matrix.tril(-1).T
 
 
 def free_bytes(device: torch.device, cgroups: Cgroups = OWN) -> int:

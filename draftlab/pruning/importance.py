@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from draftlab.atomic import differing
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import CPU, check_weight
-from draftlab.model.devices import add_gram, exact_dtype, exact_products, mirror_lower
+from draftlab.model.devices import add_lower, exact_dtype, exact_products, mirror_lower
 from draftlab.model.saving import write_tensors
 from draftlab.model.shape import Shape
 from draftlab.pruning.walk import Walk
@@ -197,7 +197,7 @@ class _Sums:
         x = x[0].float()  # [T, D]
         x = x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
         products = x.new_zeros(self.covariance.shape)  # sums over all chunks need float64
-        add_gram(products, x)
+        add_lower(products, x.T, x)
         self.covariance += products
 
     def weigh(self, layer: nn.Module, index: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from draftlab.errors import UserError
-from draftlab.model.devices import add_gram, exact, exact_products
+from draftlab.model.devices import add_lower, exact, exact_products
 from draftlab.pruning.walk import Run, Walk
 from draftlab.reading import reading
 
@@ -343,7 +343,7 @@ def _fit_matrix(
     heldout = []
     for index, (x, error) in enumerate(pairs):
         if index < fitted:
-            add_gram(gram, x)
+            add_lower(gram, x.T, x)
             with exact_products():
                 cross.addmm_(x.T, error)
         else:

@@ -9,6 +9,8 @@ import torch
 from draftlab.errors import UserError
 from draftlab.model.cgroups import OWN, Cgroups
 
+SYMMETRIC_BLOCK = 256  # columns of a block of add_lower; products of smaller blocks are slower
+
 
 def staged(values: Sequence[object], device: torch.device) -> torch.Tensor:
     """Return numbers, or nested lists of numbers, as a tensor on the device. A copy to a GPU is asynchronous."""
@@ -34,6 +36,32 @@ def exact_products() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def add_lower(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add the lower triangle of a symmetric product a b to the lower triangle of `total`, [N, N]. TF32 is not used.
+
+    Blocks above the diagonal are left out, which saves almost half of the time. Elements of `total` above the diagonal
+    have no meaning, see mirror_lower.
+
+    a, b: Matrices, [N, T] and [T, N], such as X' and X.
+    """
+    with exact_products():
+        for start in range(0, len(total), SYMMETRIC_BLOCK):
+            columns = slice(start, start + SYMMETRIC_BLOCK)
+            total[start:, columns].addmm_(a[start:], b[:, columns])
+
+
+def mirror_lower(matrix: torch.Tensor) -> torch.Tensor:
+    """Return the symmetric matrix with the lower triangle of `matrix`, [N, N]."""
+    return matrix.tril() + matrix.tril(-1).T
+
+
+def symmetric_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a product a b that is symmetric, [N, N], in a bit more than half of the time of a @ b."""
+    total = a.new_zeros(len(a), len(a))
+    add_lower(total, a, b)
+    return mirror_lower(total)
 
 
 def free_bytes(device: torch.device, cgroups: Cgroups = OWN) -> int:

@@ -39,12 +39,15 @@ def top(scores: Tensor, count: int) -> list[int]:
     return sorted(scores.argsort(descending=True, stable=True)[:count].tolist())
 
 
-def influential(scores: Scores, count: int) -> list[int]:
+def influential(layers: Tensor, count: int) -> list[int]:
     """Return the `count` layers that change the direction of the residual stream most.
 
-    The first and the last layer are always among them. With count=1, the first layer is returned.
+    The first and the last layer are always among them. With count=1, the first layer is returned. The layers that are
+    returned for the scores of the first layers of a model include all of these that are returned for all layers.
+
+    layers: Scores of the layers, [L].
     """
-    turns = scores.layers.clone()
+    turns = layers.clone()
     turns[0] = torch.inf
     if count > 1:
         turns[-1] = torch.inf

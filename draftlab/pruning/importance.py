@@ -5,7 +5,7 @@ Shapes: T tokens, L layers, D hidden, H heads, F ffn, N features, n sampled toke
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from draftlab.atomic import differing
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import CPU, check_weight
-from draftlab.model.devices import exact_dtype, exact_products
+from draftlab.model.devices import add_lower, exact_dtype, exact_products, mirror_lower
 from draftlab.model.saving import write_tensors
 from draftlab.model.shape import Shape
 from draftlab.pruning.walk import Walk
@@ -59,40 +59,67 @@ class Importance(Scores):
         return (directions * signs).float()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """The importance of a model's parts, and residual streams that the walk keeps for the refit.
+
+    streams: Residual streams before a layer, [1, T, D] for each chunk, by the layer's index. The index after the last
+        layer has the streams before the last norm.
+    """
+
+    importance: Importance
+    streams: dict[int, list[Tensor]]
+
+
 def calibrate(
-    walk: Walk, shape: Shape, chunks: list[Tensor], advance: Callable[[int], None]
-) -> Importance:
+    walk: Walk,
+    shape: Shape,
+    chunks: list[Tensor],
+    advance: Callable[[int], None],
+    *,
+    heldout: Sequence[Tensor] = (),
+    layers: Callable[[Tensor], Sequence[int]] = lambda _: (),
+    width: bool = True,
+) -> Calibration:
     """Return the importance of a model's parts, from one pass over chunks of token ids, [1, T] each.
 
-    advance: Function that is called with the number of finished layers.
+    Args:
+        advance: Function that is called with the number of finished layers.
+        heldout: Further chunks, which run through the model, but do not count in the importance.
+        layers: Function that returns which layers to keep streams of, from the scores of the layers up to now. A layer
+            that it does not return is not kept later either.
+        width: Whether hidden dimensions, heads and neurons are scored. If False, their scores are 0.
     """
-    sums = _Sums(shape, walk.device)
-    streams = walk.embed(chunks)
-    stride = max(1, len(chunks) * chunks[0].shape[1] // SAMPLED_TOKENS)
-    samples = [_sample(streams, stride)]
+    sums, counted = _Sums(shape, walk.device), len(chunks)
+    streams, kept = walk.embed([*chunks, *heldout]), dict[int, list[Tensor]]()
+    stride = max(1, counted * chunks[0].shape[1] // SAMPLED_TOKENS)
+    sample, turns = _sample(streams[:counted], stride), list[Tensor]()
     for index in range(shape.layers):
-        with (
-            walk.layer(index) as (layer, run),
-            _hooked(sums.listeners(layer, index)),
-            exact_products(),
-        ):
-            streams = [run(stream) for stream in streams]
+        with walk.layer(index) as (layer, run), exact_products():
+            kept[index] = streams
+            with _hooked(sums.listeners(layer, index) if width else []):
+                after = [run(stream) for stream in streams[:counted]]
+            streams = after + [run(stream) for stream in streams[counted:]]
             sums.weigh(layer, index)
-        samples.append(_sample(streams, stride))
+        before, sample = sample, _sample(streams[:counted], stride)
+        # each token's vector has length 1
+        turns.append(1 - (before @ sample) / sample.square().sum())
+        wanted = layers(torch.stack(turns))
+        kept = {layer: streams for layer, streams in kept.items() if layer in wanted}
         advance(index + 1)
-    with (
-        walk.head() as (model, run),
-        _hooked([(model.get_submodule("model.norm"), sums.norm)]),
-        exact_products(),
-    ):
-        for stream in streams:
-            run(stream)
-    return Importance(
-        layers=_turns(samples),
+    if width:
+        with walk.norm() as norm, torch.inference_mode():
+            for stream in streams[:counted]:
+                sums.norm(stream, norm(stream))
+    importance = Importance(
+        layers=torch.stack(turns),
         hidden=sums.hidden.sqrt().cpu(),
         heads=sums.heads.cpu(),
         ffn=sums.ffn.cpu(),
-        covariance=sums.covariance.float().cpu(),
+        covariance=mirror_lower(sums.covariance).float().cpu(),
+    )
+    return Calibration(
+        importance=importance, streams=kept | {shape.layers: streams} if kept else {}
     )
 
 
@@ -169,7 +196,9 @@ class _Sums:
         self.hidden += _magnitude(y)
         x = x[0].float()  # [T, D]
         x = x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
-        self.covariance += x.T @ x
+        products = x.new_zeros(self.covariance.shape)  # sums over all chunks need float64
+        add_lower(products, x.T, x)
+        self.covariance += products
 
     def weigh(self, layer: nn.Module, index: int) -> None:
         """Set the scores of a layer's heads and neurons from the sums and the layer's weights (see Importance)."""
@@ -206,9 +235,3 @@ def _sample(streams: list[Tensor], stride: int) -> Tensor:
     # [n, D]
     rows = torch.cat([stream[0, ::stride] for stream in streams])[:SAMPLED_TOKENS].float().cpu()
     return torch.nn.functional.normalize(rows, dim=-1).flatten()
-
-
-def _turns(samples: list[Tensor]) -> Tensor:
-    tokens = samples[0].square().sum()  # each token's vector has length 1
-    rows = torch.stack(samples)  # [L + 1, n D]
-    return (1 - rows @ rows.T / tokens).diagonal(1)

@@ -8,7 +8,7 @@ Residual streams are [1, T, D] in the source and [1, T, D'] in the draft.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from draftlab.errors import UserError
-from draftlab.model.devices import exact, exact_products
-from draftlab.model.trimmed_head import only
+from draftlab.model.devices import add_lower, exact, exact_products
 from draftlab.pruning.walk import Run, Walk
 from draftlab.reading import reading
 
 Stream = Tensor
 MLP_NORM = "post_attention_layernorm"
+O_PROJ, DOWN_PROJ = "self_attn.o_proj", "mlp.down_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +92,7 @@ class Lockstep:
         basis: Tensor,
         refit: Refit,
         head_ids: list[int] | None = None,
+        streams: Mapping[int, list[Stream]] | None = None,
     ) -> None:
         """Set up the run.
 
@@ -99,10 +100,14 @@ class Lockstep:
             layers: Layers of the source that the draft keeps.
             basis: Map from the source's residual stream to the draft's, [D, D'].
             head_ids: Token ids of the draft's trimmed head. None for a complete head.
+            streams: Residual streams of the source that are known (see Calibration), for the chunks and the held-out
+                text of tensors(). The source computes the others.
         """
         self.source, self.draft, self.layers, self.refit = source, draft, layers, refit
         self.basis = basis.to(source.device, torch.float32)
+        self.kept_whole = torch.equal(basis, torch.eye(len(basis)))  # the stream is not cut
         self.head_ids = head_ids
+        self.known = dict(streams or {})
         self.agreement: Agreement | None = None  # set when tensors() has yielded all tensors
 
     def tensors(
@@ -117,35 +122,42 @@ class Lockstep:
         """
         self.fitted = len(chunks)
         ids = chunks + [row[:, :-1] for row in heldout]
-        streams, draft_streams = self.source.embed(ids), self.draft.embed(ids)
+        streams = self.known.pop(0) if 0 in self.known else self.source.embed(ids)
+        draft_streams = self.draft.embed(ids)
         yield "model.embed_tokens.weight", self.draft.weights["model.embed_tokens.weight"]
-        streams = self._run_layers(range(self.layers[0]), streams, advance)
+        streams = self._run_layers(0, self.layers[0], streams, advance)
         for j, layer in enumerate(self.layers):
             before = streams
-            with self.source.layer(layer) as (module, run):
+            after = self.layers[j + 1] if j + 1 < len(self.layers) else len(self.source.layers)
+            with (
+                self.source.layer(layer) as (module, run),
+                # where the streams after the layer are known, the MLP need not run
+                _returning(module, "mlp", torch.zeros_like, after in self.known),
+            ):
                 pairs = [_recorded(module, run, stream, MLP_NORM) for stream in before]
             middle, streams = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-            after = self.layers[j + 1] if j + 1 < len(self.layers) else len(self.source.layers)
-            streams = self._run_layers(range(layer + 1, after), streams, advance)
+            del pairs
+            streams = self._run_layers(layer + 1, after, streams, advance)
             with self.draft.layer(j) as (module, run):
                 self._rescale(module.get_submodule("input_layernorm"), before)
                 self._rescale(module.get_submodule(MLP_NORM), middle)
                 del before
-                if self.refit.layers:
-                    self._refit_layer(
-                        module, run, ["self_attn.o_proj", MLP_NORM], draft_streams, middle
-                    )
-                    self._refit_layer(module, run, ["mlp.down_proj"], draft_streams, streams)
                 self.draft.round_weights(module)
-                draft_streams = [run(stream) for stream in draft_streams]
+                if self.refit.layers:
+                    draft_streams = self._refit_layer(module, run, draft_streams, middle, streams)
+                else:
+                    draft_streams = [run(stream) for stream in draft_streams]
                 advance(after)
                 yield from self.draft.tensors(f"model.layers.{j}")
         yield from self._head(streams, draft_streams, heldout)
 
     def _run_layers(
-        self, layers: range, streams: list[Stream], advance: Callable[[int], None]
+        self, first: int, end: int, streams: list[Stream], advance: Callable[[int], None]
     ) -> list[Stream]:
-        for layer in layers:
+        """Return the source's residual streams before layer `end`, from the streams before layer `first`."""
+        if end in self.known:
+            return self.known.pop(end)
+        for layer in range(first, end):
             with self.source.layer(layer) as (_, run):
                 streams = [run(stream) for stream in streams]
             advance(layer + 1)
@@ -173,57 +185,127 @@ class Lockstep:
         self,
         module: nn.Module,
         run: Run,
-        names: list[str],
         draft_streams: list[Stream],
+        middle: list[Stream],
         targets: list[Stream],
-    ) -> None:
-        """Fit o_proj or down_proj of a draft layer, so that the residual stream after it comes closer to the source's.
+    ) -> list[Stream]:
+        """Fit o_proj, then down_proj of a draft layer, so that its residual stream comes closer to the source's.
+
+        Each other matrix of the layer multiplies the text once. Passes after a fit repeat what is before the matrix.
 
         Args:
             module: The draft layer.
             run: Function that runs the draft layer.
-            names: Name of the matrix. For o_proj, also the name of the norm that reads the stream after o_proj.
             draft_streams: The draft's residual streams before the layer.
+            middle: The source's residual streams to come close to after o_proj.
+            targets: The source's residual streams to come close to after the layer.
+
+        Returns: The draft's residual streams after the layer.
+        """
+        o, down = (module.get_submodule(name) for name in (O_PROJ, DOWN_PROJ))
+        with _returning(module, "mlp", torch.zeros_like):
+            reached = [_recorded(module, run, s, O_PROJ, MLP_NORM)[:2] for s in draft_streams]
+        heads = [x for x, _ in reached]
+        self._fit(o, reached, middle)
+        reached = []
+        for stream, x in zip(draft_streams, heads, strict=True):
+            with _returning(module, "self_attn", lambda x=x, **_: (o(x), None)):
+                reached.append(_recorded(module, run, stream, DOWN_PROJ))
+        self._fit(down, reached, targets)
+        after: list[Stream] = []
+        for stream, x, (neurons, _) in zip(draft_streams, heads, reached, strict=True):
+            with (
+                _returning(module, "self_attn", lambda x=x, **_: (o(x), None)),
+                _returning(module, "mlp", lambda _, x=neurons: down(x)),
+            ):
+                after.append(run(stream))
+        return after
+
+    def _fit(self, linear: nn.Module, reached: list[list[Tensor]], targets: list[Stream]) -> None:
+        """Fit a matrix, and round it to the dtype in which it is written.
+
+        Args:
+            reached: The input of the matrix and the residual stream after it, [1, T, N] and [1, T, D'] for each chunk.
             targets: The source's residual streams to come close to.
         """
 
         def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-            for stream, target in zip(draft_streams, targets, strict=True):
-                features, reached, *_ = _recorded(module, run, stream, *names)
-                error = (
-                    self._project(target)[0] - reached[0].float()
-                ) / self.draft.residual_multiplier
-                yield features[0].float(), error
+            for (features, stream), target in zip(reached, targets, strict=True):
+                error = self._project(target)[0] - stream[0].float()
+                yield features[0].float(), error / self.draft.residual_multiplier
 
-        _fit_matrix(module.get_submodule(names[0]), pairs(), self.fitted, self.refit.ridge)
+        _fit_matrix(linear, pairs(), self.fitted, self.refit.ridge)
+        self.draft.round_weights(linear)
 
     def _head(
         self, streams: list[Stream], draft_streams: list[Stream], heldout: list[Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         with self.source.head() as (_, source_logits), self.draft.head() as (model, draft_logits):
             self._rescale(model.get_submodule("model.norm"), streams)
-            if self.refit.head:
-
-                def pairs() -> Iterator[tuple[Tensor, Tensor]]:
-                    for stream, draft_stream in zip(streams, draft_streams, strict=True):
-                        features, logits = _recorded(model, draft_logits, draft_stream, "lm_head")
-                        error = (
-                            source_logits(stream)[0].float() - logits[0].float()
-                        ) * self.draft.logits_scaling
-                        yield features[0].float(), error
-
-                _fit_matrix(model.get_submodule("lm_head"), pairs(), self.fitted, self.refit.ridge)
-            self.draft.round_weights(model)
-            rows = zip(streams[self.fitted :], draft_streams[self.fitted :], heldout, strict=True)
-            self.agreement = _agreement(
-                ((source_logits(s), draft_logits(d), ids) for s, d, ids in rows), self.head_ids
-            )
+            with _trimmed(model.get_submodule("lm_head"), self.head_ids):
+                if self.refit.head:
+                    self._refit_head(model, source_logits, draft_logits, streams, draft_streams)
+                self.draft.round_weights(model)
+                rows = zip(
+                    streams[self.fitted :], draft_streams[self.fitted :], heldout, strict=True
+                )
+                self.agreement = _agreement(
+                    ((source_logits(s), draft_logits(d), ids) for s, d, ids in rows), self.head_ids
+                )
             yield from self.draft.tensors("model.norm")
             if "lm_head.weight" in self.draft.weights:
                 yield from self.draft.tensors("lm_head")
 
+    def _refit_head(
+        self,
+        model: nn.Module,
+        source_logits: Run,
+        draft_logits: Run,
+        streams: list[Stream],
+        draft_streams: list[Stream],
+    ) -> None:
+        ids = slice(None) if self.head_ids is None else self.head_ids
+
+        def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+            for stream, draft_stream in zip(streams, draft_streams, strict=True):
+                features, logits = _recorded(model, draft_logits, draft_stream, "lm_head")
+                error = source_logits(stream)[0][:, ids].float() - logits[0].float()
+                yield features[0].float(), error * self.draft.logits_scaling
+
+        _fit_matrix(model.get_submodule("lm_head"), pairs(), self.fitted, self.refit.ridge)
+
     def _project(self, stream: Stream) -> Tensor:
-        return stream.float() @ self.basis  # [1, T, D']
+        # [1, T, D']
+        return stream.float() if self.kept_whole else stream.float() @ self.basis
+
+
+@contextlib.contextmanager
+def _returning(
+    layer: nn.Module, name: str, output: Callable[..., object], applies: bool = True
+) -> Iterator[None]:
+    """Replace the forward pass of a submodule of a layer by a function inside the `with` block, if `applies`."""
+    part = layer.get_submodule(name)
+    if applies:
+        part.forward = output
+    try:
+        yield
+    finally:
+        if applies:
+            del part.forward
+
+
+@contextlib.contextmanager
+def _trimmed(head: nn.Module, ids: list[int] | None) -> Iterator[None]:
+    """Reduce a loaded head to the rows of a trimmed head inside the `with` block. None leaves the head as it is."""
+    if ids is None:
+        yield
+        return
+    whole = head.get_parameter("weight")
+    head.weight = nn.Parameter(whole[ids], requires_grad=False)
+    yield
+    with torch.inference_mode():
+        whole[ids] = head.get_parameter("weight")
+    head.weight = whole
 
 
 def _recorded(module: nn.Module, run: Run, stream: Stream, *names: str) -> list[Tensor]:
@@ -261,8 +343,8 @@ def _fit_matrix(
     heldout = []
     for index, (x, error) in enumerate(pairs):
         if index < fitted:
+            add_lower(gram, x.T, x)
             with exact_products():
-                gram.addmm_(x.T, x)
                 cross.addmm_(x.T, error)
         else:
             heldout.append((x, error))
@@ -281,7 +363,7 @@ def ridge_solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
 
     The result is (X'X + ridge mean(diag X'X) I)^-1 X'E. If X is 0, the result is 0.
 
-    gram: X'X, [N, N]. cross: X'E, [N, M].
+    gram: X'X, [N, N], of which only the lower triangle is read. cross: X'E, [N, M].
     """
     gram = exact(gram)
     energy = float(gram.diagonal().mean())
@@ -301,25 +383,31 @@ def _agreement(
     """Compare the draft, as it is written, with the source by their logits.
 
     Args:
-        rows: For each chunk, the logits of source and draft, [1, T, V] each, and the token ids, [1, T + 1].
-        head_ids: Token ids of the draft's trimmed head. None for a complete head.
+        rows: For each chunk, the logits of the source, [1, T, V], those of the draft, and the token ids, [1, T + 1].
+        head_ids: Token ids of the draft's logits, [1, T, S], if its head is trimmed. None for a complete head.
 
     Raises:
         UserError: Logits are not finite.
     """
     sums, tokens, predictable = torch.zeros(4, dtype=torch.float64), 0, 0
     for source, draft, ids in rows:
-        if head_ids is not None:
-            draft = only(draft, torch.tensor(head_ids, device=draft.device))
         log_p, log_q = source[0].float().log_softmax(-1), draft[0].float().log_softmax(-1)
-        targets = ids[0, 1:, None].to(log_p.device)
-        text_p, text_q = log_p.gather(1, targets), log_q.gather(1, targets)
-        inside = text_q > -torch.inf
+        targets = ids[0, 1:].to(log_p.device)
+        of_column = torch.arange(log_p.shape[1], device=log_p.device)  # [S]
+        if head_ids is not None:
+            of_column = torch.tensor(head_ids, device=log_p.device)
+        column = torch.searchsorted(of_column, targets).clamp_max(len(of_column) - 1)
+        inside = of_column[column] == targets
+        text_p = log_p.gather(1, targets.unsqueeze(1))
+        text_q = log_q.gather(1, column.unsqueeze(1))
+        top = log_p.argmax(-1)
+        if head_ids is not None:
+            log_p = log_p.index_select(1, of_column)
         terms = [
             -text_p[inside].sum(),
             -text_q[inside].sum(),
             torch.minimum(log_p, log_q).exp().sum(),
-            (log_p.argmax(-1) == log_q.argmax(-1)).sum(),
+            (top == of_column[log_q.argmax(-1)]).sum(),
         ]
         sums += torch.stack(terms).cpu()
         tokens += len(targets)

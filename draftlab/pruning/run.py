@@ -1,6 +1,6 @@
 """Prune from start to end: calibrate, select what to keep, cut, refit, compare with the source, and write the draft."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +17,14 @@ from draftlab.console import note, progress
 from draftlab.data import open_batches, open_heldout
 from draftlab.inputs import text_inputs
 from draftlab.model import checkpoint, saving
+from draftlab.model.devices import free_bytes
 from draftlab.model.hf_files import read_head_ids, write_head_ids
 from draftlab.model.shape import Shape
 from draftlab.model.trimmed_head import frequent_ids
 from draftlab.output import Output
 from draftlab.pruning import choose
 from draftlab.pruning.cut import Cut, Keep, Rotated, keep_all
-from draftlab.pruning.importance import CONTENT, Importance, calibrate, load_scores, save_scores
+from draftlab.pruning.importance import CONTENT, Calibration, calibrate, load_scores, save_scores
 from draftlab.pruning.refit import Agreement, Lockstep, Refit
 from draftlab.pruning.source import Source
 from draftlab.pruning.walk import Walk
@@ -202,22 +203,29 @@ class Prune:
         if self.is_copy():
             return self.copy()
         source, have, shape = self.source, self.source.shape, self.shape
-        importance = self._importance(scores_cache) if method == "importance" else None
-        if importance is not None:
-            scores, layers = importance, choose.influential(importance, shape.layers)
-            if depth == "even":
-                layers = choose.even(have.layers, shape.layers)
-        else:
+        if method != "importance":
             scores = choose.first_scores(have)
             if method == "random":
                 scores = choose.random_scores(have, self.text.seed)
             layers = choose.top(scores.layers, shape.layers)
-        keep = choose.choose(scores, have, shape, layers)
-        if importance is None or not rotate or have.tied or shape.hidden == have.hidden:
+            keep = choose.choose(scores, have, shape, layers)
             return self.write(keep, torch.eye(have.hidden)[:, keep.hidden], source.weights)
+
+        def chosen(scores: Tensor, count: int) -> list[int]:
+            if depth == "even":
+                return choose.even(have.layers, shape.layers)[:count]
+            return choose.influential(scores, count)
+
+        calibration = self._calibration(scores_cache, chosen)
+        importance, streams = calibration.importance, calibration.streams
+        keep = choose.choose(importance, have, shape, chosen(importance.layers, shape.layers))
+        if not rotate or have.tied or shape.hidden == have.hidden:
+            basis = torch.eye(have.hidden)[:, keep.hidden]
+            return self.write(keep, basis, source.weights, streams)
         rotation = importance.principal(shape.hidden, source.device)
         keep = keep.model_copy(update={"hidden": list(range(shape.hidden))})
-        return self.write(keep, rotation, Rotated(source.weights, have, rotation.to(source.device)))
+        rotated = Rotated(source.weights, have, rotation.to(source.device))
+        return self.write(keep, rotation, rotated, streams)
 
     def is_copy(self) -> bool:
         """Return whether draft and source have the same shape, apart from a trimmed head.
@@ -248,7 +256,12 @@ class Prune:
             return self._record(work, keep, size, None)
 
     def write(
-        self, keep: Keep, basis: Tensor, weights: Mapping[str, Tensor], **facts: object
+        self,
+        keep: Keep,
+        basis: Tensor,
+        weights: Mapping[str, Tensor],
+        streams: Mapping[int, list[Tensor]] | None = None,
+        **facts: object,
     ) -> PrunedDraft:
         """Cut the selected parts from the source, refit the draft, and write it.
 
@@ -256,6 +269,7 @@ class Prune:
             keep: Indices of the source to keep.
             basis: Map from the source's residual stream to the draft's, [source's hidden size, draft's hidden size].
             weights: The source's weights before the cut. They may be rotated or multiplied by masks.
+            streams: Residual streams of the source that are known, as in Lockstep.
             facts: Further notes for draftlab.json.
         """
         source, head = self.source, self._head
@@ -268,12 +282,13 @@ class Prune:
             stored=source.stored_dtype,
         )
         lockstep = Lockstep(
-            source.walk(),
+            self._walk,
             draft,
             layers=keep.layers,
             basis=basis,
             refit=self.refit,
             head_ids=head.ids if head else None,
+            streams=streams,
         )
         chunks = self._chunks if self.refit.fits else []
         with (
@@ -284,6 +299,10 @@ class Prune:
             stored = ((name, tensor.to("cpu", source.stored_dtype)) for name, tensor in tensors)
             size = saving.write_checkpoint(work, draft_config, stored, source.directory)
             return self._record(work, keep, size, lockstep.agreement, **facts)
+
+    @cached_property
+    def _walk(self) -> Walk:
+        return self.source.walk()
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
@@ -343,14 +362,20 @@ class Prune:
             head=self._head,
         )
 
-    def _importance(self, file: Path | None) -> Importance:
+    def _calibration(
+        self, file: Path | None, chosen: Callable[[Tensor, int], Sequence[int]]
+    ) -> Calibration:
         """Return how important each layer, hidden dimension, head and FFN neuron of the source is.
 
-        file: If this file exists, the importance is read from it. Otherwise the importance is computed, and written to
-        this file. With None, the importance is computed and not stored.
+        Args:
+            file: If this file exists, the importance is read from it. Otherwise the importance is computed, and written
+                to this file. With None, the importance is computed and not stored.
+            chosen: Function that returns a number of layers to keep, from the scores of layers.
         """
         if file is None:
-            return self._calibrated()
+            have, shape = self.source.shape, self.shape
+            widths = ((s.hidden, s.heads, s.kv_heads, s.ffn) for s in (have, shape))
+            return self._calibrated(chosen, width=len({*widths}) > 1)
         text = self.text
         if text.outputs is None:
             read = text_inputs(text.data)
@@ -365,15 +390,28 @@ class Prune:
             "seed": str(text.seed),
         }
         if file.exists():
-            return load_scores(file, facts)
+            return Calibration(importance=load_scores(file, facts), streams={})
         check_writable(file)
-        importance = self._calibrated()
-        save_scores(importance, file, facts)
-        return importance
+        calibration = self._calibrated(chosen, width=True)
+        save_scores(calibration.importance, file, facts)
+        return calibration
 
-    def _calibrated(self) -> Importance:
-        source = self.source
+    def _calibrated(
+        self, chosen: Callable[[Tensor, int], Sequence[int]], *, width: bool
+    ) -> Calibration:
+        source, most = self.source, 0
+        heldout = self._heldout if self.refit.fits else []
+        if heldout:  # the refit reads the same text: streams before its layers may take half of the free memory
+            tokens = sum(chunk.shape[1] for chunk in [*self._chunks, *heldout])
+            stream = tokens * source.shape.hidden * source.pass_dtype.itemsize
+            most = min(self.shape.layers, int(free_bytes(source.device) / 2 // stream))
         with progress("calibrating layers", source.shape.layers) as advance:
             return calibrate(
-                source.walk(), source.shape, self._chunks, lambda done: advance(done, "layers")
+                self._walk,
+                source.shape,
+                self._chunks,
+                lambda done: advance(done, "layers"),
+                heldout=[row[:, :-1] for row in heldout],
+                layers=lambda scores: chosen(scores, most),
+                width=width,
             )

@@ -73,6 +73,12 @@ class Walk:
             yield module, run
 
     @contextlib.contextmanager
+    def norm(self) -> Iterator[nn.Module]:
+        """Load the last norm for the `with` block, and yield it."""
+        with self._loaded("model.norm"):
+            yield self.model.get_submodule("model.norm")
+
+    @contextlib.contextmanager
     def head(self) -> Iterator[tuple[nn.Module, Run]]:
         """Load the last norm and the head for the `with` block. Yield the model, and a function that computes logits.
 
@@ -90,7 +96,7 @@ class Walk:
             finally:
                 del self.decoder.forward
 
-        with self._loaded("model.norm"), self._loaded("lm_head"):
+        with self.norm(), self._loaded("lm_head"):
             yield self.model, run
 
     def tensors(self, name: str) -> Iterator[tuple[str, Tensor]]:

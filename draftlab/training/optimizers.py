@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from draftlab.model import checkpoint
+from draftlab.model.devices import symmetric_product
 from draftlab.training.loop import Loop
 
 
@@ -90,14 +91,24 @@ def orthogonal(
 ) -> torch.Tensor:
     """Return a matrix with the singular vectors of `matrix`, and with singular values near 1.
 
-    It is computed by Newton-Schulz iterations in float32 (Jordan et al. 2024). steps: Number of iterations.
+    It is computed by Newton-Schulz iterations in float32 (Jordan et al. 2024). An iteration multiplies X, [N, M], by
+    P = a I + b G + c G G, with G = X X'. The next G is then P G P, so X itself is multiplied only once, by the product
+    of all P. All these matrices are polynomials of the first G. Their products are therefore symmetric.
+
+    steps: Number of iterations, at least 1.
     """
     a, b, c = coefficients
     x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
     x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    gram, product = symmetric_product(x, x.T), None  # [N, N]
+    for step in range(1, steps + 1):
+        factor = (b * gram).add_(symmetric_product(gram, gram), alpha=c)
+        factor.diagonal().add_(a)
+        product = factor if product is None else symmetric_product(factor, product)
+        if step < steps:
+            gram = symmetric_product(symmetric_product(factor, gram), factor)
+    assert product is not None
+    x = product @ x
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 

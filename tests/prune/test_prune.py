@@ -1,5 +1,6 @@
 """Cutting is exact where it can be, and what comes out is an ordinary Hugging Face checkpoint."""
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,7 @@ from draftlab.pruning import choose as choosing
 from draftlab.pruning import run
 from draftlab.pruning.choose import choose
 from draftlab.pruning.cut import Keep
-from draftlab.pruning.importance import Importance, Scores, calibrate
+from draftlab.pruning.importance import Scores, calibrate
 from draftlab.pruning.run import KEEP_FILE, joined
 from draftlab.pruning.source import check_prunable
 from draftlab.pruning.walk import Walk
@@ -126,7 +127,7 @@ def test_a_layer_that_does_nothing_has_no_influence():
                 p.zero_()
     shape = SMALL.model_copy(update={"layers": 5})
     walk = Walk(dict(model.state_dict()), model.config.to_dict(), torch.float32, CPU)
-    importance = calibrate(walk, shape, [IDS[:1]], print)
+    importance = calibrate(walk, shape, [IDS[:1]], print).importance
     assert importance.layers.argmin() == 2
     assert importance.layers[2].abs() < PASS_ROUNDING
     assert (importance.heads[2] == 0).all()
@@ -208,10 +209,13 @@ def test_a_tied_head_is_neither_rotated_nor_refitted_alone(family_dirs, tmp_path
 
 def test_layers_by_depth_rule():
     turned = torch.tensor([0.5, 0.1, 0.4, 0.3, 0.05, 0.2])
-    parts = {"hidden": torch.ones(4), "heads": torch.ones(6, 2), "ffn": torch.ones(6, 4)}
-    importance = Importance(layers=turned, covariance=torch.eye(4), **parts)
-    assert choosing.influential(importance, 4) == [0, 2, 3, 5]
-    assert choosing.influential(importance, 1) == [0]
+    assert choosing.influential(turned, 4) == [0, 2, 3, 5]
+    assert choosing.influential(turned, 1) == [0]
+    for layers in itertools.permutations(turned.tolist()):
+        chosen = choosing.influential(torch.tensor(layers), 4)
+        for seen in range(1, 7):
+            first = choosing.influential(torch.tensor(layers[:seen]), 4)
+            assert {layer for layer in chosen if layer < seen} <= {*first}
     assert choosing.even(6, 3) == [0, 2, 5]
 
 

@@ -14,7 +14,7 @@ from draftlab.model import checkpoint
 from draftlab.model.shape import Shape
 from draftlab.pruning.cut import Cut, Rotated, Untied, keep_all
 from draftlab.pruning.importance import calibrate
-from draftlab.pruning.refit import Lockstep, Refit, _agreement, _fit_matrix, ridge_solve
+from draftlab.pruning.refit import REFITS, Lockstep, Refit, _agreement, _fit_matrix, ridge_solve
 from draftlab.pruning.walk import Walk
 
 CPU = torch.device("cpu")
@@ -147,7 +147,7 @@ def test_principal_directions_find_a_narrow_stream_exactly():
     wanted = run_all(source, [IDS[:1]])[0]
     with torch.inference_mode():
         assert (small(IDS[:1]).logits - wanted).abs().max() / wanted.abs().max() < 1e-3
-    importance = calibrate(source, wide, [row[None] for row in IDS], print)
+    importance = calibrate(source, wide, [row[None] for row in IDS], print).importance
     rotation = importance.principal(64)
     keep = keep_all(shape)
     draft = walk(Cut(Rotated(weights, wide, rotation), shape, keep), small.config.to_dict())
@@ -210,6 +210,32 @@ def test_refitting_a_broken_output_matrix_repairs_it(family_dirs):
     assert agreement(True) > 0.999
 
 
+@pytest.mark.parametrize("family", [family for family in UNTIED if family != "olmo2"])
+def test_the_streams_of_a_refit_are_those_of_the_written_draft(family, family_dirs):
+    """A refit repeats only parts of a layer, with streams that the calibration kept, and with a trimmed head."""
+    have, weights, config = opened(family_dirs[family])
+    head, source = list(range(0, have.vocab, 2)), walk(weights, config)
+    layers = [0, 2, have.layers - 1]
+    fit, held_out = IDS[:2, None, :-1], IDS[2:, None]
+    kept = calibrate(
+        source, have, [*fit], print, heldout=[*held_out[..., :-1]], layers=lambda _: layers
+    ).streams
+    assert kept.keys() == {*layers, have.layers}
+    shape = have.model_copy(update={"layers": 3})
+    cut = Cut(weights, shape, keep_all(have).model_copy(update={"layers": layers}))
+    small = checkpoint.config_for(shape, config, layers)
+    ways = {"layers": layers, "basis": torch.eye(64), "head_ids": head}
+    known = Lockstep(source, walk(cut, small), **ways, refit=REFITS["head"], streams=kept)
+    walked = Lockstep(source, walk(cut, small), **ways, refit=REFITS["head"])
+    found, again = refitted(known, IDS, 2), refitted(walked, IDS, 2)
+    assert all(torch.equal(found[name], again[name]) for name in cut)
+    written = Lockstep(source, walk(found, small), **ways, refit=REFITS["none"])
+    refitted(written, IDS, 2)
+    assert known.agreement == walked.agreement == written.agreement
+    before, after = cut["lm_head.weight"], found["lm_head.weight"]
+    assert {*(before != after).any(1).nonzero().flatten().tolist()} <= {*head}
+
+
 def refitted(lockstep: Lockstep, rows: Tensor, calibration: int) -> dict[str, Tensor]:
     """Return the tensors of a draft, fitted on the first rows and compared on the others."""
     fit, held_out = rows[:calibration, None, :-1], rows[calibration:, None]
@@ -220,7 +246,7 @@ def test_both_cross_entropies_are_means_over_the_tokens_that_a_trimmed_head_has(
     rng = torch.Generator().manual_seed(3)
     source, draft = (torch.randn(1, 6, 8, generator=rng) for _ in range(2))
     ids, head = torch.tensor([[0, 1, 7, 3, 6, 2, 1]]), [0, 1, 2, 3]
-    agreement = _agreement(iter([(source, draft, ids)]), head)
+    agreement = _agreement(iter([(source, draft[..., head], ids)]), head)
     inside = [i for i, label in enumerate(ids[0, 1:].tolist()) if label in head]
     labels = ids[0, 1:][inside]
     wanted = nn.functional.cross_entropy(draft[0, inside, :4], labels)

@@ -10,7 +10,9 @@ DIR has GGUF files by the names in MODELS. --quick takes SmolLM2-135M-Instruct f
 """
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,12 +23,17 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import environment
+from benchmarks import bounds, environment
 from draftlab.importing.run import smollm2_file
+from draftlab.intervals import ALPHA, speedup
+from draftlab.results.ranking import rank
+from draftlab.results.score import Score, read_score
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "minutes.json"
 MODELS = ("qwen-0.5b", "gemma3-270m", "qwen-1.5b")
+PUBLISHED = ROOT / "drafts" / "smollm2-135m-instruct"
+PROMPTS, DRAFT = PUBLISHED / "edits.jsonl", PUBLISHED / "smollm2-135m-draft-q5_0.gguf"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +126,114 @@ def import_row(bench: Bench) -> dict[str, float]:
     }
 
 
+def pair(bench: Bench) -> tuple[Path, Path]:
+    """Return checkpoints of a target and of a draft with its tokenizer, imported once by this tree."""
+    if bench.quick:
+        return _imported(bench, bench.models["smollm2"], "smollm2"), _imported(
+            bench, DRAFT, "draft"
+        )
+    target, draft = (
+        _imported(bench, bench.models[name], name) for name in ("qwen-1.5b", "qwen-0.5b")
+    )
+    return target, draft
+
+
+def _imported(bench: Bench, file: Path, name: str) -> Path:
+    place = bench.folder / "checkpoints" / name
+    if not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        words = draftlab("import", file, "--out", place)
+        run_in(ROOT, words, place.parent, bench.threads)
+    return place
+
+
+def score_row(bench: Bench) -> dict[str, Any]:
+    """Score a draft, prompt lookup and both together on eight prompts of 64 tokens.
+
+    The other tree tries K 2 to 5, and this tree K 1 to 6. The intervals of both have the same method and level.
+    """
+    ks = {bench.before: "2-5", ROOT: "1-6"}
+    ratio = bench.ratio(
+        "score", "pair", lambda tree, out: _scored(bench, out, ks[tree], prompts=8, tokens=64)
+    )
+    found = {
+        label: rank(_scores(bench.folder / "score/pair" / f"{label}-0"))
+        for label in ("before", "now")
+    }
+    before, now = (found[label][0] for label in ("before", "now"))
+    alike = [before.name, *(row.name for row in found["before"][1:] if row.significant is False)]
+    widths = {label: _log_width(rows[0].score) for label, rows in found.items()}
+    return {
+        "ratio": ratio,
+        "same_winner": now.name in alike,
+        "winners": {label: rows[0].name for label, rows in found.items()},
+        "speedups": {label: bounds(rows[0].speedup) for label, rows in found.items()},
+        "log_widths": widths,
+    }
+
+
+def long_score_row(bench: Bench) -> dict[str, float]:
+    """Score the same drafts on 24 prompts of 128 tokens in this tree, and return the minutes of CPU."""
+    out = bench.folder / "score_24x128"
+    out.mkdir(parents=True)
+    used, peak = run_in(
+        ROOT, _scored(bench, out, "1-6", prompts=24, tokens=128), out, bench.threads
+    )
+    bench.runs.append(
+        Run(tree="now", row="score_24x128", name="pair", cpu_seconds=used, peak_gb=peak)
+    )
+    first = rank(_scores(out))[0]
+    return {"minutes": used / 60, "conversations": first.score.conversations}
+
+
+def auto_row(bench: Bench) -> dict[str, Any]:
+    """Return the share of measuring in auto's plans for the pair, which a dry run prints for this machine."""
+    target, draft = pair(bench)
+    found = {}
+    for minutes in (60, 240):
+        words = draftlab(
+            "auto", target, "--draft", draft, "--minutes", minutes, "--dry-run", "--json"
+        )
+        printed = subprocess.run(
+            words, cwd=bench.folder, check=True, capture_output=True, text=True
+        )
+        steps: dict[str, float] = {}
+        for name, text in json.loads(printed.stdout).items():
+            if re.match(r"\d+\. ", name):
+                steps[name.partition(". ")[2]] = float(text.partition(" ")[0])
+        measuring = sum(steps.get(name, 0.0) for name in ("ready", "score", "final"))
+        found[str(minutes)] = {"measuring_share": measuring / minutes, "planned_minutes": steps}
+    return found
+
+
+def _scored(bench: Bench, out: Path, ks: str, *, prompts: int, tokens: int) -> list[str]:
+    target, draft = pair(bench)
+    return draftlab(
+        *("score", "--target", target, "--draft", draft, "--drafter", "latest-lookup"),
+        *("--drafter", "fallback", "--int8", "both", "--k", ks, "--prompt-file", PROMPTS),
+        *("--num-prompts", prompts, "--max-new-tokens", tokens, "--threads", bench.threads),
+        *("--out", out / "score"),
+    )
+
+
+def _scores(folder: Path) -> list[Score]:
+    return [read_score(file) for file in sorted(folder.rglob("score.json"))]
+
+
+def _log_width(score: Score) -> float:
+    """Return the width of the interval of the log speed-up, at the level of a timing without looks."""
+    timings = score.timings(score.speculative)._replace(alpha=ALPHA)
+    gain = speedup(timings)
+    return math.log(gain.high / gain.low) if gain.low > 0 else math.inf
+
+
 # each row of the result, and the function that measures it
-ROWS: dict[str, Callable[[Bench], Any]] = {"import": import_row}
+ROWS: dict[str, Callable[[Bench], Any]] = {
+    "import": import_row,
+    "score": score_row,
+    "score_24x128": long_score_row,
+    "auto": auto_row,
+}
 
 
 def main(

@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import math
 import os
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
 from rich.console import Console
@@ -95,6 +97,15 @@ class Pace:
         return True
 
 
+@dataclass(slots=True)
+class Stage:
+    """A named part of the work. status: How far it is."""
+
+    name: str
+    started_at: float
+    status: str = ""
+
+
 class TimedStream:
     """A text stream that records the time of the last write, and the stages of the work that writes to it.
 
@@ -108,9 +119,7 @@ class TimedStream:
     ) -> None:
         self._stream, self._work, self._seconds, self._clock = stream, work, seconds, clock
         self._started_at = self.written_at = clock()
-        self._stages: list[
-            tuple[str, float]
-        ] = []  # name and start of each stage, the inner ones last
+        self._stages: list[Stage] = []  # the inner ones last
 
     def write(self, text: str) -> int:
         self.written_at = self._clock()
@@ -120,24 +129,23 @@ class TimedStream:
         return getattr(self._stream, name)
 
     @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> Iterator[Stage]:
         """Name what happens in the block."""
-        stage = name, self._clock()
+        stage = Stage(name, self._clock())
         self._stages.append(stage)
         try:
-            yield
+            yield stage
         finally:
-            self._stages.remove(stage)
+            self._stages = [each for each in self._stages if each is not stage]
 
     def overdue(self) -> str | None:
         """Return a line that names the present stage, or None if something was written not long ago."""
         now = self._clock()
         if now - self.written_at <= self._seconds:
             return None
-        name, started_at = (self._stages or [(f"{self._work} is still working", self._started_at)])[
-            -1
-        ]
-        return f"{name}, {now - started_at:.0f} s"
+        start = f"{self._work} is still working", self._started_at
+        stage = self._stages[-1] if self._stages else Stage(*start)
+        return f"{f'{stage.name} {stage.status}'.rstrip()}, {now - stage.started_at:.0f} s"
 
 
 def _seconds_between_lines(console: Console) -> float:
@@ -171,44 +179,41 @@ def never_silent(work: str, seconds: float | None = None) -> Iterator[None]:
         done.set()
 
 
-def _stage(name: str) -> contextlib.AbstractContextManager[None]:
-    """Name what happens in a block, for the lines of never_silent."""
+def _stage(name: str) -> contextlib.AbstractContextManager[Stage | None]:
+    """Name what happens in a block, for the lines of never_silent. Yield None if there are no such lines."""
     stream: object = sys.stderr
     return stream.stage(name) if isinstance(stream, TimedStream) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None]]:
-    """Print a line every `seconds` seconds during work of unknown length; in a log, every LOG_SECONDS after the first.
+    """Print a line every `seconds` seconds during work of unknown length. In a log, only the first comes so soon.
 
     Yield a function that sets the status text in this line. Lines go to the original stderr, even if the block
     redirects stderr.
     """
-    console, done, status, started = (
-        Console(file=sys.stderr),
-        threading.Event(),
-        "",
-        time.monotonic(),
-    )
-    pace = Pace(seconds, seconds if console.is_terminal else LOG_SECONDS)
+    console, done, started = Console(file=sys.stderr), threading.Event(), time.monotonic()
+    with _stage(label) as stage:
+        shown = stage or Stage(label, started)
+        # in a log, never_silent prints all lines of a stage but the first
+        later = seconds if console.is_terminal else LOG_SECONDS if stage is None else math.inf
+        pace = Pace(seconds, later)
 
-    def report() -> None:
-        while not done.wait(seconds / 10):
-            if pace.is_due():
-                elapsed = time.monotonic() - started
-                print_words(console, f"{label}: {status}{elapsed:.0f} s", "dim")
+        def report() -> None:
+            while not done.wait(seconds / 10):
+                if pace.is_due():
+                    elapsed = time.monotonic() - started
+                    print_words(console, f"{label}: {shown.status}{elapsed:.0f} s", "dim")
 
-    def beat(text: str) -> None:
-        nonlocal status
-        status = f"{text}, "
+        def beat(text: str) -> None:
+            shown.status = f"{text}, "
 
-    if is_main_process():
-        threading.Thread(target=report, daemon=True).start()
-    try:
-        with _stage(label):
+        if is_main_process():
+            threading.Thread(target=report, daemon=True).start()
+        try:
             yield beat
-    finally:
-        done.set()
+        finally:
+            done.set()
 
 
 @contextlib.contextmanager
@@ -230,30 +235,16 @@ def progress(label: str, total: int) -> Iterator[Advance]:
 
     Yield a function that updates the bar. Its arguments are the number of finished items and a status text. The bar
     ends with the last item, also if the block goes on. Without a terminal, print a line at the start in place of the
-    bar, and a line every LOG_SECONDS after it.
+    bar, and after it at most one line every LOG_SECONDS.
     """
     console = Console(stderr=True)
     with contextlib.ExitStack() as shown:
-        shown.enter_context(_stage(label))
+        stage = shown.enter_context(_stage(label))
         if not is_main_process():
             yield lambda done, status: None
             return
-        if console.is_terminal:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[status]}"),
-            )
-            bars = shown.enter_context(Progress(*columns, console=console))
-            task = bars.add_task(label, total=total, status="")
-
-            def show(done: int, status: str) -> None:
-                bars.update(task, completed=done, status=status)
-        else:
-            show = _plain_lines(label, total)
+        drawn = console.is_terminal
+        show = _bar(shown, console, label, total) if drawn else _plain_lines(label, total, stage)
 
         def advance(done: int, status: str) -> None:
             show(done, status)
@@ -263,7 +254,28 @@ def progress(label: str, total: int) -> Iterator[Advance]:
         yield advance
 
 
-def _plain_lines(label: str, total: int, clock: Clock = time.monotonic) -> Advance:
+def _bar(shown: contextlib.ExitStack, console: Console, label: str, total: int) -> Advance:
+    """Draw a bar until `shown` is closed, and return the function that updates it."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[status]}"),
+    )
+    bars = shown.enter_context(Progress(*columns, console=console))
+    task = bars.add_task(label, total=total, status="")
+    return lambda done, status: bars.update(task, completed=done, status=status)
+
+
+def _plain_lines(
+    label: str, total: int, stage: Stage | None, clock: Clock = time.monotonic
+) -> Advance:
+    """Print the first line of a stage, and return the function that shows its progress.
+
+    stage: The stage whose later lines never_silent prints. None: the function prints them.
+    """
     pace = Pace(LOG_SECONDS, LOG_SECONDS, clock)
     first: tuple[int, float] | None = None
     note(f"{label} 0/{total}")
@@ -272,9 +284,12 @@ def _plain_lines(label: str, total: int, clock: Clock = time.monotonic) -> Advan
         nonlocal first
         now = clock()
         first = first or (done, now)
-        if pace.is_due():
-            left = (total - done) * (now - first[1]) / (done - first[0]) if done > first[0] else 0
-            note(f"{label} {done}/{total}  {status}{_time_left(left)}".rstrip())
+        left = (total - done) * (now - first[1]) / (done - first[0]) if done > first[0] else 0
+        text = f"{done}/{total}  {status}{_time_left(left)}".rstrip()
+        if stage is not None:
+            stage.status = text
+        elif pace.is_due():
+            note(f"{label} {text}")
 
     return advance
 

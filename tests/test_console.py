@@ -4,7 +4,6 @@ import io
 import itertools
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 from rich.console import Console
@@ -66,31 +65,29 @@ class FakeClock:
         return self.now
 
 
-def lines_of(clock: FakeClock, work: Callable[[TimedStream], None]) -> list[str]:
-    """Return the lines that a log gets while a stream is looked at every second, as never_silent does."""
-    stream = TimedStream(io.StringIO(), "score", LOG_SECONDS, clock)
-    lines: list[str] = []
-    work(stream)
-    for _ in range(200):
-        clock.now += 1
-        if line := stream.overdue():
-            lines.append(line)
-            stream.write(line)
-    return lines
-
-
-def test_a_log_gets_a_line_a_minute_that_names_the_present_stage():
+@pytest.mark.parametrize("step", [0.1, 7, 61, 400])
+def test_a_log_gets_at_most_a_line_a_minute_that_names_the_stage(capsys, step):
+    """However fast the items are done. The stream is looked at every second, as never_silent does."""
     clock = FakeClock()
-    stages = []
-
-    def work(stream: TimedStream) -> None:
-        stages.append(stream.stage("decoding"))
-        stages[0].__enter__()
-        clock.now += 30  # a minute passes from the last output, not from the start of the stage
-        stream.write("half")
-
-    lines = lines_of(clock, work)
-    assert lines == ["decoding, 91 s", "decoding, 152 s", "decoding, 213 s"]
+    stream = TimedStream(io.StringIO(), "score", LOG_SECONDS, clock)
+    printed: list[tuple[float, str]] = []
+    with stream.stage("decoding") as stage:
+        advance = console._plain_lines("decoding", 500, stage, clock)
+        due = clock.now + step
+        for done in range(1, 501):
+            while clock.now < due:
+                clock.now = min(due, clock.now + 1)
+                if line := stream.overdue():
+                    printed.append((clock.now, line))
+                    stream.write(line)
+            advance(done, "answers")
+            due += step
+    assert capsys.readouterr().err == "decoding 0/500\n"
+    gaps = [b - a for a, b in itertools.pairwise([100.0, *(at for at, _ in printed)])]
+    assert all(LOG_SECONDS < gap < LOG_SECONDS + 2 for gap in gaps)
+    assert len(printed) >= 500 * step // (LOG_SECONDS + 2)
+    assert all(line.startswith("decoding") for _, line in printed)
+    assert step > LOG_SECONDS or all("/500  answers" in line for _, line in printed)
 
 
 def test_the_inner_stage_is_named_and_the_outer_one_after_it():
@@ -123,7 +120,7 @@ def test_a_pace_is_at_most_one_line_per_gap():
 def test_progress_in_a_log_is_a_line_at_the_start_and_then_one_a_minute(capsys, step):
     """However fast the items are done."""
     clock, items = FakeClock(), 500
-    advance = console._plain_lines("decoding", items, clock)
+    advance = console._plain_lines("decoding", items, None, clock)
     times = [clock.now]
     for done in range(1, items + 1):
         clock.now += step

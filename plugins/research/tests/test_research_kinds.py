@@ -264,7 +264,7 @@ def test_layers_are_replayed_and_what_cannot_be_replayed_is_refused(family_dirs,
         "tree:draft=tiny,widths=2",
         "confidence-stop:draft=tiny",
         "layer-skip",
-        "fallback:draft=tiny",
+        "cascade:draft=tiny",
     ):
         assert not parse_drafter(drafter).replays
     with pytest.raises(UserError, match="--drafter layer-skip cannot be replayed"):

@@ -77,9 +77,10 @@ class Bench:
         Raises:
             SystemExit: A run failed.
         """
-        seconds = dict.fromkeys(("before", "now"), 0.0)
+        trees = {"before": self.before, "now": ROOT}
+        seconds = dict.fromkeys(trees, 0.0)
         for number in range(self.rounds):
-            for label, tree in (("before", self.before), ("now", ROOT)):
+            for label, tree in trees.items():
                 out = self.folder / row / name / f"{label}-{number}"
                 out.mkdir(parents=True)
                 used, peak = run_in(tree, command(tree, out), out, self.threads)

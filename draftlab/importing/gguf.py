@@ -216,7 +216,7 @@ def tensor_names(header: GGUFHeader, model: Any) -> dict[str, str] | None:
         UserError: The model has other weights than the file.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.integrations.gguf import is_gguf_arch_supported
+    from transformers.integrations.gguf.utils import is_gguf_arch_supported
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
     from draftlab.importing.gguf_reader import given_to_transformers

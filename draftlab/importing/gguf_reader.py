@@ -59,9 +59,9 @@ class Reader(GGUFReader):
             raise ValueError("the file is big-endian; use a little-endian file")
         # slicing a memmap takes twenty times as long as slicing its array
         data, items, length_of = np.asarray(self.data), [], struct.Struct("<Q").unpack_from
-        view = memoryview(data)
+        buffer = data.data
         for _ in range(count):
-            (length,) = length_of(view, offset)
+            (length,) = length_of(buffer, offset)
             items.append(data[offset + 8 : offset + 8 + length])
             offset += 8 + length
         return items, offset

@@ -251,7 +251,7 @@ def test_a_head_for_another_target_is_refused_before_the_targets_weights_are_rea
     else:
         edit(folder / "config.json", **change)
     assert words in refused(folder, bare, "vllm")
-    assert words in call(f"check {folder} --target {bare}", code=3).stdout
+    assert words in call(f"check {folder} --target {bare} --data stdlib", code=3).stdout
 
 
 def test_what_a_runtime_computes_otherwise_is_not_exported_to_it(target, tmp_path, monkeypatch):

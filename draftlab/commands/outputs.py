@@ -234,13 +234,24 @@ def _target(
     with about("--device"):
         device = checkpoint.resolve_device(config.device)
     name = config.dtype or (workspace.load().dtype if config.use == "replay" else None)
+    if name is None and config.writes and device.type == "cpu":
+        name = (
+            "auto"  # text is written in native passes of few tokens, which may be faster in 16 bits
+        )
+    if config.int8:
+        resolve_mode("auto", device, None, [directory], int8=True)
     dtype = None
     if name is not None:
         hosted = config.device_map is not None or not engine_runs(directory)
         mode = "eager" if hosted else resolve_mode("auto", device, None, [])
         dtype = choose(name, device, mode, directory, passes=READING).dtype
     return LocalTarget(
-        directory, device, dtype, config.device_map, batch_size=batch_size(config.use, device)
+        directory,
+        device,
+        dtype,
+        config.device_map,
+        batch_size=batch_size(config.use, device),
+        int8=config.int8,
     )
 
 
@@ -271,14 +282,15 @@ def prepare_info(
     if not config.verify:
         return Job(lambda: (config.directory, None))
     from draftlab.model import checkpoint
-    from draftlab.target_outputs.targets import LocalTarget, verify
+    from draftlab.target_outputs.targets import INT8, LocalTarget, verify
 
     directory = _located(config.target, tokenizer_only=config.server is not None, weights=True)
     if config.server is not None:
         target = _served(config, config.server, directory, None, manifest.top_logprobs)
     else:  # the target runs in the data type in which it wrote the sequences
         device = checkpoint.resolve_device(workspace.load().device)
-        target = LocalTarget(directory, device, checkpoint.DTYPES.get(manifest.dtype), batch_size=1)
+        dtype, int8 = checkpoint.DTYPES.get(manifest.dtype), manifest.dtype == INT8
+        target = LocalTarget(directory, device, dtype, batch_size=1, int8=int8)
     return Job(lambda: (config.directory, verify(config.directory, target)))
 
 

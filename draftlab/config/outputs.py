@@ -102,6 +102,9 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
         "Data type of weights. Default: with --use distill, the checkpoint's; with --use replay, dtype in "
         "draftlab.yaml.",
     )
+    int8: bool = advanced_option(
+        False, "Round the target's weights to int8 (mode native only), as score --int8 target does."
+    )
     device: str = shared.device()
     device_map: shared.DeviceMap = shared.device_map()
     seed: int = shared.seed()
@@ -109,9 +112,14 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     only = (
         shared.KEY_RULE,
         Only(
-            ("dtype", "device", "device_map"),
+            ("dtype", "int8", "device", "device_map"),
             lambda c: not c.server,
             "leave it out, because the server decides this",
+        ),
+        Only(
+            ("int8",),
+            lambda c: c.device_map is None,
+            "leave it out, because transformers runs the target with --device-map",
         ),
         Only(
             (
@@ -126,6 +134,7 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
                 "max_new_tokens",
                 "temperature",
                 "dtype",
+                "int8",
                 "device",
                 "device_map",
                 "seed",

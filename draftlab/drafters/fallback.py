@@ -77,13 +77,9 @@ class FallbackSpec(DraftModelSpec, GateSpec):
         return context.run(drafter, model=model)
 
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
-        from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
-        from draftlab.engine.drafters.parallel import drafts_in_parallel, mask_token
+        from draftlab.model.parallel import pard_token
 
-        model = replay.load_draft(self.text, self.draft)
-        asked = (model, replay.texts, replay.vocab, replay.sampling)
-        if drafts_in_parallel(model):
-            seconds = score_offsets(*asked, replay.most, mask_token(model), replay.advance)
-        else:
-            seconds = score_tokens(*asked, replay.advance)
+        path = replay.draft_path(self.text, self.draft)
+        at_once = pard_token(path) is not None
+        seconds = replay.of_model(self.text, self.draft, at_once=at_once)
         return self.replayed_after_lookup(replay, self.prompt_lookup_max, seconds)

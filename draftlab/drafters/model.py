@@ -35,12 +35,4 @@ class DraftModelSpec(DrafterSpec):
         return passes.step(k, unread=2 if accepted == passes.k else 1)
 
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
-        from draftlab.acceptance.token_logprobs import score_tokens
-
-        return score_tokens(
-            replay.load_draft(self.text, self.draft),
-            replay.texts,
-            replay.vocab,
-            replay.sampling,
-            replay.advance,
-        )
+        return replay.of_model(self.text, self.draft, at_once=False)

@@ -46,18 +46,13 @@ class ParallelSpec(DraftModelSpec):
         return passes.step(k, unread=accepted + 1, at_once=True)
 
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
-        from draftlab.acceptance.token_logprobs import score_offsets
-        from draftlab.engine.drafters.parallel import mask_token
         from draftlab.model.parallel import trained_offsets
 
         path = replay.draft_path(self.text, self.draft)
-        trained, model = trained_offsets(path), replay.load_draft(self.text, self.draft)
+        trained = trained_offsets(path)
         if trained is not None and replay.most > trained:
             note(
                 f"{path} was trained to draft {trained} tokens in one pass, but the largest --k is {replay.most}; "
                 "fewer of the later tokens will be accepted"
             )
-        token = mask_token(model)
-        return score_offsets(
-            model, replay.texts, replay.vocab, replay.sampling, replay.most, token, replay.advance
-        )
+        return replay.of_model(self.text, self.draft, at_once=True)

@@ -20,16 +20,18 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFCache
-from draftlab.model.llama import Cache
-from draftlab.model.modes import in_native_mode, load
+from draftlab.model.llama import Cache, Llama
+from draftlab.model.modes import in_native_mode, load, with_mode
 from draftlab.model.recurrent_decoder import RecurrentCache
 from draftlab.model.tokenizer import known_ids
 from draftlab.prompts import Prompt, Prompts
 from draftlab.sampling import FinishReason, SamplingParams
 
 GIGABYTE = 1_000_000_000
-# the batch shrinks to its unfinished texts when at most this fraction of its texts is unfinished
+# The batch shrinks to its unfinished texts when at most this fraction of its texts is unfinished. On a CPU the time of
+# a pass grows with each text, and a copy of the cache takes less time than a text.
 MOST_RUNNING = 0.75
+CPU_MOST_RUNNING = 0.99
 # peak memory of a sampling step: logits, probabilities and cumulative sums in fp64
 BYTES_PER_LOGIT = 32
 # most tokens of a pass over whole texts, padding included; on a CPU larger passes are not faster, and delay progress
@@ -81,18 +83,28 @@ class Completion:
 
 
 def load_generator(
-    directory: Path, dtype: torch.dtype | None, device: torch.device, device_map: str | None = None
+    directory: Path,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    device_map: str | None = None,
+    *,
+    int8: bool = False,
 ) -> Decoder:
     """Load a checkpoint for generation without drafts, in mode native on a CPU and in mode eager elsewhere.
 
     Args:
         dtype: Dtype of the passes. Default: checkpoint.compute_dtype.
         device_map: Same as in checkpoint.load_model.
+        int8: Whether to round weights to int8, in mode native only.
     """
     dtype = dtype or checkpoint.compute_dtype(directory, device)
-    note(f"loading {hub.checkpoint_name(directory)} in {checkpoint.dtype_name(dtype)}")
-    model = load(directory, dtype, device, device_map)
-    return in_native_mode(model.without_rollback(), dtype)
+    rounded = ", weights rounded to int8" if int8 else ""
+    note(f"loading {hub.checkpoint_name(directory)} in {checkpoint.dtype_name(dtype)}{rounded}")
+    model = load(directory, dtype, device, device_map).without_rollback()
+    if int8:
+        assert isinstance(model, Llama)  # callers check the mode
+        return with_mode(model, "native", int8=True)
+    return in_native_mode(model, dtype)
 
 
 def generate_batch(
@@ -238,7 +250,8 @@ def _generate(
                 break
             # a process without unfinished rows still takes part in passes, for the texts of other processes
             shrinks = isinstance(cache, Cache | HFCache | RecurrentCache)
-            if shrinks and 0 < left <= MOST_RUNNING * len(rows):
+            most = CPU_MOST_RUNNING if device.type == "cpu" else MOST_RUNNING
+            if shrinks and 0 < left <= most * len(rows):
                 cache, rows = cache.rows(running), rows[running]
                 fed, running = fed[running], running[running]
     columns = zip(written[:, : t + 1].cpu().numpy(), chosen[:, : t + 1].cpu().numpy(), strict=True)

@@ -41,12 +41,12 @@ class Rounds(Generic[Key]):
         self.times: dict[Key, list[float]] = {}
         self.done = 0
 
-    def warm_up(self) -> None:
-        """Run rounds that do not count, until two of them take similar times."""
+    def warm_up(self, rounds: tuple[int, int] = WARM_UP_ROUNDS) -> None:
+        """Run rounds that do not count, until two of them take similar times. rounds: Fewest and most of them."""
         last = 0.0
-        for number in range(WARM_UP_ROUNDS[1]):
+        for number in range(rounds[1]):
             total = sum(milliseconds for _, milliseconds in self._timed())
-            if number + 1 >= WARM_UP_ROUNDS[0] and abs(total - last) <= STEADY * last:
+            if number + 1 >= rounds[0] and abs(total - last) <= STEADY * last:
                 return
             last = total
 

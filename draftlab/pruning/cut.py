@@ -87,7 +87,9 @@ class Cut(TensorView):
         ]
         for dim, axis in enumerate(self.axes[name]):
             indices = self._indices(axis, layer)
-            tensor = tensor if indices is None else tensor.index_select(dim, indices)
+            # indices are ascending, so as many as there are keep the whole axis
+            if indices is not None and len(indices) < tensor.shape[dim]:
+                tensor = tensor.index_select(dim, indices)
         return tensor.contiguous()
 
     def _indices(self, axis: Axis, layer: int | None) -> Tensor | None:

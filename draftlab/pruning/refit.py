@@ -391,18 +391,17 @@ def _agreement(
     """
     sums, tokens, predictable = torch.zeros(4, dtype=torch.float64), 0, 0
     for source, draft, ids in rows:
-        log_p, log_q = source[0].float().log_softmax(-1), draft[0].float().log_softmax(-1)
-        targets = ids[0, 1:].to(log_p.device)
-        of_column = torch.arange(log_p.shape[1], device=log_p.device)  # [S]
+        logits, log_q = source[0].float(), draft[0].float().log_softmax(-1)
+        total, top = logits.logsumexp(-1, keepdim=True), logits.argmax(-1)
+        targets, of_column = ids[0, 1:].to(logits.device), torch.arange(logits.shape[1])  # [S]
+        text_p = logits.gather(1, targets.unsqueeze(1)) - total
         if head_ids is not None:
-            of_column = torch.tensor(head_ids, device=log_p.device)
+            of_column = torch.tensor(head_ids)
+            logits = logits[:, head_ids]
+        of_column, log_p = of_column.to(logits.device), logits - total
         column = torch.searchsorted(of_column, targets).clamp_max(len(of_column) - 1)
         inside = of_column[column] == targets
-        text_p = log_p.gather(1, targets.unsqueeze(1))
         text_q = log_q.gather(1, column.unsqueeze(1))
-        top = log_p.argmax(-1)
-        if head_ids is not None:
-            log_p = log_p.index_select(1, of_column)
         terms = [
             -text_p[inside].sum(),
             -text_q[inside].sum(),

@@ -10,12 +10,13 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from draftlab.acceptance.token_logprobs import Text, score_tokens
+from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_tokens
 from draftlab.config.kinds import DRAFTERS, DrafterSpec
 from draftlab.console import note, progress
 from draftlab.engine.drafters.context import DrafterRun
@@ -50,7 +51,7 @@ from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, Arm, LiveTiming, Tim
 from draftlab.sequential import is_decided, levels, looks_of
 from draftlab.target_outputs.replay import ReplayContext
 
-ROUNDS = 10  # rounds in which single passes are timed
+ROUNDS = 8  # rounds in which single passes are timed
 FEW = 2  # groups of prompts that show which precision of the target is clearly slower
 SLOWER = 1.15  # plain decoding that takes this times as long is not timed any further
 
@@ -84,7 +85,10 @@ class QuickTiming:
         """
         self.texts = self._write_texts()
         with progress("timing single passes", ROUNDS) as advance:
-            self.timer.rounds.measure(ROUNDS, lambda done: advance(done, "rounds"))
+            self.timer.rounds.warm_up((1, 2))  # the target has just run
+            for done in range(1, ROUNDS + 1):
+                self.timer.rounds.run()
+                advance(done, "rounds")
         self.curves = self.timer.curves()
         self.written = self._written()
         self.predictions = self._predictions()
@@ -259,6 +263,7 @@ class QuickTiming:
     def _predictions(self) -> dict[str, Prediction]:
         """Return a prediction for each drafter whose acceptance and passes are known."""
         found: dict[str, Prediction] = {}
+        known: dict[tuple[Path, bool], list[TokenLogprobs]] = {}
         own = self._target_logprobs()
         specs = {spec.name: spec for spec in self.comparison.drafters}
         for name, run in self.runs.items():
@@ -268,7 +273,8 @@ class QuickTiming:
             clock = steady_clock(self.comparison.engine.device)
             start = clock()
             with progress(f"replaying {name}", len(self.written.texts)) as advance:
-                scored = spec.acceptance(self._context(spec, lambda done: advance(done, "texts")))
+                context = self._context(spec, lambda done: advance(done, "texts"))
+                scored = spec.acceptance(replace(context, known=known))
             calls = sum(len(text) for _, text in self.written.texts)
             found[name] = predicted(
                 self.written,

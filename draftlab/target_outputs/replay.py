@@ -6,7 +6,7 @@ R texts, n tokens of a text, K drafted tokens.
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -20,13 +20,14 @@ from draftlab import provenance
 from draftlab.acceptance import expected
 from draftlab.acceptance.expected import Counts, Texts
 from draftlab.acceptance.lookup_logprobs import score_copies_by_k
-from draftlab.acceptance.token_logprobs import Text, TokenLogprobs
+from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_offsets, score_tokens
 from draftlab.config.kinds import DRAFTERS, DrafterSpec, RunFacts
 from draftlab.config.server_rules import DecodingRule
 from draftlab.console import progress
 from draftlab.data.batches import first_tokens
 from draftlab.engine.drafters.context import draft_path
 from draftlab.engine.drafters.ngram import TextDrafter
+from draftlab.engine.drafters.parallel import mask_token
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.intervals import Interval, by_conversation, ratio_intervals
 from draftlab.model import checkpoint, hub, llama, modes
@@ -56,6 +57,7 @@ class ReplayContext:
         advance: Function to call with the number of texts that are done.
         draft: Default draft, for drafters without draft=.
         data: Sources of text, for drafters that learn from it. "": such a drafter names its own text.
+        known: Results of draft models, by their directories and at_once. Drafters with the same model share them.
     """
 
     texts: Sequence[Text]
@@ -69,6 +71,23 @@ class ReplayContext:
     advance: Callable[[int], None]
     draft: Path | None = None
     data: str = ""
+    known: dict[tuple[Path, bool], list[TokenLogprobs]] = field(default_factory=dict)
+
+    def of_model(self, text: str, name: str, *, at_once: bool) -> list[TokenLogprobs]:
+        """Return the result of a draft model, whose passes over the texts run once.
+
+        text, name: See draft_path. at_once: Whether a pass drafts all tokens of a step.
+        """
+        path = self.draft_path(text, name)
+        if (path, at_once) not in self.known:
+            model = self.load(path)
+            asked = (model, self.texts, self.vocab, self.sampling)
+            self.known[path, at_once] = (
+                score_offsets(*asked, self.most, mask_token(model), self.advance)
+                if at_once
+                else score_tokens(*asked, self.advance)
+            )
+        return self.known[path, at_once]
 
     def corpus(self, source: str, tokens: int) -> np.ndarray:
         return first_tokens(source, checkpoint.load_tokenizer(self.target_path), tokens)

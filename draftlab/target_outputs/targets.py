@@ -55,6 +55,7 @@ PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcö
 SEEDS = 256
 # positions per log-softmax; on a CPU, few positions fit into its cache
 CPU_ROWS, GPU_ROWS = 16, 256
+INT8 = "int8"  # dtype of a store whose target had weights rounded to int8
 MEMORY = 2.0  # default memory in GB for logits and KV cache together
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
 
@@ -67,6 +68,7 @@ class LocalTarget:
         dtype: Default: the stored dtype, or float32 on a device that is slow in the stored dtype.
         memory: Limit in GB for logits and KV cache together. Default: 2. To write text, a GPU takes half of the memory
             that is free beside the weights.
+        int8: Whether to round the weights to int8, in mode native only.
     """
 
     directory: Path
@@ -75,10 +77,13 @@ class LocalTarget:
     device_map: str | None = None
     memory: float | None = None
     batch_size: int = 64
+    int8: bool = False
 
     @cached_property
     def model(self) -> Decoder:
-        return load_generator(self.directory, self.dtype, self.device, self.device_map)
+        return load_generator(
+            self.directory, self.dtype, self.device, self.device_map, int8=self.int8
+        )
 
     @cached_property
     def vocab(self) -> int:
@@ -91,7 +96,7 @@ class LocalTarget:
             target=hub.checkpoint_name(self.directory),
             vocab=self.vocab,
             target_sha256=provenance.fingerprint(self.directory),
-            dtype=checkpoint.dtype_name(dtype),
+            dtype=INT8 if self.int8 else checkpoint.dtype_name(dtype),
             batch_size=self.batch_size,
             logprobs="sampled",
             temperatures=TEMPERATURES,

@@ -252,17 +252,20 @@ def test_a_float16_source_is_cut_as_the_same_numbers_in_float32(halves, text, tm
     outs = {name: tmp_path / f"{name}-out" for name in halves}
     for name, source in halves.items():
         shape = resolve(checkpoint.read_shape(source), layers=3, hidden=32, multiple_of=8)
-        prune_to(source, outs[name], text, shape, rotate=True)
+        # enough text that rounding does not decide whether a fit is taken
+        prune_to(source, outs[name], text, shape, rotate=True, calibration_tokens=4096)
     assert capsys.readouterr().err.count("is stored in float16") == 1
     exact, rounded = (checkpoint.Weights(outs[name]) for name in ("float32", "float16"))
     assert (exact.dtype, rounded.dtype) == (torch.float32, torch.float16)
+    step = 2**-8
     if not checkpoint.is_fast(torch.bfloat16, CPU):
-        # later fits make up for the rounding of earlier weights
+        step = 2**-11
         for name, wanted in exact.items():
-            allowed = rounding(torch.float16, wanted.shape[-1], float(wanted.abs().max()))
-            assert float((rounded[name].float() - wanted).abs().max()) <= allowed, name
-        return
-    # the source's passes round to 8 bits, which may decide between parts that matter alike: the draft agrees as well
+            # fits make up for the rounding of earlier weights, so their weights may differ by more
+            if not name.endswith(("o_proj.weight", "down_proj.weight")):
+                allowed = rounding(torch.float16, wanted.shape[-1], float(wanted.abs().max()))
+                assert float((rounded[name].float() - wanted).abs().max()) <= allowed, name
+    # passes in 8 bits may decide between parts that matter alike: the draft agrees as well
     records = [provenance.read_record(place) for place in outs.values()]
     agreements = [record.notes["agreement"] for record in records if record is not None]
-    assert agreements[0]["acceptance"] == pytest.approx(agreements[1]["acceptance"], abs=8 * 2**-8)
+    assert agreements[0]["acceptance"] == pytest.approx(agreements[1]["acceptance"], abs=8 * step)

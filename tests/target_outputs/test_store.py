@@ -15,14 +15,22 @@ from builders import assert_rounds, build, save_neox
 from errors import raises_option
 from loopback_servers import SmallVLLM, replay, running
 from safetensors.numpy import load_file, save_file
-from small_files import copy_tokenizer, edit, write_functions, write_rows, write_workspace
+from small_files import (
+    copy_tokenizer,
+    edit,
+    write_functions,
+    write_prompts,
+    write_rows,
+    write_workspace,
+)
 
 from draftlab import provenance
 from draftlab.commands import outputs
 from draftlab.commands.base import Outcome
 from draftlab.data import Batch
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, hub
+from draftlab.model import checkpoint, hub, llama
+from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs import build as building
@@ -413,3 +421,20 @@ def test_the_commands_build_and_verify_from_a_server(space, small):
     assert record.notes["server"] == {"kind": "vllm", "version": "0.32.0", "model": "small"}
     for given in ({"server": url}, {}):
         assert outputs.info(directory=made.path, verify=True, **given).missed == []
+
+
+def test_an_int8_target_writes_its_own_answers(family_dirs, tmp_path):
+    target = family_dirs["llama"]
+    given = {"target": str(target), "prompt_file": write_prompts(tmp_path / "prompts.jsonl", 12)}
+    asked = given | {"max_new_tokens": 8, "temperature": 0.0, "top_logprobs": 8}
+    outputs.build(**asked, out=tmp_path / "store", int8=True)
+    model = NativeLlama(llama.load(target, torch.float32), int8=True)
+    for output in read_store(tmp_path / "store").outputs:
+        ids = torch.from_numpy(np.concatenate([output.prompt, output.ids]).astype(np.int64))
+        said = model.forward_uncached(ids[None, :-1], len(output.ids))[0].argmax(-1)
+        assert said.tolist() == output.ids.tolist()
+    assert read_manifest(tmp_path / "store").dtype == "int8"
+    asked = {"directory": tmp_path / "store", "target": str(target), "verify": True}
+    assert outputs.info(**asked).missed == []
+    with raises_option("--int8"):
+        outputs.build(**given, out=tmp_path / "other", int8=True, device_map="auto")

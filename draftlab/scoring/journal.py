@@ -1,4 +1,4 @@
-"""The work of an unfinished score: generations that were timed, kept in the state directory of the output.
+"""The work of an unfinished score, kept in the state directory of the output: what was timed and what was predicted.
 
 Each finished group of prompts is a line of a file, so an interrupted score loses at most one group. The repeated
 command uses the lines again if machine and versions are the same. Otherwise it times everything anew, and says so. A
@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from draftlab.atomic import append_line
+from draftlab.atomic import append_line, write_atomic
 from draftlab.console import note
 from draftlab.engine.generate import Step
 from draftlab.scoring.throughput import Place, Run, TimedStep
@@ -69,6 +69,23 @@ class Journal(MutableMapping[Place, list[Run]]):
 
     def __len__(self) -> int:
         return len(self._runs)
+
+
+class Memo:
+    """A value that was computed before the timing, in a file. It counts only on the same machine and build."""
+
+    def __init__(self, file: Path, machine: Mapping[str, Any]) -> None:
+        self.file, self.machine = file, json.loads(json.dumps(dict(machine)))
+
+    def read(self) -> Any:
+        """Return the value, or None if there is none of this machine and build."""
+        content = _parsed(self.file.read_text()) if self.file.exists() else None
+        same = isinstance(content, dict) and content.get("machine") == self.machine
+        return content.get("value") if same else None
+
+    def write(self, value: object) -> None:
+        """Replace the value. It must be ready for JSON."""
+        write_atomic(self.file, json.dumps({"machine": self.machine, "value": value}))
 
 
 def _parsed(line: str) -> Any:

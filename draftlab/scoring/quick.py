@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_tokens
 from draftlab.config.kinds import DRAFTERS, DrafterSpec
@@ -26,7 +27,7 @@ from draftlab.errors import UserError
 from draftlab.intervals import tokens_per_second
 from draftlab.latency.cost_model import CostModel
 from draftlab.latency.machine_state import steady_clock, steady_step_clock
-from draftlab.latency.profiler import PassTimer
+from draftlab.latency.profiler import LatencyCurves, PassTimer
 from draftlab.model import checkpoint
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
@@ -35,7 +36,7 @@ from draftlab.results.decoding import Generation, request_timings
 from draftlab.results.ranking import rank
 from draftlab.results.score import Latency, Prediction, Score
 from draftlab.scoring.comparison import Comparison
-from draftlab.scoring.journal import Journal
+from draftlab.scoring.journal import Journal, Memo
 from draftlab.scoring.models import Models
 from draftlab.scoring.prediction import (
     MARGIN,
@@ -52,6 +53,8 @@ from draftlab.sequential import is_decided, levels, looks_of
 from draftlab.target_outputs.replay import ReplayContext
 
 ROUNDS = 8  # rounds in which single passes are timed
+# what an interrupted run leaves: the latencies of all models, and predictions by the name of the drafter
+KEPT = TypeAdapter(tuple[list[LatencyCurves], dict[str, Prediction]])
 FEW = 2  # groups of prompts that show which precision of the target is clearly slower
 SLOWER = 1.15  # plain decoding that takes this times as long is not timed any further
 
@@ -64,6 +67,7 @@ class QuickTiming:
         runs: Drafts and drafters, by name.
         heads: Passes of heads that were timed alone, by the name of the drafter.
         journal: Function that opens the journal of a part of the timing.
+        memo: Latencies and predictions of an interrupted run.
         started: time.monotonic() at the start of the measurement.
         timer: Timer of the passes of all models.
     """
@@ -74,6 +78,7 @@ class QuickTiming:
     heads: Mapping[str, Decoder]
     batch: int
     journal: Callable[[str], Journal]
+    memo: Memo
     started: float
     timer: PassTimer
 
@@ -84,14 +89,8 @@ class QuickTiming:
             UserError: The time is too short for the texts, or every text has a single token.
         """
         self.texts = self._write_texts()
-        with progress("timing single passes", ROUNDS) as advance:
-            self.timer.rounds.warm_up((1, 2))  # the target has just run
-            for done in range(1, ROUNDS + 1):
-                self.timer.rounds.run()
-                advance(done, "rounds")
-        self.curves = self.timer.curves()
         self.written = self._written()
-        self.predictions = self._predictions()
+        self.curves, self.predictions = self._curves_and_predictions()
         known = {name: run for name, run in self.runs.items() if name in self.predictions}
         self.gains = gains(self.predictions, self.written.conversations)
         chosen = [*known] if self.comparison.effort.every else finalists(self.gains)
@@ -101,6 +100,25 @@ class QuickTiming:
                 note(f"{name} cannot be replayed, so it is timed at every K")
         other = None if OTHER_PLAIN not in self.plain else self.models.other_target
         self.live = self._live(self.runs, "timed", other)
+
+    def _curves_and_predictions(self) -> tuple[dict[str, LatencyCurves], dict[str, Prediction]]:
+        """Time the passes of all models and replay the drafters, unless an interrupted run did so."""
+        names = [
+            *self.timer.grids
+        ]  # they are ids of this process, in an order that is always the same
+        if (before := self.memo.read()) is not None:
+            curves, predictions = KEPT.validate_python(before)
+            return dict(zip(names, curves, strict=True)), predictions
+        with progress("timing single passes", ROUNDS) as advance:
+            self.timer.rounds.warm_up((1, 2))  # the target has just run
+            for done in range(1, ROUNDS + 1):
+                self.timer.rounds.run()
+                advance(done, "rounds")
+        self.curves = self.timer.curves()
+        predictions = self._predictions()
+        kept = ([self.curves[name] for name in names], predictions)
+        self.memo.write(KEPT.dump_python(kept, mode="json"))
+        return self.curves, predictions
 
     def run(self, scores: Callable[[], list[Score]]) -> list[Score]:
         """Time until the result is decided, and return the scores.

@@ -48,7 +48,7 @@ from draftlab.results.score import (
     TaskResult,
 )
 from draftlab.scoring.comparison import Comparison, with_rounded_drafts
-from draftlab.scoring.journal import Journal
+from draftlab.scoring.journal import Journal, Memo
 from draftlab.scoring.models import Models
 from draftlab.scoring.quick import QuickTiming, with_errors
 from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, TimedArms, measure_throughput
@@ -212,6 +212,7 @@ class Measurement:
             heads=heads,
             batch=batch,
             journal=lambda part: self._journal(f"{part}-b{batch}"),
+            memo=Memo(self.state / f"predictions-b{batch}.json", self._machine),
             started=self.started,
             timer=self._pass_timer(batch, heads),
         )
@@ -233,14 +234,18 @@ class Measurement:
         return timing.run(scores)
 
     def _journal(self, part: str) -> Journal:
-        machine = {
+        return Journal(self.state / f"{part}.jsonl", self._machine)
+
+    @property
+    def _machine(self) -> dict[str, Any]:
+        """Return what must be the same for times of an interrupted run to count."""
+        return {
             "processor": self.environment.processor,
             "cores": self.environment.cores,
             "device": device_name(self.comparison.engine.device),
             "threads": torch.get_num_threads(),
             **provenance.versions(),
         }
-        return Journal(self.state / f"{part}.jsonl", machine)
 
     def _scores(self, found: "Found", batch: int) -> list[Score]:
         comparison, measured = self.comparison, found.measured

@@ -16,8 +16,9 @@ from draftlab.engine.generate import Step
 from draftlab.results.decoding import Expected
 from draftlab.results.ranking import rank
 from draftlab.results.score import Prediction, read_score
-from draftlab.scoring.journal import Journal
+from draftlab.scoring.journal import Journal, Memo
 from draftlab.scoring.prediction import finalists, gains, k_without
+from draftlab.scoring.quick import QuickTiming
 from draftlab.scoring.throughput import PLAIN, Run, TimedStep
 
 pytestmark = pytest.mark.usefixtures("space")
@@ -111,7 +112,9 @@ def test_an_interrupted_score_goes_on_from_what_it_timed(asked, space):
     kept.rename(state)
     lines = (state / "timed-b1.jsonl").read_text().splitlines()
     (state / "timed-b1.jsonl").write_text("\n".join(lines[:-3]) + '\n{"place": ["", 0')
-    said = call(f"{asked} --out first").stderr
+    with pytest.MonkeyPatch.context() as patch:  # its predictions are not made again
+        patch.setattr(QuickTiming, "_predictions", None)
+        said = call(f"{asked} --out first").stderr
     again = scores("first")["latest-lookup"]
     assert "going on" in said
     assert not state.exists()
@@ -127,8 +130,6 @@ def test_a_time_that_is_too_short_for_the_texts_names_what_they_need(asked):
 
 
 def test_a_time_that_ends_early_keeps_what_was_timed(asked, monkeypatch):
-    from draftlab.scoring.quick import QuickTiming
-
     monkeypatch.setattr(QuickTiming, "_time_is_over", property(lambda self: True))
     said = call(f"{asked} --minutes 60 --out ended").stderr
     found = next(each for each in scores("ended").values() if each.timed)
@@ -222,3 +223,14 @@ def test_a_journal_of_another_machine_or_build_is_left_and_named(tmp_path, capsy
     other[PLAIN, 0, 1] = [run_of(1)]
     assert dict(Journal(file, here | {"torch": "2.15"})) == dict(other)
     assert not Journal(tmp_path / "none.jsonl", here)
+
+
+def test_a_memo_counts_only_on_its_machine_and_whole(tmp_path):
+    file, here = tmp_path / "memo.json", {"processor": "this"}
+    memo = Memo(file, here)
+    assert memo.read() is None
+    memo.write([1, {"a": 2}])
+    assert Memo(file, here).read() == [1, {"a": 2}]
+    assert Memo(file, {"processor": "other"}).read() is None
+    file.write_text(file.read_text()[:-5])
+    assert Memo(file, here).read() is None

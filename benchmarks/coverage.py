@@ -274,8 +274,8 @@ def _outcome(cell: Cell, drafters: list[Timings], others: list[Timings]) -> Outc
 
 def _looked(cell: Cell, drafters: list[Timings]) -> Outcome:
     """Return what a timing says that ends once it is decided."""
-    looks = looks_of(cell.n)
-    for look, level in zip(looks, _levels(cell.n), strict=True):
+    alike = len(drafters) > 1 and len(set(cell.truths)) == 1
+    for look, level in zip(looks_of(cell.n), _levels(cell.n), strict=True):
         shown = [
             Timings(np.asarray(each.drafted)[:, :look], np.asarray(each.plain)[:look], level)
             for each in drafters
@@ -286,11 +286,9 @@ def _looked(cell: Cell, drafters: list[Timings]) -> Outcome:
         gain = intervals.best_of(ranked)
         slower = [each.ratio.below(1) for each in intervals.against_first(ranked)]
         if look == cell.n or is_decided(gain, slower, PRECISION):
-            break
-    alike = len(drafters) > 1 and len(set(cell.truths)) == 1
-    return Outcome(
-        estimate=gain, truth=cell.truths[order[0]][0], slower=any(slower) if alike else None
-    )
+            truth = cell.truths[order[0]][0]
+            return Outcome(estimate=gain, truth=truth, slower=any(slower) if alike else None)
+    raise AssertionError("the last look is at all conversations")
 
 
 @functools.cache

@@ -80,8 +80,9 @@ class Memo:
     def read(self) -> Any:
         """Return the value, or None if there is none of this machine and build."""
         content = _parsed(self.file.read_text()) if self.file.exists() else None
-        same = isinstance(content, dict) and content.get("machine") == self.machine
-        return content.get("value") if same else None
+        if not isinstance(content, dict) or content.get("machine") != self.machine:
+            return None
+        return content.get("value")
 
     def write(self, value: object) -> None:
         """Replace the value. It must be ready for JSON."""

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What one NVIDIA GPU says of drafts for LLaMA-65B; offline, each part within nine minutes, all within --minutes (25).
 #   bash benchmarks/gpu.sh [--small] [--out DIR] [--minutes N] [PART ...]
-#   PART: machine tests ceilings live sweep target drafts served predict live_text engine loss masks
+#   PART: machine tests ceilings live sweep target drafts served predict live_text engine score loss masks
 # --small: small shapes on whatever device is there, to try the script. Results: DIR/PART.json, benchmarks/results/gpu if
 # left out; DIR/clocks.csv has the GPU's clocks, power and temperature every five seconds, DIR/starts.csv when each part
 # began. A part that fails, or for which no time is left, leaves DIR/PART.failed with its last words, and the others run.
@@ -21,7 +21,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[ ${#parts[@]} -gt 0 ] || parts=(machine tests ceilings live sweep target drafts served predict live_text engine loss masks)
+[ ${#parts[@]} -gt 0 ] || parts=(machine tests ceilings live sweep target drafts served predict live_text engine score loss masks)
 
 cd "$(dirname "$0")/.."
 python=python3
@@ -129,6 +129,12 @@ engine() {
   part engine_target $python -m benchmarks.expand tiny runs/gpu/tiny-larger $larger
   part engine $python -m benchmarks.engine --draft runs/gpu/3x256 --device $device $engine
   part engine_larger $python -m benchmarks.engine --target runs/gpu/tiny-larger --draft runs/gpu/3x256 --device $device $engine
+}
+
+score() {  # what is timed, what is predicted, and how far predictions are off on this GPU
+  cut
+  part score $draftlab score --target tiny --draft runs/gpu/3x256 --drafter latest-lookup --data stdlib --num-prompts 8 \
+    --max-new-tokens 48 --device $device --mode $mode --out runs/gpu/score --force --json
 }
 
 loss() {

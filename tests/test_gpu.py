@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import draftlab
 from benchmarks.load_peak import write_random
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.latency.profiler import random_model
@@ -64,6 +65,26 @@ def test_a_gpu_writes_many_texts_at_once_and_they_are_those_of_small_batches():
     assert [output.ids.tolist() for output in many] == [output.ids.tolist() for output in one]
     assert target.batch_size > batch_size("distill", torch.device("cpu"))
     assert target.writing_memory() > MEMORY
+
+
+@pytest.mark.parametrize("mode", ["eager", "graphs"])
+def test_a_quick_score_times_its_winner_and_predicts_the_others(tmp_path, mode):
+    scored = draftlab.score(
+        draft=["tiny"],
+        drafter=["latest-lookup", "suffix"],
+        target="tiny",
+        data="stdlib",
+        num_prompts=8,
+        max_new_tokens=32,
+        device="cuda",
+        mode=mode,
+        out=tmp_path / "score",
+    )
+    assert scored.best.timed
+    assert scored.best.identical
+    for each in scored.scores:
+        assert each.ks == [1, 2, 3, 4, 5, 6]
+        assert each.prediction.error < 1
 
 
 def test_graphs_choose_the_tokens_of_eager_passes_in_bfloat16():

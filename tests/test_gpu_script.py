@@ -19,6 +19,7 @@ PARTS = {
     "live",
     "live_text",
     "engine",
+    "score",
     "masks",
 }
 PARTS |= {"engine_target", "engine_larger", "loss_256"}

@@ -410,7 +410,7 @@ def _log_speedups(timings: Timings, chosen_by: "ArrayLike | None" = None) -> "np
     kept = np.vstack([np.ones(n), 1 - np.eye(n)]) if n > 1 else np.ones((1, n))  # [1 + G, G]
     with np.errstate(divide="ignore", invalid="ignore"):
         base = kept @ plain
-        if (swaps := _among(timings.swaps, timed)) is not None:
+        if n > 1 and (swaps := _among(timings.swaps, timed)) is not None:
             drafted = _swapped(drafted, swaps)
         chosen = _at_cross_validated_column(drafted, judged, kept)
         logs = np.log(chosen[:, 0] / chosen[:, 1]) - np.log(base[:, 0] / base[:, 1])

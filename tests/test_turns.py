@@ -70,7 +70,7 @@ def test_every_command_asks_the_same_requests(space, asked, monkeypatch):  # noq
     monkeypatch.setattr(
         benchmark, "measure_throughput", lambda *a, **k: timed.append(a[2]) or throughput(*a, **k)
     )
-    said = call(SCORE, "--out", "scored").stderr
+    said = call(SCORE, "--exhaustive", "--out", "scored").stderr
     assert "runs/turns/prompts-" in said
     (answers,) = Path("runs/turns").iterdir()
     call(BUILD, "--dtype", "float32", "--out", "answers")
@@ -94,7 +94,7 @@ def test_every_command_asks_the_same_requests(space, asked, monkeypatch):  # noq
     assert record is not None
     assert str(answers) in record.inputs
     assert list(Path("runs/turns").iterdir()) == [answers]  # made once
-    call(SCORE, "--out", "again", "--prompt-file", answers)  # the last --prompt-file counts
+    call(SCORE, "--exhaustive", "--out", "again", "--prompt-file", answers)  # the last --prompt-file counts
     assert timed == [asked, asked]
 
 

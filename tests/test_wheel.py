@@ -69,7 +69,7 @@ def test_the_quickstart_runs_by_its_name(room, typed):
     where = typed('python -c "import draftlab; print(draftlab.__file__)"')
     assert Path(where.strip()).is_relative_to(room / "venv")
     typed("draftlab run quickstart")
-    assert Path("runs/quickstart/report/report.html").stat().st_size > 10_000
+    assert Path("runs/quickstart/report.html").stat().st_size > 10_000
     planned = typed("draftlab run quickstart --dry-run").splitlines()
     assert [line.rpartition(": ")[2] for line in planned] == ["done"] * 5 + ["to do"]
 

@@ -48,7 +48,11 @@ def optimizers_for(
         ]
         used = [group for group in groups if group["params"]]
         # torch's default on a CPU reads and writes each weight about ten times, and takes 8 times as long
-        return torch.optim.AdamW(used, lr=loop.lr, betas=(0.9, 0.95), fused=True)
+        # weights on the device meta have no values yet
+        fused = all(
+            each.device.type in ("cpu", "cuda") for group in used for each in group["params"]
+        )
+        return torch.optim.AdamW(used, lr=loop.lr, betas=(0.9, 0.95), fused=fused)
 
     if loop.optimizer == "adamw" or not matrices:
         return [adamw(matrices + others, vectors)]

@@ -50,7 +50,8 @@ def served(
         folder=Path("out"), make=lambda name, settings: step_of(name, settings, {}, "auto")
     )
     request = request_of(target, **wanted)
-    return serve(request, steps, chosen, k_by_streams or {1: 3}, k=3, int8=False)
+    ks = k_by_streams or {1: 3}
+    return serve(request, steps, chosen, ks, k=3, int8=False, scores=Path("out/score"))
 
 
 @pytest.mark.parametrize("server", SERVERS)

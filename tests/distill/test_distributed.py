@@ -186,7 +186,9 @@ def test_variables_of_a_launcher_that_started_nothing_silence_nothing(stray, mon
     """As in a shell of a pod, whose operator sets some of them for the job."""
     for name, value in stray.items():
         monkeypatch.setenv(name, value)
-    result = CliRunner().invoke(app, ["prune", "--source", "nosuch", "--out", "x"])
+    result = CliRunner().invoke(
+        app, ["prune", "--source", "nosuch", "--data", "stdlib", "--out", "x"]
+    )
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ")
     assert "nosuch" in result.stderr

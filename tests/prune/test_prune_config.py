@@ -19,6 +19,6 @@ def test_without_a_network_the_paper_s_draft_is_planned_from_the_shipped_shape(
     assert planned["draft"] == presets(shipped.folder("widths"))["wide-1.3b"].describe()
     assert list(tmp_path.iterdir()) == []
     with raises_option("--source"):
-        prune(layers=12, width=2560)
+        prune(layers=12, width=2560, data="stdlib")
     with raises_option("--source"):
         prune(layers=12, source="nobody/other-7b", dry_run=True)

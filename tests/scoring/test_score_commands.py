@@ -221,7 +221,7 @@ def test_the_target_alone_is_timed_at_every_precision_of_the_run(
 ):
     """The draft with other weights than the target's writes what the target writes with those that verify."""
     native = f"--mode native --dtype float32 --drafter latest-lookup --int8 {int8} --out x"
-    call(f"{SCORE} --draft {draft} {native}")
+    call(f"{SCORE} --exhaustive --draft {draft} {native}")
     for score in map(read_score, score_files([space / "x"])):
         weights = None if score.draft.name == "latest-lookup" else draft_weights
         about = score.conditions

@@ -94,7 +94,9 @@ def test_every_command_asks_the_same_requests(space, asked, monkeypatch):  # noq
     assert record is not None
     assert str(answers) in record.inputs
     assert list(Path("runs/turns").iterdir()) == [answers]  # made once
-    call(SCORE, "--exhaustive", "--out", "again", "--prompt-file", answers)  # the last --prompt-file counts
+    call(
+        SCORE, "--exhaustive", "--out", "again", "--prompt-file", answers
+    )  # the last --prompt-file counts
     assert timed == [asked, asked]
 
 

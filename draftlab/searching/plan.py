@@ -177,9 +177,11 @@ def measure_machine(
     disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     started, used = time.perf_counter(), time.process_time()
     with note_if_slow("measuring matrix products and memory bandwidth of this machine"):
-        tflops = matmul_tflops(dtype, device)
-        bandwidth = bandwidth_gbs(size.params(), dtype, device)
-        training_tflops = tflops if trained == dtype else matmul_tflops(trained, device)
+        # where torch is slow in the dtype, the compiled engine runs it, and is as fast in it as in float32
+        timed = dtype if checkpoint.is_fast(dtype, device) else torch.float32
+        tflops = matmul_tflops(timed, device)
+        bandwidth = bandwidth_gbs(size.params(), timed, device)
+        training_tflops = tflops if trained == timed else matmul_tflops(trained, device)
     wall, busy = time.perf_counter() - started, time.process_time() - used
     return Machine(
         device=str(device),
@@ -254,6 +256,7 @@ FINALISTS = 3
 # answers of the target in whose time score times single passes, and replays a draft
 PASS_ANSWERS, REPLAY_ANSWERS = 6.0, 1.0
 LEAST_SEQUENCES, LEAST_STEPS, LEAST_PROMPTS, FIRST_STEPS = 128, 20, 8, (30, 20, 10)
+EXPORT_MINUTES = 5.0  # most minutes of the export
 MOST_PROMPTS = 24  # timing looks at its results after 8, 12 and 24 conversations
 DRAFTS = 10  # largest number of checkpoints on disk: two of the search, six rounds, a variant, the export
 LARGE_VOCAB = 16_384  # smallest vocabulary with which a trimmed lm_head saves time
@@ -308,12 +311,14 @@ class PlannedStep(FileModel, extra="ignore"):
         what: Description of the step for the user.
         minutes: Planned minutes: least_minutes plus the step's fraction of the spare time.
         least_minutes: Minutes of the smallest amount of work that is useful.
+        most_minutes: Minutes of the largest amount of work that is useful. None: there is no limit.
     """
 
     name: str
     what: str
     minutes: float
     least_minutes: float
+    most_minutes: float | None = None
 
 
 class Plan(FileModel, extra="ignore"):
@@ -356,8 +361,10 @@ class Plan(FileModel, extra="ignore"):
     def seconds_for(self, name: str, spent: float) -> float:
         """Return the seconds that a step may take. name: Name of the step. spent: Seconds that earlier steps took."""
         names = [step.name for step in self.steps]
-        later = {step.name: 60 * step.least_minutes for step in self.steps[names.index(name) :]}
-        return seconds_of_steps(later, 60 * self.minutes - spent)[name]
+        steps = self.steps[names.index(name) :]
+        later = {step.name: 60 * step.least_minutes for step in steps}
+        most = {s.name: 60 * s.most_minutes for s in steps if s.most_minutes is not None}
+        return seconds_of_steps(later, 60 * self.minutes - spent, most)[name]
 
     def facts(self) -> dict[str, object]:
         """Return the plan as text for the user, by topic."""
@@ -468,7 +475,8 @@ def make_plan(
             f"--minutes {minutes:g} is too short even for a comparison without any training; use "
             f"--minutes {math.ceil(sum(least.values()) / 60)} or more"
         )
-    seconds = seconds_of_steps(least, 60 * minutes)
+    most = _most(costs, request, candidates, len(ready))
+    seconds = seconds_of_steps(least, 60 * minutes, most)
     layers, widths, first_steps = (
         _grid(request.target, costs, seconds["search"]) if "search" in least else ([], [], 0)
     )
@@ -496,19 +504,34 @@ def make_plan(
                 what=STEPS[name][1],
                 minutes=seconds[name] / 60,
                 least_minutes=least[name] / 60,
+                most_minutes=most[name] / 60 if name in most else None,
             )
             for name in least
         ],
     )
 
 
-def seconds_of_steps(least: Mapping[str, float], total: float) -> dict[str, float]:
+def seconds_of_steps(
+    least: Mapping[str, float], total: float, most: Mapping[str, float]
+) -> dict[str, float]:
     """Return the seconds of each step: its least seconds plus its fraction (see STEPS) of the spare time.
 
-    least: Least seconds of each step, by the name of the step. total: Seconds of all steps together.
+    A step that would get more than its most seconds gets these, and the others share the rest.
+
+    least, most: Least and most seconds of steps, by the name of the step. total: Seconds of all steps together.
     """
     left, shares = max(0.0, total - sum(least.values())), sum(STEPS[name][0] for name in least)
-    return {name: needed + left * STEPS[name][0] / shares for name, needed in least.items()}
+    seconds = {name: needed + left * STEPS[name][0] / shares for name, needed in least.items()}
+    full = {
+        name: max(least[name], most[name])
+        for name in seconds
+        if seconds[name] > most.get(name, math.inf)
+    }
+    if not full:
+        return seconds
+    others = {name: needed for name, needed in least.items() if name not in full}
+    rest = seconds_of_steps(others, total - sum(full.values()), most) if others else {}
+    return {name: (full | rest)[name] for name in least}
 
 
 def _unsuitable(request: Request) -> dict[str, str]:
@@ -617,6 +640,19 @@ def _least(
     least["final"] = costs.score(1, LEAST_PROMPTS, request.streams)
     least["export"] = 0.0
     return {name: costs.start + least[name] for name in STEPS if name in least}
+
+
+def _most(
+    costs: Costs, request: Request, candidates: Sequence[str], ready: int
+) -> dict[str, float]:
+    """Return the seconds of the steps that only measure, if they use all conversations at which timing looks."""
+    drafts = {
+        "ready": ready + ("prompt-lookup" in candidates),
+        "score": len(candidates) + ready,
+        "final": 1,
+    }
+    seconds = {name: costs.score(n, MOST_PROMPTS, request.streams) for name, n in drafts.items()}
+    return seconds | {"export": 60 * EXPORT_MINUTES}
 
 
 def _grid(target: Path, costs: Costs, seconds: float) -> tuple[list[int], list[int], int]:

@@ -1,5 +1,6 @@
 """A plan fits its time, names what it leaves out and why, and hands the time on from step to step."""
 
+import math
 import shutil
 from pathlib import Path
 from shutil import _ntuple_diskusage as usage
@@ -49,11 +50,21 @@ def planned(
     return make_plan(request, machine, minutes, {}, {})
 
 
-@given(seconds, st.floats(0, 1e5))
-def test_steps_get_what_they_need_and_all_of_the_time(least, total):
-    got = seconds_of_steps(least, total)
+@given(
+    seconds, st.floats(0, 1e5), st.dictionaries(st.sampled_from(sorted(STEPS)), st.floats(0, 1e5))
+)
+def test_steps_get_what_they_need_and_all_of_the_time(least, total, most):
+    """A step that has a limit gets no more, and the others share what it leaves."""
+    got = seconds_of_steps(least, total, {})
     assert all(got[name] >= needed for name, needed in least.items())
     assert sum(got.values()) == pytest.approx(max(total, sum(least.values())))
+    limited = seconds_of_steps(least, total, most)
+    assert list(limited) == list(least)
+    for name, needed in least.items():
+        assert needed <= limited[name] * (1 + 1e-9)
+        assert limited[name] <= max(needed, most.get(name, math.inf)) * (1 + 1e-9)
+    if any(name not in most for name in least):
+        assert sum(limited.values()) == pytest.approx(sum(got.values()))
 
 
 @given(seconds, st.floats(1, 1e4), st.lists(st.floats(0, 1), min_size=12, max_size=12))
@@ -63,7 +74,7 @@ def test_what_a_step_leaves_goes_to_the_later_ones(least, more, used):
     in_order = {name: least[name] for name in STEPS if name in least}
     steps = [
         PlannedStep(name=n, what="", minutes=s / 60, least_minutes=least[n] / 60)
-        for n, s in seconds_of_steps(in_order, total).items()
+        for n, s in seconds_of_steps(in_order, total, {}).items()
     ]
     plan = Plan(
         settings={}, target="", machine=FAST, prompts="", candidates=[], left_out={}, layers=[], widths=[],

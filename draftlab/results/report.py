@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,6 +137,11 @@ def ranking_table(group: Group) -> Table:
         best=0 if praised else None,
         wide=WIDE,
     )
+
+
+def gain_at(score: Score, k: int, gain: Interval) -> str:
+    """Return a speed-up at K as text: with its interval, or marked as predicted if nothing was timed at this K."""
+    return gain.as_speedup() if score.is_timed(k) else f"≈ {gain.value:.2f}x"
 
 
 def predicted_caption(scores: Sequence[Score]) -> str:
@@ -370,9 +375,7 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
         "tokens\nper pass": f"{score.tokens_per_pass(k):.2f}",
         "accept\nrate": f"{score.acceptance(k).draft_acceptance_rate:.1%}",
         RATE_HEADS[score.seconds]: three_digits(score.output_tps(k)),
-        "speed-up\n(95%)": ranked.speedup.as_speedup()
-        if score.timed
-        else f"≈ {ranked.speedup.value:.2f}x",
+        "speed-up\n(95%)": gain_at(score, k, ranked.speedup),
         "relative\nto best": "" if ratio is None else str(ratio),
         "TPOT\n(95%)": speedup_text(score.best_k_tpot_speedup),
         f"TTFT,\n{ms}": milliseconds(score.ttft_ms(k)),
@@ -408,15 +411,22 @@ def _figures(
         score.label: score.acceptance(score.best_k).per_position_acceptance for score in scores
     }
     k_rows, position_rows = [], []
+    by_label = {score.label: score for score in scores}
+    predicted = any(not score.is_timed(k) for score in scores for k in score.ks)
+    unsure = " ≈: predicted, not timed." if predicted else ""
     for name in accepted:
-        gains = {f"K = {k}": gain.as_speedup() for k, gain in speedups[name].items()}
+        score = by_label[name]
+        gains = {f"K = {k}": gain_at(score, k, gain) for k, gain in speedups[name].items()}
         shares = {str(i): f"{share:.2f}" for i, share in enumerate(accepted[name], 1)}
         k_rows.append({"draft": name, **gains})
         position_rows.append({"draft": name, **shares})
     figures = [
         Figure(
             svg=plots.plot_ranking(
-                [(marks[ranked.score.label], ranked.speedup) for ranked in group.ranking],
+                [
+                    (_marked(marks[ranked.score.label], ranked.score), ranked.speedup)
+                    for ranked in group.ranking
+                ],
                 NO_DRAFT if len(group.plain) == 1 else f"{NO_DRAFT}, {group.baseline}",
             ),
             table=Table(
@@ -424,7 +434,7 @@ def _figures(
                 rows=[],  # the table of the ranking has the values
                 title=_titled("Speed-up of each draft", group),
                 caption="Speed-up of whole requests: tokens per second with the draft, divided by tokens per second "
-                f"of the baseline: {NO_DRAFT}, {group.baseline}. Each draft has its best K.",
+                f"of the baseline: {NO_DRAFT}, {group.baseline}. Each draft has its best K.{unsure}",
             ),
         ),
         Figure(
@@ -433,7 +443,7 @@ def _figures(
                 k_rows,
                 title=_titled("Speed-up against K", group),
                 caption="Speed-up of whole requests by K, the number of drafted tokens. Above the dashed line the "
-                "draft helps. Bands are 95% intervals over conversations.",
+                f"draft helps. Bands are 95% intervals over conversations.{unsure}",
             ),
             key=key,
         ),
@@ -450,6 +460,11 @@ def _figures(
     ]
     time = _time_figure(group)
     return figures if time is None else [*figures, time]
+
+
+def _marked(mark: "Mark", score: Score) -> "Mark":
+    """Return the mark of a draft, with a sign before its name if its speed-up was not timed."""
+    return mark if score.timed else replace(mark, name=f"≈ {mark.name}")
 
 
 def _time_figure(group: Group) -> Figure | None:
@@ -496,7 +511,7 @@ def _k_table(score: Score, speedups: Mapping[int, Interval]) -> Table:
         rows.append(
             {
                 "K": str(k),
-                "speed-up (95%)": gain.as_speedup(),
+                "speed-up (95%)": gain_at(score, k, gain),
                 "TPOT (95%)": speedup_text(score.tpot_speedup(k)),
                 "implied TPOT": optional(score.implied_speedup(k), ".2f"),
                 f"TTFT, {MILLISECONDS[score.seconds]}": milliseconds(score.ttft_ms(k)),

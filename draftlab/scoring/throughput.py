@@ -12,15 +12,7 @@ interrupted. A prefill is compared with prefills of the same prompt. Runs with m
 """
 
 from collections import defaultdict, deque
-from collections.abc import (
-    Callable,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import attrgetter
@@ -192,6 +184,7 @@ class LiveTiming:
             list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)
         ]
         self.runs: MutableMapping[Place, list[Run]] = {} if kept is None else kept
+        self.asked: set[Place] = set()  # the runs to return; an interrupted run may have timed more
 
     def time_all(self, arms: Sequence[Arm], group: int, repeat: int) -> None:
         """Decode a group of prompts once in each way, one after the other.
@@ -230,20 +223,21 @@ class LiveTiming:
 
     def time(self, arm: Arm, repeat: int, group: int) -> list[Run]:
         """Decode a group of prompts in one way, unless it is done, and return the runs of its prompts."""
+        self.asked.add((arm, repeat, group))
         if (arm, repeat, group) not in self.runs:
             self.runs[arm, repeat, group] = self._decode(arm, group)
         return self.runs[arm, repeat, group]
 
-    def finish(self, arms: Iterable[Arm] | None = None) -> TimedArms:
-        """Repeat runs with many stalled steps, and return the generations of these arms. Default: of all arms.
+    def finish(self) -> TimedArms:
+        """Repeat runs with many stalled steps, and return the generations of all arms that were asked for.
 
         Raises:
             UserError: Every text ends with its first token, so that there is nothing to time.
         """
         runs_of: dict[Arm, dict[tuple[int, int], list[Run]]] = {}
-        for (arm, repeat, group), runs in sorted(self.runs.items(), key=lambda item: item[0][1:]):
-            if arms is None or arm in arms:
-                runs_of.setdefault(arm, {})[repeat, group] = runs
+        for place in sorted(self.asked, key=lambda place: (place[1:], place[0])):
+            arm, repeat, group = place
+            runs_of.setdefault(arm, {})[repeat, group] = self.runs[place]
         if not any(run.steps for run in chain.from_iterable(runs_of[PLAIN].values())):
             raise UserError(
                 f"the target answers all {len(self.prompts)} prompts with only the end-of-text token, so there is "

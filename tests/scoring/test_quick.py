@@ -102,6 +102,7 @@ def test_an_interrupted_score_goes_on_from_what_it_timed(asked, space):
     from draftlab.atomic import state_directory
     from draftlab.scoring import run
 
+    asked += " --num-prompts 8"  # a single look
     kept = space / "kept"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "remove_state", lambda state: state.rename(kept))

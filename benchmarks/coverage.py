@@ -22,7 +22,8 @@ How scores are drawn (sd is the standard deviation of a logarithm):
 * With rare requests, .15 of the requests gain nothing from a draft.
 * The requests of a conversation correlate as given.
 * A timing that may end early looks at its first 8, 12 and 24 conversations, with the levels and the rule of
-  draftlab/sequential.py, and says what it says when it ends.
+  draftlab/sequential.py, and says what it says when it ends. --early simulates these alone, and writes
+  benchmarks/results/coverage_early.json.
 
 Where the truth depends on what a score chooses, it is the true speed-up of the drafter and K that the score names.
 
@@ -52,8 +53,8 @@ from draftlab.intervals import Interval, Timings
 from draftlab.sequential import is_decided, levels, looks_of
 
 RESULT = Path(__file__).parent / "results" / "coverage.json"
+EARLY_RESULT = RESULT.with_name("coverage_early.json")
 SIZES = (4, 6, 8, 12, 24, 44)
-LOOKS_FROM = 8  # conversations up to which a timing looks only once
 TOKENS, PLAIN_SECONDS = 64.0, 0.64
 PLAIN_SD, NOISE_SD, K_SD = 0.05, 0.03, 0.05
 RARE_SHARE = 0.15
@@ -120,6 +121,17 @@ def cells(sizes: Sequence[int] = SIZES) -> list[Cell]:
     return [cell for n in sizes for cell in _cells_of(n)] + varying
 
 
+def early_cells(sizes: Sequence[int] = (12, 24, 44)) -> list[Cell]:
+    """Return the cells of timings that may end early."""
+    return [
+        Cell(scenario=LOOKS, n=n, truths=((truth,),) * drafters, spread=spread, own=own)
+        for n in sizes
+        for truth in (1.0, 1.3)
+        for drafters, own in ((1, 0.0), (2, 0.05), (4, 0.2))
+        for spread in (0.1, 0.25)
+    ]
+
+
 def _cells_of(n: int) -> list[Cell]:
     spreads = [
         {"spread": 0.1},
@@ -165,13 +177,6 @@ def _cells_of(n: int) -> list[Cell]:
         for truths, own in rankings
     ]
     found.append(Cell(scenario=WINNER, n=n, truths=(FLAT,) * 4, spread=0.2, own=0.1))
-    if n > LOOKS_FROM:
-        found += [
-            Cell(scenario=LOOKS, n=n, truths=((truth,),) * drafters, spread=spread, own=own)
-            for truth in (1.0, 1.3)
-            for drafters, own in ((1, 0.0), (2, 0.05), (4, 0.2))
-            for spread in (0.1, 0.25)
-        ]
     found += [
         Cell(scenario=scenario, n=n, truths=((truth,),), spread=0.1, rare=True)
         for truth, scenario in RARE.items()
@@ -384,12 +389,38 @@ def _cpu_seconds(call: Callable[[], None]) -> float:
     return time.process_time() - start
 
 
+def record_early(scores: int) -> None:
+    """Simulate timings that may end early, and write the record."""
+    rows = []
+    for number, cell in enumerate(early_cells()):
+        rows.append(simulated(cell, scores, np.random.default_rng(number)))
+        note(
+            f"{cell.scenario}, n {cell.n}: {rows[-1]['coverage']:.3f} {rows[-1]['false_faster']:.3f}"
+        )
+    found = figures(rows)
+    result = environment(threads=1) | {
+        "command": f"python -m benchmarks.coverage --early --scores {scores}",
+        **found,
+        "missed": missed(found),
+        "cells": rows,
+    }
+    EARLY_RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--scores", type=int, default=2000, help="simulated scores of each cell")
-    scores = parser.parse_args().scores
+    parser.add_argument(
+        "--early", action="store_true", help="simulate timings that may end early, and nothing else"
+    )
+    options = parser.parse_args()
+    scores = options.scores
+    if options.early:
+        record_early(scores)
+        return
     rows, controls = [], []
     for number, cell in enumerate(cells()):
         rng = np.random.default_rng(number)

@@ -298,7 +298,7 @@ class QuickTiming:
                 self.written,
                 self.written.replayed(scored, own),
                 run.ks,
-                self._costs(name, run, 1e3 * (clock() - start) / max(1, calls)),
+                self._costs(spec, run, 1e3 * (clock() - start) / max(1, calls)),
             )
         return found
 
@@ -348,11 +348,11 @@ class QuickTiming:
             )
         return [each.logprobs for each in scored]
 
-    def _costs(self, name: str, run: DrafterRun, call_ms: float) -> Costs:
+    def _costs(self, spec: DrafterSpec, run: DrafterRun, call_ms: float) -> Costs:
         lengths = self.written.prompt_tokens
         host = self.written.host_ms
         target = self._cost_model(self.models.target, self._prefill(None))
-        model = self.heads.get(name, run.model)
+        model = self.heads.get(spec.name, run.model)
         if model is None:
             return Costs(
                 target=target,
@@ -363,11 +363,12 @@ class QuickTiming:
                 has_model=False,
             )
         prefill = self._prefill(model)
-        kind = "parallel" if run.model is not None and drafts_in_parallel(run.model) else "model"
+        in_parallel = run.model is not None and drafts_in_parallel(run.model)
         return Costs(
             target=target,
             draft=self._cost_model(model, prefill),
-            kind=name.partition(":")[0] if name in self.heads else kind,
+            # a kind without a price of its own, such as fallback, asks its draft model
+            kind=spec.kind if spec.is_priced() else ("parallel" if in_parallel else "model"),
             prefill_ms=prefill.median_ms * lengths / prefill.width,
             calls_ms=host,
             has_model=True,

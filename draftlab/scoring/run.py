@@ -325,8 +325,8 @@ class Measurement:
             after = {1, *(number for number in (*AFTER, max(ks) - 1) if 0 < number < max(ks))}
             if drafts_in_parallel(model):
                 # the tokens of an accepted draft and one more, and mask tokens
-                widths = sorted({1, *ks, *(2 * k for k in ks)})
-                models[str(id(model))] = model, grid(widths, (), max(ks))
+                widths = sorted({1, 2, *ks, *(2 * k for k in ks)})
+                models[str(id(model))] = model, grid(widths, sorted(after), max(ks))
             else:
                 models[str(id(model))] = model, grid([1, 2], sorted(after), 1)
         for head in (heads or {}).values():

@@ -24,6 +24,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import bounds, environment
+from benchmarks.published_draft import PUBLISHED
 from draftlab.importing.run import smollm2_file
 from draftlab.intervals import ALPHA, speedup
 from draftlab.results.ranking import rank
@@ -32,7 +33,7 @@ from draftlab.results.score import Score, read_score
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "minutes.json"
 MODELS = ("qwen-0.5b", "gemma3-270m", "qwen-1.5b")
-PUBLISHED = ROOT / "drafts" / "smollm2-135m-instruct"
+
 EDITS, DRAFT = PUBLISHED / "edits.jsonl", PUBLISHED / "smollm2-135m-draft-q5_0.gguf"
 PROMPTS = ROOT / "configs" / "prompts" / "categories.jsonl"
 RECORD, LOG = "draftlab.json", "log.jsonl"

@@ -23,12 +23,13 @@ import typer
 
 from benchmarks import bounds, environment
 from benchmarks.minutes import ROOT, draftlab, run_in
+from benchmarks.published_draft import PUBLISHED
 from draftlab.importing.run import smollm2_file
 from draftlab.results.ranking import rank
 from draftlab.results.score import Score, read_score
 
 RESULT = ROOT / "benchmarks" / "results" / "quick_scores.json"
-PUBLISHED = ROOT / "drafts" / "smollm2-135m-instruct"
+
 LOOKUPS = ("--drafter", "latest-lookup", "--drafter", "fallback", "--drafter", "suffix")
 SAMPLED = ("--temperature", "0.7")
 TINY = ("--data", "stdlib", "--num-prompts", "24", "--max-new-tokens", "64")

@@ -434,17 +434,13 @@ def _at_cross_validated_column(
     Args:
         drafted: Tokens and seconds by column and conversation, [C, G, 2]; or [1 + G, C, G, 2], if they depend on which
             conversation is left out.
-        judged: Tokens and seconds by which the fastest column is chosen, in one of these shapes.
+        judged: Tokens and seconds by which the fastest column is chosen, [C, G, 2].
         kept: 1 for the conversations to use, [1 + G, G].
     """
     import numpy as np
 
     if drafted.shape[-3] == 1:
-        return (
-            (kept[:, None] @ drafted[..., 0, :, :])[:, 0]
-            if drafted.ndim == 4
-            else kept @ drafted[0]
-        )
+        return (kept[:, None] @ drafted[..., 0, :, :])[:, 0]
     n, rng = kept.shape[1], np.random.default_rng(0)
     parts = min(PARTS, n)
     part_of = np.stack([rng.permutation(n) % parts for _ in range(PARTITIONS)])

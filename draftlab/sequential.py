@@ -34,7 +34,7 @@ def levels(looks: Sequence[int], last: int | None = None) -> list[float]:
         last: Number of conversations that were planned, if the time was over before. Default: the last look.
     """
     total = last or looks[-1]
-    spent = [(ALPHA) * (look / total) ** 2 for look in looks[:-1]] + [ALPHA]
+    spent = [ALPHA * (look / total) ** 2 for look in looks[:-1]] + [ALPHA]
     return _levels_of(looks, spent)
 
 

@@ -56,9 +56,17 @@ class Rounds(Generic[Key]):
             self.times.setdefault(key, []).append(milliseconds)
         self.done += 1
 
-    def measure(self, repeats: int, advance: Callable[[int], None] = lambda rounds: None) -> None:
-        """Warm up, and run rounds. advance: Callback that receives the number of measured rounds so far."""
-        self.warm_up()
+    def measure(
+        self,
+        repeats: int,
+        advance: Callable[[int], None] = lambda rounds: None,
+        warm_up: tuple[int, int] = WARM_UP_ROUNDS,
+    ) -> None:
+        """Warm up, and run rounds.
+
+        advance: Callback that receives the number of measured rounds so far. warm_up: See warm_up().
+        """
+        self.warm_up(warm_up)
         for _ in range(repeats):
             self.run()
             advance(self.done)

@@ -34,6 +34,7 @@ from draftlab.sampling import FILTERS, Filter, SamplingParams
 
 if TYPE_CHECKING:
     import numpy as np
+    from numpy.typing import ArrayLike
 
 # Above any of these three limits, times are in doubt.
 BUSY = 0.5  # fraction of the cores that other work keeps busy
@@ -498,11 +499,14 @@ class Score(FileModel):
     def predicted_speedup(self, k: int) -> Interval:
         """Return the predicted speed-up of whole requests at this K over plain decoding, with an interval."""
         assert self.prediction is not None
-        numbers = [self.prompts[i].conversation for i in self.prediction.prompts]
-        drafted, plain = (
-            intervals.by_conversation(self.prediction.timings(each), numbers) for each in (k, 0)
-        )
+        drafted, plain = (self._predicted(self.prediction.timings(each)) for each in (k, 0))
         return intervals.speedup(Timings([drafted], plain))
+
+    def _predicted(self, values: "ArrayLike") -> "np.ndarray":
+        """Return sums over the requests of each conversation, [G, C]. values: For each predicted request, [R, C]."""
+        assert self.prediction is not None
+        talks = [self.prompts[i].conversation for i in self.prediction.prompts]
+        return intervals.by_conversation(values, talks)
 
     def speedup_value(self, k: int) -> float:
         if self.is_timed(k):
@@ -547,13 +551,11 @@ class Score(FileModel):
         import numpy as np
 
         assert self.prediction is not None
-        talks = [self.prompts[i].conversation for i in self.prediction.prompts]
-        sums = intervals.by_conversation(
-            np.transpose([each.seconds for each in self.prediction.by_k.values()]), talks
-        )  # [conversations, K]
+        by_k = np.transpose([each.seconds for each in self.prediction.by_k.values()])
+        sums = self._predicted(by_k)  # [conversations, K]
         timed = {g.prompt for g in self.plain}
         among = [[float(i in timed)] for i in self.prediction.prompts]
-        rows = np.flatnonzero(intervals.by_conversation(among, talks)[:, 0])
+        rows = np.flatnonzero(self._predicted(among)[:, 0])
         seconds = sums[rows]
         others = sums.sum(0) - seconds[None] - seconds[:, None]  # [G left out, G, K]
         chosen, usual = others.argmin(-1), (sums.sum(0) - seconds).argmin(-1)
@@ -617,9 +619,8 @@ class Score(FileModel):
         If no request was timed at this K, they are predicted.
         """
         if not self.is_timed(k) and self.prediction is not None:
-            numbers = [self.prompts[i].conversation for i in self.prediction.prompts]
             pairs = [(1e3 * seconds, 1) for _, seconds in self.prediction.timings(k)]
-            return intervals.ratio(intervals.by_conversation(pairs, numbers))
+            return intervals.ratio(self._predicted(pairs))
         runs = request_timings(self.runs(k))
         return intervals.ratio(self._summed([(1e3 * seconds, 1) for _, seconds in runs]))
 
@@ -831,10 +832,10 @@ class Score(FileModel):
     @property
     def doubt(self) -> str | None:
         """Return the reason to doubt the speed-up of this score, or None."""
-        k = self.best_k
-        implied, measured = self.implied_speedup(k), self.tpot_speedup_value(k)
         if not self.timed:
             return "it was predicted, not timed"
+        k = self.best_k
+        implied, measured = self.implied_speedup(k), self.tpot_speedup_value(k)
         if implied is not None and measured and not 1 / DISAGREE <= implied / measured <= DISAGREE:
             return (
                 f"by latencies and acceptance, the TPOT speed-up at K = {k} should be {implied:.2f}x, but "

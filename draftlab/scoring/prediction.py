@@ -64,10 +64,8 @@ class Written:
             scored: A drafter's log-probabilities of the tokens of each text.
             logprobs: Those of the target; 0 if a token is accepted where the drafter's token equals it.
         """
-        chances = [
-            expected.chances(each.logprobs.T, own).T[1:]
-            for each, own in zip(scored, logprobs, strict=True)
-        ]
+        pairs = zip(scored, logprobs, strict=True)
+        chances = [each.chances(own)[1:] for each, own in pairs]
         drafted = [each.drafted[1:] for each in scored if each.drafted is not None]
         modelled = [each.modelled[1:] for each in scored if each.modelled is not None]
         return expected.texts_of(chances, self.limits - 1, drafted or None, modelled or None)

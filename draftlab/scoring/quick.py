@@ -10,7 +10,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter
 
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_tokens
-from draftlab.config.kinds import DRAFTERS, DrafterSpec
+from draftlab.config.kinds import DrafterSpec
 from draftlab.console import note, progress
 from draftlab.engine.drafters.context import DrafterRun
 from draftlab.engine.drafters.parallel import drafts_in_parallel
@@ -50,12 +50,11 @@ from draftlab.scoring.prediction import (
 )
 from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, Arm, LiveTiming, TimedArms
 from draftlab.sequential import is_decided, levels, looks_of
-from draftlab.target_outputs.replay import ReplayContext
+from draftlab.target_outputs.replay import ReplayContext, drafter_of
 
 ROUNDS = 8  # rounds in which single passes are timed
 # what an interrupted run leaves: the latencies of all models, and predictions by the name of the drafter
 KEPT = TypeAdapter(tuple[list[LatencyCurves], dict[str, Prediction]])
-FEW = 2  # groups of prompts that show which precision of the target is clearly slower
 SLOWER = 1.15  # plain decoding that takes this times as long is not timed any further
 
 
@@ -81,6 +80,7 @@ class QuickTiming:
     memo: Memo
     started: float
     timer: PassTimer
+    _prefills: dict[int, Latency] = field(default_factory=dict, init=False)  # by id of the model
 
     def prepare(self) -> None:
         """Let the target write its texts, time the passes, replay the drafts, and choose what to time.
@@ -90,35 +90,31 @@ class QuickTiming:
         """
         self.texts = self._write_texts()
         self.written = self._written()
-        self.curves, self.predictions = self._curves_and_predictions()
-        known = {name: run for name, run in self.runs.items() if name in self.predictions}
+        self._predict()
         self.gains = gains(self.predictions, self.written.conversations)
-        chosen = [*known] if self.comparison.effort.every else finalists(self.gains)
-        self.finalists = [name for name in self.runs if name in chosen or name not in known]
-        for name in self.runs:
-            if name not in known:
-                note(f"{name} cannot be replayed, so it is timed at every K")
+        chosen = [*self.gains] if self.comparison.effort.every else finalists(self.gains)
+        unknown = [name for name in self.runs if name not in self.predictions]
+        for name in unknown:
+            note(f"{name} cannot be replayed, so it is timed at every K")
+        self.finalists = [name for name in self.runs if name in (*chosen, *unknown)]
         other = None if OTHER_PLAIN not in self.plain else self.models.other_target
         self.live = self._live(self.runs, "timed", other)
 
-    def _curves_and_predictions(self) -> tuple[dict[str, LatencyCurves], dict[str, Prediction]]:
+    def _predict(self) -> None:
         """Time the passes of all models and replay the drafters, unless an interrupted run did so."""
-        names = [
-            *self.timer.grids
-        ]  # they are ids of this process, in an order that is always the same
+        # they are ids of this process, in an order that is always the same
+        names = [*self.timer.grids]
         if (before := self.memo.read()) is not None:
-            curves, predictions = KEPT.validate_python(before)
-            return dict(zip(names, curves, strict=True)), predictions
+            curves, self.predictions = KEPT.validate_python(before)
+            self.curves = dict(zip(names, curves, strict=True))
+            return
         with progress("timing single passes", ROUNDS) as advance:
-            self.timer.rounds.warm_up((1, 2))  # the target has just run
-            for done in range(1, ROUNDS + 1):
-                self.timer.rounds.run()
-                advance(done, "rounds")
+            # few rounds warm up, because the target has just run
+            self.timer.rounds.measure(ROUNDS, lambda done: advance(done, "rounds"), (1, 2))
         self.curves = self.timer.curves()
-        predictions = self._predictions()
-        kept = ([self.curves[name] for name in names], predictions)
+        self.predictions = self._predictions()
+        kept = ([self.curves[name] for name in names], self.predictions)
         self.memo.write(KEPT.dump_python(kept, mode="json"))
-        return self.curves, predictions
 
     def run(self, scores: Callable[[], list[Score]]) -> list[Score]:
         """Time until the result is decided, and return the scores.
@@ -227,8 +223,8 @@ class QuickTiming:
         self.slower_plain: dict[str, float] = {}
         other = self.models.other_target
         if other is not None:
-            groups = sorted({0, count // 2})[:FEW]
-            label = f"the target's texts with {self._weights(other)} weights"
+            groups = sorted({0, count // 2})
+            label = f"the target's texts with {self.models.weights(other)} weights"
             with progress(label, len(groups)) as advance:
                 live.warm_up([OTHER_PLAIN], briefly=True)
                 for done, group in enumerate(groups, 1):
@@ -244,13 +240,10 @@ class QuickTiming:
                 for arm in (PLAIN, OTHER_PLAIN)
             )
             if other_pace * SLOWER < pace:
-                self.slower_plain[self._weights(other)] = other_pace / pace
+                self.slower_plain[self.models.weights(other)] = other_pace / pace
             else:
                 self.plain.append(OTHER_PLAIN)
         return measured
-
-    def _weights(self, model: Decoder) -> str:
-        return model.weights_dtype or checkpoint.dtype_name(self.comparison.engine.dtype)
 
     def _check_minutes(self, seconds: float, done: int, count: int) -> None:
         """Check that the target's texts will be written in the given time. done: Number of groups, of `count`."""
@@ -285,14 +278,14 @@ class QuickTiming:
         own = self._target_logprobs()
         specs = {spec.name: spec for spec in self.comparison.drafters}
         for name, run in self.runs.items():
-            spec = specs.get(name) or self._spec_of(name)
+            spec = specs.get(name) or drafter_of(self.comparison.drafts[name])
             if not self._is_known(spec, run):
                 continue
             clock = steady_clock(self.comparison.engine.device)
             start = clock()
             with progress(f"replaying {name}", len(self.written.texts)) as advance:
-                context = self._context(spec, lambda done: advance(done, "texts"))
-                scored = spec.acceptance(replace(context, known=known))
+                context = self._context(spec, known, lambda done: advance(done, "texts"))
+                scored = spec.acceptance(context)
             calls = sum(len(text) for _, text in self.written.texts)
             found[name] = predicted(
                 self.written,
@@ -302,12 +295,6 @@ class QuickTiming:
             )
         return found
 
-    def _spec_of(self, name: str) -> DrafterSpec:
-        """Return the drafter of a draft model that --draft names."""
-        run, path = self.runs[name], self.comparison.drafts[name]
-        kind = "parallel" if run.model is not None and drafts_in_parallel(run.model) else "model"
-        return DRAFTERS.get(kind, name).model_validate({"text": name, "draft": str(path)})
-
     def _is_known(self, spec: DrafterSpec, run: DrafterRun) -> bool:
         """Return whether a drafter can be replayed and its passes are timed."""
         if not spec.replays:
@@ -316,7 +303,13 @@ class QuickTiming:
             return isinstance(run.model, Llama)
         return spec.name in self.heads or not hasattr(spec, "heads")
 
-    def _context(self, spec: DrafterSpec, advance: Callable[[int], None]) -> ReplayContext:
+    def _context(
+        self,
+        spec: DrafterSpec,
+        known: dict[tuple[Path, bool], list[TokenLogprobs]],
+        advance: Callable[[int], None],
+    ) -> ReplayContext:
+        """Return the context in which a drafter is replayed. known, advance: See ReplayContext."""
         comparison = self.comparison
         drafts = spec.paths(comparison.default_draft, models_only=True)
         vocab = checkpoint.vocab_size(comparison.target)
@@ -332,6 +325,7 @@ class QuickTiming:
             advance=advance,
             draft=comparison.default_draft,
             data=comparison.data,
+            known=known,
         )
 
     def _target_logprobs(self) -> list[np.ndarray]:
@@ -362,7 +356,9 @@ class QuickTiming:
                 calls_ms=call_ms,
                 has_model=False,
             )
-        prefill = self._prefill(model)
+        if id(model) not in self._prefills:  # drafters may share a model
+            self._prefills[id(model)] = self._prefill(model)
+        prefill = self._prefills[id(model)]
         in_parallel = run.model is not None and drafts_in_parallel(run.model)
         return Costs(
             target=target,

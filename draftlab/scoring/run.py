@@ -253,7 +253,7 @@ class Measurement:
         other_plain = dict[str, list[Generation]]()
         if OTHER_PLAIN in measured.generations:
             assert self.models.other_target is not None
-            weights = self._weights(self.models.other_target)
+            weights = self.models.weights(self.models.other_target)
             other_plain[weights] = measured.generations[OTHER_PLAIN]
         scores = []
         for name, run in self.runs.items():
@@ -391,7 +391,7 @@ class Measurement:
             threads=torch.get_num_threads(),
             context=comparison.context,
             batch=batch,
-            target_weights=self._weights(self.models.target),
+            target_weights=self.models.weights(self.models.target),
             draft_weights=self._draft_weights(name, self.runs[name]),
             draft_filters=comparison.rule.draft,
             rule=rule,
@@ -424,11 +424,7 @@ class Measurement:
         if "heads_sha256" in run.facts:
             return "int8" if engine.draft_int8 else checkpoint.dtype_name(engine.dtype)
         rounded = parse_quantized_name(name)[1] if name in self.comparison.drafts else None
-        return rounded or (None if run.model is None else self._weights(run.model))
-
-    def _weights(self, model: Decoder) -> str:
-        """Return the precision of a model's weights: int8, the checkpoint's quantisation, or the engine's dtype."""
-        return model.weights_dtype or checkpoint.dtype_name(self.comparison.engine.dtype)
+        return rounded or (None if run.model is None else self.models.weights(run.model))
 
 
 def _fields(kind: type[AnyLatency], point: Latency) -> AnyLatency:

@@ -69,8 +69,8 @@ class AutoRun:
     Attributes:
         left_out: Candidates that are not tried, each with the reason.
         notes: Sentences to add to the verdict.
-        ready: Names of the candidates that were measured before any draft was trained.
-        ready_scores: Their scores, by number of streams, then by name.
+        ready_scores: Scores of the candidates that were measured before any draft was trained, by number of streams,
+            then by name.
     """
 
     request: Request
@@ -78,7 +78,6 @@ class AutoRun:
     steps: StepRunner
     left_out: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    ready: list[str] = field(default_factory=list)
     ready_scores: dict[int, Mapping[str, Score]] = field(default_factory=dict)
 
     @property
@@ -152,7 +151,8 @@ class AutoRun:
 
     def _compared(self, candidates: list[Arm]) -> Scores:
         """Return the scores of all candidates. If none was made, those that chose whether to make any."""
-        if {arm.name for arm in candidates} == {*self.ready}:
+        ready = {name for by_name in self.ready_scores.values() for name in by_name}
+        if {arm.name for arm in candidates} == ready:
             return self.ready_scores
         return self._scores("score", candidates)
 
@@ -244,7 +244,6 @@ class AutoRun:
         }
         relative = {arm.name: relative[arm.shape] for arm in existing if arm.shape}
         self.ready_scores.update(self._scores("ready", existing))
-        self.ready.extend(arm.name for arm in existing)
         ceiling = verdict.training_ceiling(existing, self.ready_scores, relative)
         other = ("ready", "score", "final", "export")
         minutes = sum(step.minutes for step in self.plan.steps if step.name not in other)
@@ -263,7 +262,6 @@ class AutoRun:
         if not late or len(self.request.streams) > 1:
             return
         self.ready_scores.update(self._scores("score", existing))
-        self.ready.extend(arm.name for arm in existing)
         (scores,) = self.ready_scores.values()
         relative = self._costs.cheapest(late) / self._costs.pass_seconds(self.request.size)
         reason = verdict.beyond_reach(

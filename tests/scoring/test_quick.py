@@ -57,6 +57,21 @@ def test_predicted_counts_are_those_of_live_decoding(asked):
             assert each.tokens_per_pass(k) == pytest.approx(whole[name].tokens_per_pass(k))
 
 
+def test_a_parallel_draft_is_predicted_at_once_and_a_token_at_a_time(asked, made):
+    training = "--steps 2 --batch-size 2 --seq-len 16 --training-dtype float32"
+    draft = made / "runs/prune-2x32"
+    call(f"distill --student parallel:tokens=3 --draft {draft} {training} --out at-once")
+    drafters = "--draft at-once --drafter model:draft=at-once"
+    call(f"{asked} {drafters} --out quick")
+    call(f"{asked} {drafters} --exhaustive --repeats 1 --out whole")
+    quick, whole = scores("quick"), scores("whole")
+    assert {"at-once", "model:draft=at-once"} < set(quick)
+    for name, each in quick.items():
+        for k in each.ks:
+            live, expected = whole[name].acceptance(k), each.acceptance(k)
+            assert expected.acceptance_histogram == pytest.approx(live.acceptance_histogram)
+
+
 @pytest.mark.parametrize("rule", ["", "--rule match"])
 def test_sampled_texts_are_predicted_and_timed_too(asked, rule):
     """The target's text is likelier to be accepted than a text that it would not write."""

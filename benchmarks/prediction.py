@@ -84,7 +84,7 @@ def main(
             advance=lambda done: None,
             clock=time.process_time,
         )
-        wrote += measured.tokens[PLAIN]
+        wrote += [measured.tokens[PLAIN][prompt] for prompt in range(prompts)]
         for arm, found in measured.generations.items():
             placed = [g.model_copy(update={"prompt": number * prompts + g.prompt}) for g in found]
             runs.setdefault(arm, []).extend(placed)

@@ -1,20 +1,17 @@
-"""Functions that format numbers for a page, rounded, with an interval or in another unit, and compare intervals."""
+"""Functions that format numbers for a page: rounded, with an interval, or in another unit."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-from draftlab.intervals import ENOUGH
 
 EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 Printed = list[tuple[str, str]]
 NARROW = "†"
-SECTIONS = {"greedy": "request"}  # how the keys of a result begin that are of one of its settings
 
 
 class Value(float):
     """A number from a JSON file. Each time the number is printed, its text and its key are recorded.
 
-    narrow: Whether the interval that it belongs to is too narrow, see narrow_intervals.
+    narrow: Whether the record's intervals are older than their method (docs/method.md), and narrower than they say.
     """
 
     key: str
@@ -33,9 +30,6 @@ class Value(float):
 
     def __truediv__(self, other: float) -> "Value":
         return Value.of(float(self) / float(other), f"{self.key} / {_key(other)}", self.printed)
-
-    def __add__(self, other: float) -> "Value":
-        return Value.of(float(self) + float(other), f"{self.key} + {_key(other)}", self.printed)
 
     def __sub__(self, other: float) -> "Value":
         return Value.of(float(self) - float(other), f"{self.key} - {_key(other)}", self.printed)
@@ -84,35 +78,6 @@ def percent(share: Value, digits: int = 0) -> str:
     return f"{share.scaled(100):.{digits}f} %"
 
 
-def narrow_intervals(content: dict[str, Any], section: str) -> bool:
-    """Return whether the intervals in a section of a result are narrower than 95 % intervals.
-
-    Results of before 2026-11-28 have intervals of a bootstrap over requests. Over fewer than 24 requests, these contain
-    the truth in clearly less than 95 % of cases (docs/method.md). The number of requests is that of the section's
-    settings, or the smallest in the file. If there is none, the intervals count as narrow.
-    """
-    settings: dict[str, Any] = content.get("settings", {})
-    about = [
-        name
-        for name in settings
-        if section.startswith(name) or section.startswith(SECTIONS.get(name, name))
-    ]
-    counts = list(_counts(settings[max(about, key=len)] if about else content))
-    return "intervals" not in content and min(counts, default=0) < ENOUGH
-
-
-def _counts(value: Any) -> Iterator[int]:
-    """Yield the numbers of requests or texts in a result."""
-    if isinstance(value, dict):
-        for name, each in value.items():
-            if name in ("prompts", "requests", "texts") and isinstance(each, int):
-                yield each
-            yield from _counts(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _counts(each)
-
-
 def bounds(estimate: Any) -> tuple[Value, Value, Value]:
     """Return value, low and high of an interval, which results store as a list or as a dict."""
     if isinstance(estimate, dict):
@@ -122,17 +87,10 @@ def bounds(estimate: Any) -> tuple[Value, Value, Value]:
 
 
 def interval(estimate: Any, digits: int = 2) -> str:
-    """Return text such as "1.68 (1.54 to 1.84)". A dagger marks intervals that are too narrow."""
+    """Return text such as "1.68 (1.54 to 1.84)". A dagger marks intervals of an older method."""
     value, low, high = bounds(estimate)
     mark = NARROW if low.narrow else ""
     return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f}){mark}"
-
-
-def total(values: Iterable[Value]) -> Value:
-    first, *more = values
-    for value in more:
-        first = first + value
-    return first
 
 
 def mean(values: dict[str, Value], digits: int = 3) -> str:
@@ -143,25 +101,6 @@ def mean(values: dict[str, Value], digits: int = 3) -> str:
 
 def correlation(found: dict[str, Value]) -> str:
     return interval([found["r"], found["low"], found["high"]])
-
-
-def separates(first: Any, second: Any) -> bool:
-    """Return whether two intervals do not overlap, and are wide enough to say so."""
-    _, low, high = bounds(first)
-    _, other_low, other_high = bounds(second)
-    if low.narrow or other_low.narrow:
-        return False
-    return low > other_high or other_low > high
-
-
-def against_plain(speedup: Any) -> str:
-    """Return text that says, by its interval, whether a speed-up is above or below 1, unless it is too narrow."""
-    _, low, high = bounds(speedup)
-    if low.narrow:
-        return f"not judged ({NARROW})"
-    if low > 1:
-        return "faster than plain decoding"
-    return "slower than plain decoding" if high < 1 else "not clearly faster or slower"
 
 
 def millions(value: Value, digits: int = 0) -> str:

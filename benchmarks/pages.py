@@ -1,8 +1,8 @@
-"""Write README.md and pages of docs/, with numbers from benchmarks/results: python -m benchmarks.pages
+"""Write README.md and pages of docs/, with numbers from benchmarks/results and studies: python -m benchmarks.pages
 
 The source of a page, in docs/pages, is Markdown with Jinja2 expressions. {{ demo.drafts["3x128"].speedup|interval }}
-stands for the value of a key of demo.json in a format. {{ tables.demo() }} on a separate line stands for a table that
-benchmarks/tables.py makes.
+stands for the value of a key of demo.json in a format; the name of a record is enough, wherever it lies.
+{{ tables.demo() }} on a separate line stands for a table that benchmarks/tables.py makes.
 """
 
 import json
@@ -16,10 +16,13 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, UndefinedError, nodes
 
 from benchmarks import tables
-from benchmarks.formats import FILTERS, Printed, narrow_intervals, tagged
+from benchmarks.formats import FILTERS, Printed, tagged
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+RECORDS = {  # by name: of instruments, and of studies
+    file.stem: file
+    for file in sorted([*ROOT.glob("benchmarks/results/*.json"), *ROOT.glob("studies/*/*.json")])
+}
 SOURCES = ROOT / "docs" / "pages"
 EXPRESSION = re.compile(r"\{\{([^{}]+)\}\}")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -43,21 +46,17 @@ class Missing(StrictUndefined):
 
 
 class Pages:
-    """Renders the sources of pages with the results in a folder."""
+    """Renders the sources of pages with the records."""
 
-    def __init__(self, results: Path = RESULTS) -> None:
+    def __init__(self) -> None:
         self.printed: Printed = []
-        files = {file.stem: json.loads(file.read_text()) for file in sorted(results.glob("*.json"))}
-        self.data = {name: self._tagged(content, name) for name, content in files.items()}
+        self.data: dict[str, Any] = {}
+        for name, file in RECORDS.items():
+            content = json.loads(file.read_text())
+            self.data[name] = tagged(content, name, self.printed, narrow="intervals" not in content)
         self.environment = Environment(undefined=Missing)
         self.environment.filters = dict(FILTERS)
         self.environment.globals = dict(self.data) | {"tables": tables.Tables(self.data)}
-
-    def _tagged(self, content: dict[str, Any], name: str) -> dict[str, Any]:
-        return {
-            key: tagged({key: each}, name, self.printed, narrow_intervals(content, key))[key]
-            for key, each in content.items()
-        }
 
     def lines(self, source: str) -> Iterator[Line]:
         for number, line in enumerate(source.splitlines(), 1):
@@ -98,7 +97,7 @@ class Pages:
         typed = [constant for constant in tree.find_all(nodes.Const) if id(constant) not in places]
         if typed:
             raise ValueError(
-                f"{{{{{expression}}}}} contains {typed[0].value!r}: name a key of benchmarks/results instead"
+                f"{{{{{expression}}}}} contains {typed[0].value!r}: name a key of a record instead"
             )
 
     def text(self, source: Path) -> str:

@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import bounds, drafting_row, environment
-from benchmarks.at_size import SIZES
 from benchmarks.expand import expand, larger
 from benchmarks.smollm2 import draftlab, fastest, import_models, scores, settings
 from draftlab.importing.run import PUBLISHED
@@ -25,8 +24,13 @@ from draftlab.model import checkpoint
 from draftlab.results.score import Score
 
 DRAFT = "models/smollm2-135m-draft"
+# at four times the source's width, all scaling factors are powers of two, which bf16 represents exactly
+SIZES: dict[str, dict[str, Any]] = {
+    "1.3b": {"layers": 30, "width": 2304, "params": "1.3b"},
+    "3b": {"layers": 36, "width": 2304, "params": "3b"},
+}
 # Prompt lookup, then the draft where lookup has no match that is long enough. The lengths and the number of drafted
-# tokens were chosen on other prompts than those of the scores: benchmarks.smollm2_prompts, seed 10011.
+# tokens were chosen on other prompts than those of the scores (studies/lookup-first).
 BEFORE = f"fallback:draft={DRAFT},draft_tokens={{}}"
 # options of draftlab score, each with its values
 Options = dict[str, list[str]]
@@ -43,7 +47,7 @@ LARGE: dict[str, Options] = {
         "drafter": [BEFORE.format(4)], "int8": ["draft"], "k": ["4"], "num-prompts": ["8"],
         "target": [f"models/smollm2-{size}"],
     }
-    for size in ("1.3b", "3b")
+    for size in SIZES
 }  # fmt: skip
 
 

@@ -1,14 +1,15 @@
 """Compare two verify rules on the same sampled drafts: python -m benchmarks.verify_rules FOLDER PROMPTS
 
 FOLDER is a folder in which draftlab init --preset smollm2 has run. PROMPTS is a JSON-lines file of prompts with
-categories, on which the draft was not trained, such as that of benchmarks.smollm2_prompts with --seed 10011. The target
-answers the prompts at temperature 1 with the published draft. At every step, the script computes the expected tokens of
-the step by the rejection rule and by block verification, given the drafted tokens and both distributions, for every K.
-Nothing is timed. The last line is one JSON object: by K, tokens per target pass by each rule and the ratio of block
-verification to rejection, as [value, low, high] over the prompts.
+categories, on which the draft was not trained, such as that of studies/more-answers/prompts.py with --seed 10011. The
+target answers the prompts at temperature 1 with the published draft. At every step, the script computes the expected
+tokens of the step by the rejection rule and by block verification, given the drafted tokens and both distributions, for
+every K. Nothing is timed. The last line is one JSON object: by K, tokens per target pass by each rule and the ratio of
+block verification to rejection, as [value, low, high] over the prompts.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,15 +18,16 @@ import numpy as np
 import torch
 import typer
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from benchmarks import environment
-from benchmarks.lookup_first import first_of_categories
+from benchmarks import bounds, environment
 from benchmarks.published_draft import DRAFT
 from benchmarks.smollm2 import TARGET
-from benchmarks.smollm2_studies import interval
 from draftlab.console import progress
+from draftlab.data.text import chat_ids
 from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.engine.verify import Chance, Tokens, Verdict, block
+from draftlab.intervals import ratio
 from draftlab.model import checkpoint, llama
 from draftlab.model.native_cpu import NativeLlama
 from draftlab.sampling import SamplingParams
@@ -74,6 +76,26 @@ def main(
             {"benchmark": "verify_rules", "by_k": by_k, "settings": settings} | environment(1)
         )
     )
+
+
+def first_of_categories(
+    prompts: Path, count: int, tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    """Return the token ids of the first `count` prompts of each category in a file, as turns of a chat."""
+    by_category: dict[str, list[str]] = defaultdict(list)
+    for line in prompts.read_text().splitlines():
+        row = json.loads(line)
+        by_category[row["category"]].append(row["prompt"])
+    return [
+        chat_ids([{"role": "user", "content": prompt}], tokenizer, prompts.name)
+        for category in sorted(by_category)
+        for prompt in by_category[category][:count]
+    ]
+
+
+def interval(pairs: np.ndarray) -> list[float]:
+    """Return the ratio of sums over prompts with its interval. pairs: Numerator and denominator by prompt, [N, 2]."""
+    return bounds(ratio(pairs))
 
 
 class ExpectedTokens:

@@ -1,4 +1,4 @@
-"""Every number of a page comes from a key of benchmarks/results, and every result names its machine and day."""
+"""Every number of a page comes from a key of a record, and every record names its machine and day."""
 
 import ast
 import json
@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import pages, tables
 from benchmarks.formats import tagged
-from benchmarks.pages import EXPRESSION, NUMBER, RESULTS, ROOT, SOURCES, differences
+from benchmarks.pages import EXPRESSION, NUMBER, RECORDS, ROOT, SOURCES, differences
 
 SOURCE_FILES = sorted(SOURCES.glob("*.md"))
 
@@ -187,7 +187,7 @@ def test_a_key_that_is_missing_fails():
         list(pages.Pages().lines("{{ demo.nothing|fixed }}"))
 
 
-@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", RECORDS.values(), ids=lambda file: file.name)
 def test_a_result_names_its_machine_and_day(file):
     result = json.loads(file.read_text())
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", result.get("date", "")), f"{file.name} has no date"

@@ -77,15 +77,3 @@ def requests(score: Score) -> dict[str, Any]:
 
 def bounds(estimate: Interval) -> list[float]:
     return [estimate.value, estimate.low, estimate.high]
-
-
-def mean(estimate: Interval | None) -> float | None:
-    return estimate and estimate.value
-
-
-def speedups(row: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the speed-ups of whole requests and of TPOT from a row of score --json, each as [value, low, high]."""
-    return {
-        name: [row[name], row[f"{name}_low"], row[f"{name}_high"]]
-        for name in ("speedup", "tpot_speedup")
-    }

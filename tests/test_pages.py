@@ -35,13 +35,27 @@ def anchors(text: str) -> set[str]:
     "page",
     [
         "README.md",
+        "CONTRIBUTING.md",
         "SECURITY.md",
-        *(f"docs/{p.name}" for p in sorted((pages.ROOT / "docs").glob("*.md"))),
+        *(
+            str(page.relative_to(pages.ROOT))
+            for folder in (
+                "docs/*.md",
+                "benchmarks/*.md",
+                "studies/*.md",
+                "studies/*/*.md",
+                "drafts/*/*.md",
+            )
+            for page in sorted(pages.ROOT.glob(folder))
+        ),
     ],
 )
 def test_links_between_pages_lead_somewhere(page):
     file = pages.ROOT / page
-    for target, _, anchor in re.findall(r"\]\(([\w./-]*\.md)?(#([\w-]+))?\)", file.read_text()):
+    text = file.read_text()
+    for image in re.findall(r"\]\(([\w./-]+\.svg)\)", text):
+        assert (file.parent / image).exists(), image
+    for target, _, anchor in re.findall(r"\]\(([\w./-]*\.md)?(#([\w-]+))?\)", text):
         linked = file.parent / target if target else file
         assert linked.exists(), target
         assert not anchor or anchor in anchors(linked.read_text()), f"{target}#{anchor}"

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from draftlab.training.run import TrainingResult
 
 GENERATED = "Generated text"  # panel of --help
-# the best learning rates of a sweep (benchmarks/results/distill_quality.json)
+# the best learning rates of a sweep (studies/losses)
 PROVEN_LR = {"muon": 4.0e-3, "adamw": 1.0e-3}
 TEXTS = ("data", "target", "draft")  # names in the value of --text
 

@@ -55,9 +55,9 @@ PLAN, VERDICT, PAGE, RECIPE = "plan.json", "auto.json", "index.html", "recipe.ya
 # training stops after a round that gains less than this, relative to the tokens per pass before the round
 MIN_GAIN = 0.01
 MOST_SEQUENCES, MOST_STEPS = 20_000, 4000
-# how many tokens a draft model or a head drafts if prompt lookup has no match; from recipes/smollm2.yaml
+# how many tokens a draft model or a head drafts if prompt lookup has no match; from studies/first-drafts
 LOOKUP_DRAFT_TOKENS, LOOKUP_HEAD_TOKENS = (2, 3)
-# learning rate for a draft that is trained further; from recipes/smollm2.yaml
+# learning rate for a draft that is trained further; from studies/first-drafts
 CONTINUED_LR = 2.0e-3
 MOST_FASTER = 4.0  # largest factor by which generation is taken to be faster or slower than planned
 

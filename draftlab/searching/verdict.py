@@ -66,7 +66,7 @@ class Arm:
         return in_words(self.kind, self.shape)
 
 
-# highest acceptance rate of a token that a draft reached in an hour of training (benchmarks/results/smollm2.json)
+# highest acceptance rate of a token that a draft reached in an hour of training (studies/first-drafts)
 REACHED = 0.62
 
 

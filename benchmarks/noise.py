@@ -97,7 +97,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--k", default="2-3")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--int8", default="off")
+    parser.add_argument("--int8", choices=["draft", "target", "both"])
     parser.add_argument(
         "--stolen-cores", type=int, default=1, help="number of processes that compute meanwhile"
     )
@@ -129,13 +129,14 @@ def make(folder: Path, name: str, *words: str) -> None:
 
 def score(options: argparse.Namespace, name: str, *more: str) -> list[Score]:
     prompts = ("--prompt-file", str(options.prompt_file)) if options.prompt_file else TEXT
+    asked = {name: value for name in SCORED if (value := getattr(options, name)) is not None}
     make(
         options.folder,
         name,
         "score",
         *("--target", str(options.target), "--draft", str(options.draft or "draft")),
         *("--draft", str(options.target), "--drafter", "latest-lookup"),
-        *(f"--{name.replace('_', '-')}={getattr(options, name)}" for name in SCORED),
+        *(f"--{name.replace('_', '-')}={value}" for name, value in asked.items()),
         *prompts,
         *more,
     )

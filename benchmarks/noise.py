@@ -1,17 +1,19 @@
 """Score the same drafts again and again while other processes steal cores: python -m benchmarks.noise [--quick]
 
-A first score without other work is the reference. Then --runs scores are made while --stolen-cores processes compute
-for about half of the time. The drafters are prompt lookup, a draft distilled from the embedded target (or --draft), and
-the target as its own draft, which cannot give a speed-up. Outputs in --folder are not made again, so a run that was
-killed resumes. The benchmark takes about 15 minutes on two cores. The last line is one JSON object:
+An exhaustive score without other work is the reference. Then --runs quick scores are made while --stolen-cores
+processes compute for about half of the time. The drafters are prompt lookup, a draft distilled from the embedded target
+(or --draft), and the target as its own draft, which cannot give a speed-up. Outputs in --folder are not made again, so
+a run that was killed resumes. Thirty runs take about 15 minutes on two cores. The last line is one JSON object:
 
+decided: number of runs that say whether their fastest draft is faster than plain decoding.
+right: number of decided runs that do not contradict the reference.
+wrong: number of decided runs that contradict the reference: in what they say of plain decoding, or because they call a
+    draft slower than their fastest draft although the reference says that it is faster.
+false_faster: number of runs that wrongly call a draft faster than plain decoding.
+doubtful: number of runs whose fastest draft has a doubt, such as a busy machine.
+coverage: fraction of the intervals of timed drafts that contain the speed-up of the reference.
 relative_spread: standard deviation of the best speed-up divided by its mean.
-coverage: fraction of the 95 % intervals that contain the reference.
-answered: number of scores that say whether a draft is faster than plain decoding.
-right, wrong: number of answers that agree with the reference, and of those that do not.
-false_faster: number of answers that wrongly call a draft faster.
-cannot_tell: number of scores without an answer, because the machine was busy.
-reference_in_doubt: drafts for which the reference has no answer.
+load: load average of the machine at the start and at the end. Other work than the benchmark's own raises it.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -30,12 +33,13 @@ from typing import Any
 
 from benchmarks import child_environ, environment
 from draftlab.console import note
+from draftlab.results.ranking import Ranked, rank
 from draftlab.results.score import Score, read_score
 
 TEXT = ("--data", "stdlib")
 # options that are passed on to draftlab score
-SCORED = ("num_prompts", "max_new_tokens", "repeats", "threads", "dtype")
-QUICK = {"runs": 2, "num_prompts": 4, "max_new_tokens": 16, "repeats": 1, "steps": 4}
+SCORED = ("num_prompts", "max_new_tokens", "threads", "dtype", "int8", "k")
+QUICK = {"runs": 2, "num_prompts": 4, "max_new_tokens": 16, "steps": 4}
 
 
 def main() -> None:
@@ -61,15 +65,17 @@ def main() -> None:
         )
         training = ("--steps", str(options.steps), "--batch-size", "8", *TEXT)
         make(folder, "draft", "distill", "--draft", "pruned", "--target", "tiny", *training)
-    quiet = score(options, "quiet")
+    load = [os.getloadavg()[0]]
+    quiet = score(options, "quiet", "--exhaustive")
     noisy = []
     for number in range(options.runs):
         note(f"run {number + 1} of {options.runs}, disturbed")
         with disturbed(options.stolen_cores, seed=number):
             noisy.append(score(options, f"noisy-{number}"))
+    load.append(os.getloadavg()[0])
     pair = {"target": Path(options.target).name, "draft": Path(options.draft or "draft").name}
     ended = {"benchmark": "noise", "quick": options.quick, "stolen_cores": options.stolen_cores}
-    ended |= pair | environment(options.threads)
+    ended |= pair | {"load": load} | environment(options.threads)
     print(json.dumps(result(quiet, noisy) | ended))
 
 
@@ -86,11 +92,12 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--prompt-file", type=Path, help="by default, prompts are from Python's standard library"
     )
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--runs", type=int, default=30)
+    parser.add_argument("--num-prompts", type=int, default=24)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--k", default="2-3")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--int8", choices=["draft", "target", "both"])
     parser.add_argument(
         "--stolen-cores", type=int, default=1, help="number of processes that compute meanwhile"
     )
@@ -120,19 +127,20 @@ def make(folder: Path, name: str, *words: str) -> None:
     subprocess.run(command, cwd=folder, env=child_environ(), check=True, stdout=sys.stderr)
 
 
-def score(options: argparse.Namespace, name: str) -> dict[str, Score]:
+def score(options: argparse.Namespace, name: str, *more: str) -> list[Score]:
     prompts = ("--prompt-file", str(options.prompt_file)) if options.prompt_file else TEXT
+    asked = {name: value for name in SCORED if (value := getattr(options, name)) is not None}
     make(
         options.folder,
         name,
         "score",
         *("--target", str(options.target), "--draft", str(options.draft or "draft")),
-        *("--draft", str(options.target), "--drafter", "latest-lookup", "--k", "2-3"),
-        *(f"--{name.replace('_', '-')}={getattr(options, name)}" for name in SCORED),
+        *("--draft", str(options.target), "--drafter", "latest-lookup"),
+        *(f"--{name.replace('_', '-')}={value}" for name, value in asked.items()),
         *prompts,
+        *more,
     )
-    scores = [read_score(file) for file in sorted((options.folder / name).rglob("score.json"))]
-    return {score.name: score for score in scores}
+    return [read_score(file) for file in sorted((options.folder / name).rglob("score.json"))]
 
 
 @contextlib.contextmanager
@@ -162,42 +170,51 @@ def steal(seed: int, parent: int) -> None:
         time.sleep(0.005 * 400 ** rng.random())
 
 
-def result(quiet: dict[str, Score], noisy: list[dict[str, Score]]) -> dict[str, Any]:
-    truth = {name: score.best_k_speedup.value for name, score in quiet.items()}
-    best = [max(score.best_k_speedup.value for score in scores.values()) for scores in noisy]
-    pairs = [(truth[name], score) for scores in noisy for name, score in scores.items()]
+def result(quiet: Sequence[Score], noisy: Sequence[Sequence[Score]]) -> dict[str, Any]:
+    """Return the counts of noisy scores beside a quiet one. Each argument has the scores of all drafts."""
+    reference = rank(quiet)
+    truth = {row.name: row.speedup.value for row in reference}
+    rankings = [rank(scores) for scores in noisy]
+    said = [(ranking, faster) for ranking in rankings if (faster := answer(ranking[0])) is not None]
+    wrong = [contradicts(ranking, reference) for ranking, _ in said]
+    best = [ranking[0].gain.value for ranking in rankings]
     covered = [
-        score.best_k_speedup.low <= value <= score.best_k_speedup.high for value, score in pairs
-    ]
-    answers = [
-        (value > 1, faster) for value, score in pairs if (faster := answer(score)) is not None
+        row.speedup.low <= truth[row.name] <= row.speedup.high
+        for ranking in rankings
+        for row in ranking
+        if row.score.timed
     ]
     return {
-        "relative_spread": stdev(best) / mean(best),
+        "runs": len(rankings),
+        "decided": len(said),
+        "right": wrong.count(False),
+        "wrong": wrong.count(True),
+        "false_faster": sum(faster and truth[ranking[0].name] <= 1 for ranking, faster in said),
+        "doubtful": sum(ranking[0].doubt is not None for ranking in rankings),
         "coverage": mean(covered),
-        "answered": len(answers),
-        "right": sum(is_faster == said for is_faster, said in answers),
-        "wrong": sum(is_faster != said for is_faster, said in answers),
-        "false_faster": sum(said and not is_faster for is_faster, said in answers),
-        "cannot_tell": sum(score.doubt is not None for _, score in pairs),
-        "scores": len(pairs),
+        "intervals": len(covered),
+        "relative_spread": stdev(best) / mean(best),
         "reference": truth,
-        "reference_in_doubt": [name for name, score in quiet.items() if score.doubt is not None],
+        "reference_in_doubt": [row.name for row in reference if row.doubt is not None],
         "best": best,
-        "stalled_steps": sum(score.stalls[0] for _, score in pairs)
-        / sum(score.stalls[1] for _, score in pairs),
-        "relative_spreads": {
-            name: stdev(values) / mean(values)
-            for name in truth
-            if (values := [scores[name].best_k_speedup.value for scores in noisy])
-        },
+        "winners": Counter(ranking[0].name for ranking in rankings),
     }
 
 
-def answer(score: Score) -> bool | None:
-    """Return whether a score calls its draft faster than plain decoding, or None if the score cannot tell."""
-    gain = score.best_k_speedup
-    return None if score.doubt is not None or gain.low <= 1 <= gain.high else gain.low > 1
+def answer(row: Ranked) -> bool | None:
+    """Return whether a ranking calls its fastest draft faster than plain decoding, or None if it cannot tell."""
+    gain = row.gain
+    return None if row.doubt is not None or gain.low <= 1 <= gain.high else gain.low > 1
+
+
+def contradicts(ranking: Sequence[Ranked], reference: Sequence[Ranked]) -> bool:
+    """Return whether a decided ranking says the opposite of the reference: of plain decoding, or of two drafts."""
+    place = {row.name: row for row in reference}
+    first = ranking[0]
+    if answer(first) != (place[first.name].speedup.value > 1):
+        return True
+    slower = {row.name for row in ranking if row.significant}
+    return reference[0].name in slower and place[first.name].significant is True
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 
 from draftlab.console import is_main_process, note
 from draftlab.errors import UserError, one_line
+from draftlab.quantities import format_bytes
 from draftlab.reading import read_object
 
 STATE_RECORD = "run.json"
@@ -172,8 +173,8 @@ def check_space(out: Path, needed: int, contents: str) -> None:
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise UserError(
-            f"not enough disk for {contents}: they need {needed / 1e9:.3g} GB, and the disk of {parent} has "
-            f"{free / 1e9:.3g} GB free; free some space, or choose --out on another disk"
+            f"not enough disk for {contents}: they need {format_bytes(needed)}, and the disk of {parent} has "
+            f"{format_bytes(free)} free; free some space, or choose --out on another disk"
         )
 
 

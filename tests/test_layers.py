@@ -19,6 +19,7 @@ LAYERS = [
         "reading",
         "shipped",
         "intervals",
+        "quantities",
         "sampling",
         "registry",
         "dates",

@@ -16,6 +16,7 @@ from draftlab.dates import fixed_date
 from draftlab.errors import EXTRAS, MissingExtra, UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
+from draftlab.quantities import format_duration
 from draftlab.trust import remote_code
 
 Value = TypeVar("Value")
@@ -198,7 +199,7 @@ def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:
             seconds += read_bytes / (1e9 * bandwidth)
         minutes = {"minutes": seconds / 60}
         kind = device.type.upper().replace("CUDA", "GPU")
-        shown["time"] = f"about {minutes['minutes']:.2g} min on this {kind}"
+        shown["time"] = f"about {format_duration(seconds)} on this {kind}"
     lines = [f"{name}: {value}" for name, value in shown.items()]
     data = {"out": str(output.out), **shown, **minutes}
     return Outcome(

@@ -36,6 +36,7 @@ from draftlab.config.shared import (
 from draftlab.errors import UserError, about
 from draftlab.model import families, hub
 from draftlab.output import Output
+from draftlab.quantities import format_bytes
 from draftlab.shell import typed
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> Job[Measured]:
         passes = points * grid.repeats * len(models)
         memory = sum(needed_bytes(models, grid, running).values())
         sizes: dict[str, object] = {model.name: model.size.describe() for model in models}
-        return sizes | {"passes": passes, "memory": f"{memory / 1e9:.3g} GB"}
+        return sizes | {"passes": passes, "memory": format_bytes(memory)}
 
     return Job(run, "-".join(["law" if has_law else "profile", *names]), facts)
 

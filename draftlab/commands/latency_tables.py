@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from draftlab.latency.cost_model import Profile, pass_bytes
 from draftlab.latency.predict import DraftPrediction, Prediction, required_length
 from draftlab.latency.scaling_law import ScalingLaw
+from draftlab.quantities import format_number
 from draftlab.results.ranking import NO_DRAFT
 from draftlab.results.score import Latency
 from draftlab.results.tables import TerminalTable
@@ -29,13 +30,17 @@ def profile_table(profile: Profile) -> TerminalTable:
     reached = limits = ""
     if profile.shape:
         rate = pass_bytes(profile.shape, profile.dtype) / 1e6 / steady_ms
-        reached = f"In plain decoding, a one-token pass reads weights at {rate:.3g} GB/s; "
-    products = ", ".join(f"{value:.3g} in {name}" for name, value in profile.matmul_tflops.items())
+        reached = (
+            f"In plain decoding, a one-token pass reads weights at {format_number(rate)} GB/s; "
+        )
+    products = ", ".join(
+        f"{format_number(value)} in {name}" for name, value in profile.matmul_tflops.items()
+    )
     prompts = ", ".join(f"{p.width} tokens in {_ms(p)}" for p in profile.prefill)
     if profile.bandwidth_gbs:
         limits = (
-            f"a matrix-vector product reaches {profile.bandwidth_gbs:.3g} GB/s, a large matrix product {products} "
-            "TFLOP/s. "
+            f"a matrix-vector product reaches {format_number(profile.bandwidth_gbs)} GB/s, "
+            f"a large matrix product {products} TFLOP/s. "
         )
     caption = (
         f"{reached}{limits}Prompts: {prompts}. Host time per step in ms: {_ms(profile.host[0])}, or "
@@ -58,7 +63,7 @@ def law_table(law: ScalingLaw) -> TerminalTable:
         law.profiles, law.shapes, law.measured_ms, law.held_out_errors, strict=True
     ):
         cells = [measured, law.ms(shape), *law.curve.parts(shape)]
-        rows.append([profile.name, *(f"{cell:.3g}" for cell in cells), f"{error:+.1%}"])
+        rows.append([profile.name, *(format_number(cell) for cell in cells), f"{error:+.1%}"])
     title = f"{first.device}, {first.dtype}, {first.mode}: ms of a one-token pass after {law.context} cached tokens"
     heads = ("shape", "measured", "fitted", "issue", "work", "error when\nheld out")
     return TerminalTable(heads=heads, rows=rows, title=title)
@@ -83,14 +88,14 @@ def k_table(prediction: Prediction) -> TerminalTable:
             str(row.k),
             f"{row.tokens_per_pass.value:.2f}",
             f"{row.break_even_length:.2f}",
-            f"{row.tokens_per_second:.4g}",
+            format_number(row.tokens_per_second, 4),
             str(row.speedup),
             f"{row.free_draft:.2f}",
             f"{row.perfect_draft:.2f}",
             ", ".join(shares),
         ]
         rows.append(cells)
-    best, plain = prediction.best, f"{prediction.plain_tokens_per_second:.4g}"
+    best, plain = prediction.best, format_number(prediction.plain_tokens_per_second, 4)
     rows.insert(0, [NO_DRAFT, "1.00", "–", plain, "1.00", "–", "–", "–"])
     fastest = prediction.rows.index(best) + 1 if best.speedup.value > 1 else 0
     title = (
@@ -133,13 +138,15 @@ def draft_table(predictions: list[Prediction]) -> TerminalTable:
                 f"{p.c:.3f}",
                 str(p.best.k),
                 f"{p.best.tokens_per_pass.value:.2f}",
-                f"{p.best.tokens_per_second:.4g}",
+                format_number(p.best.tokens_per_second, 4),
                 str(p.best.speedup),
                 "" if helps and p is fastest else text,
             ]
         )
     title = f"Predicted with {fastest.target}, batch size {fastest.batch}"
-    rows.append([NO_DRAFT, "–", "–", "1.00", f"{fastest.plain_tokens_per_second:.4g}", "1.00", ""])
+    rows.append(
+        [NO_DRAFT, "–", "–", "1.00", format_number(fastest.plain_tokens_per_second, 4), "1.00", ""]
+    )
     caption = (
         "* Fastest. c: time of a draft pass / time of a target pass. Needed to be fastest: tokens per target pass "
         "with which this draft would be as fast as the fastest draft."
@@ -156,7 +163,7 @@ def best_k_table(draft: DraftPrediction) -> TerminalTable:
             str(best.prompt_tokens or "of the texts"),
             str(best.k) if best.k else "no draft",
             f"{best.speedup:.2f}",
-            f"{best.tokens_per_second:.4g}",
+            format_number(best.tokens_per_second, 4),
         ]
         for best in draft.best_ks
     ]
@@ -169,4 +176,4 @@ def _cells(points: Sequence[Latency]) -> list[str]:
 
 
 def _ms(latency: Latency) -> str:
-    return f"{latency.median_ms:.3g} ({latency.low_ms:.3g}, {latency.high_ms:.3g})"
+    return f"{format_number(latency.median_ms)} ({format_number(latency.low_ms)}, {format_number(latency.high_ms)})"

@@ -16,6 +16,7 @@ from draftlab.console import note, note_if_slow
 from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
+from draftlab.quantities import format_bytes
 from draftlab.shell import typed
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _build_facts(
     facts["tokens"] = f"{most}{text.tokens:,}"
     if text.sampling is not None:
         facts["sampling"] = text.sampling.describe()
-    facts["disk"] = f"{most}{text.tokens * bytes_per_token(text, k, served) / 1e6:,.4g} MB"
+    facts["disk"] = f"{most}{format_bytes(text.tokens * bytes_per_token(text, k, served))}"
     if not isinstance(text, TargetAnswers) and not served:
         facts["flops"] = text.tokens * read_size(directory).flops_per_token(text.seq_len // 2)
     return facts

@@ -27,6 +27,7 @@ from draftlab.model import families, hub
 from draftlab.model.families import shape_name
 from draftlab.model.shape import Shape, check, parse_count
 from draftlab.output import Output
+from draftlab.quantities import format_bytes
 from draftlab.shell import typed
 
 if TYPE_CHECKING:
@@ -327,7 +328,7 @@ def _facts(
         "kv": kv_saving(have, shape),
         "memory": f"about {memory / 1e9:.1f} GB",
         "flops": 2 * text.tokens * have.flops_per_token(0),
-        "disk": f"{shape.weight_bytes() / 1e6:,.4g} MB in bf16",
+        "disk": f"{format_bytes(shape.weight_bytes())} in bf16",
         "tensor parallel": f"splits evenly over {', '.join(map(str, shape.tensor_parallel()))} devices",
     }
     if training is not None:

@@ -27,6 +27,7 @@ from draftlab.errors import UserError, about, did_you_mean
 from draftlab.intervals import tokens_per_second
 from draftlab.model import hub
 from draftlab.output import Output
+from draftlab.quantities import format_number
 from draftlab.registry import REJECTION, RULES
 from draftlab.sampling import SamplingParams
 from draftlab.shell import typed
@@ -329,7 +330,7 @@ def score(result: "PlainAnswers | Score | list[Score]", output: Output) -> Score
     return Outcome(
         path=output.out,
         show=[
-            f"{len(result.runs)} answers of the target alone, {speed:.4g} tokens per second",
+            f"{len(result.runs)} answers of the target alone, {format_number(speed, 4)} tokens per second",
             str(output.out),
         ],
         data={"path": str(output.out), "output_tps": speed},

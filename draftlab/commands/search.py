@@ -19,6 +19,7 @@ from draftlab.config.base import (
 from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
+from draftlab.quantities import format_duration, format_number
 from draftlab.shell import typed
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ def _rung_table(search: "Search") -> "TerminalTable":
             cells = [
                 trial.name,
                 format_count(search.shapes[trial.name].used_params()),
-                f"{trial.draft_ms:.3g}",
+                format_number(trial.draft_ms),
                 str(rung.steps),
                 str(trial.k),
                 f"{trial.length:.2f}",
@@ -254,12 +255,12 @@ def _rung_table(search: "Search") -> "TerminalTable":
         "measured\nrequests",
     ]
     plain = search.winner.tokens_per_second / search.winner.gain.value
-    speed = f"1.00x, {plain:.4g} {RATES[search.winner.seconds]}"
+    speed = f"1.00x, {format_number(plain, 4)} {RATES[search.winner.seconds]}"
     last = [NO_DRAFT, "", "", "", "", "1.00", "1.00x", speed]
     best = list(rows).index(search.winner.name) if search.pays else len(rows)
     title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}; the fastest is marked"
     caption = (
-        f"{search.spent_seconds / 60:.1f} minutes. Predicted: speed-up of decoding without prefill, at the best K, "
+        f"{format_duration(search.spent_seconds)}. Predicted: speed-up of decoding without prefill, at the best K, "
         "from a "
         "replay and the latency law, after the number of training steps in the table. Measured: speed-up of whole "
         "requests, with a 95% interval over prompts."

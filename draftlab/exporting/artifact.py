@@ -25,6 +25,7 @@ from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape
 from draftlab.model.size import read_size
 from draftlab.model.tokenizer import check_embeds, common_vocabulary, first_difference
+from draftlab.quantities import format_number
 from draftlab.servers.kinds import Artifact, DraftKind, Finding, ServerKind, error, ok, warning
 from draftlab.shell import typed
 from draftlab.target_outputs.replay import ReplayContext
@@ -476,7 +477,8 @@ class HeadArtifact(PublishedHead):
         *first, last = map(str, self.layer_ids)
         layers = f"{', '.join(first)} and {last}" if first else last
         return (
-            f"{self.sizes.params() / 1e6:,.4g}M parameters; reads the target's hidden states after {layers} layers; "
+            f"{format_number(self.sizes.params() / 1e6, 4)}M parameters; "
+            f"reads the target's hidden states after {layers} layers; "
             f"predicts {self.sizes.draft_vocab:,} of the target's {self.sizes.vocab:,} ids; {self._norm()}."
         )
 

@@ -18,6 +18,7 @@ from draftlab.model import checkpoint
 from draftlab.model.eagle import HeadShape
 from draftlab.model.llama import sliding_window
 from draftlab.model.shape import Shape
+from draftlab.quantities import format_bytes
 
 UNQUANTIZED = "f16"  # type of a matrix whose rows cannot be divided into blocks
 DEFAULT_CONTEXT = 2048  # tokens, if config.json names no context
@@ -129,7 +130,7 @@ class Written:
                 f"no chat template is the default ({', '.join(tokenizer.chat_templates)}), so llama.cpp's server "
                 "renders ChatML; name one with --chat-template-file"
             )
-        return [*lines, f"{self.path.name}: {self.path.stat().st_size / 1e6:,.4g} MB"]
+        return [*lines, f"{self.path.name}: {format_bytes(self.path.stat().st_size)}"]
 
 
 def library() -> Any:

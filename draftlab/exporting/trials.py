@@ -12,6 +12,7 @@ from draftlab.engine.generate import Drafter, ModelDrafter, Step, speculative_de
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder
 from draftlab.prompts import file_prompts
+from draftlab.quantities import format_number
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import Finding, error, ok
 
@@ -52,9 +53,7 @@ def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -
         )
     # a trimmed LM head gives -inf for tokens that it lacks
     cross_entropy = -float(logprobs[np.isfinite(logprobs)].mean())
-    text = (
-        f"{math.exp(min(cross_entropy, 50)):,.4g} on held-out text; random guessing gives {vocab:,}"
-    )
+    text = f"{format_number(math.exp(min(cross_entropy, 50)), 4)} on held-out text; random guessing gives {vocab:,}"
     if not cross_entropy < UNTRAINED * math.log(vocab):
         return error(
             "perplexity",

@@ -17,6 +17,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from draftlab.errors import UserError
 from draftlab.model import Mode
 from draftlab.model.shape import Shape
+from draftlab.quantities import format_number
 from draftlab.reading import FileModel, read_model
 from draftlab.results.score import Latency, Milliseconds
 
@@ -218,8 +219,8 @@ class CostModel:
         result = ys[i] * (1 - part) + ys[i + 1] * part
         if (result < 0).any():
             raise UserError(
-                f"{self.profile.name}: a pass would take {result.min():.3g} ms if its times were extrapolated to "
-                f"{axis} {outside.flat[0]}; measure a larger profile, or repeat the measurement"
+                f"{self.profile.name}: a pass would take {format_number(result.min())} ms if its times were "
+                f"extrapolated to {axis} {outside.flat[0]}; measure a larger profile, or repeat the measurement"
             )
         return result
 

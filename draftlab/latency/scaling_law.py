@@ -19,6 +19,7 @@ from draftlab.errors import UserError, about
 from draftlab.latency.cost_model import BYTES, Profile, active_params, exact, read_profile
 from draftlab.model.families import Budget, family, shape_name
 from draftlab.model.shape import Shape, fewest_kv_heads, resolve, write_shape_file
+from draftlab.quantities import format_number
 from draftlab.reading import reading
 from draftlab.results.score import Latency
 
@@ -124,10 +125,15 @@ class ScalingLaw:
             if self.curve.overlap == 1
             else f"which overlap (p = {self.curve.overlap:g})"
         )
-        reading = f"{1 / (c * 1e6):.3g} GB/s" if c * 1e6 > 1e-4 else "a rate too high to measure"
+        reading = (
+            f"{format_number(1 / (c * 1e6))} GB/s"
+            if c * 1e6 > 1e-4
+            else "a rate too high to measure"
+        )
         return (
-            f"Launching a pass takes {a:.3g} ms plus {b:.3g} ms per layer, and weights are read at {reading}, "
-            f"{overlap}. With each of {len(self.profiles)} shapes predicted from the other shapes, the error is "
+            f"Launching a pass takes {format_number(a)} ms plus {format_number(b)} ms per layer, "
+            f"and weights are read at {reading}, {overlap}. "
+            f"With each of {len(self.profiles)} shapes predicted from the other shapes, the error is "
             f"{error.mean():.1%} on average, {error.max():.1%} at most."
         )
 

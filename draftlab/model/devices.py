@@ -8,6 +8,7 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.model.cgroups import OWN, Cgroups
+from draftlab.quantities import format_bytes
 
 SYMMETRIC_BLOCK = 256  # columns of a block of add_lower; products of smaller blocks are slower
 
@@ -81,7 +82,7 @@ def free_bytes(device: torch.device, cgroups: Cgroups = OWN) -> int:
 
 def listed(needs: Mapping[str, float]) -> str:
     """Return `needs`, bytes by purpose, as text for a message. Purposes that need less than 5 MB are left out."""
-    return ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in needs.items() if size >= 5e6)
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in needs.items() if size >= 5e6)
 
 
 def less_memory(dtype: torch.dtype, otherwise: str) -> str:
@@ -99,5 +100,6 @@ def check_fits(needs: Mapping[str, float], device: torch.device, advice: str) ->
     free, total = free_bytes(device), sum(needs.values())
     if total > free:
         raise UserError(
-            f"not enough memory on {device}: {free / 1e9:.3g} GB are free, but this needs {listed(needs)}; use {advice}"
+            f"not enough memory on {device}: {format_bytes(free)} are free, but this needs {listed(needs)}; "
+            f"use {advice}"
         )

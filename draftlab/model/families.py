@@ -23,6 +23,7 @@ from draftlab.model.shape import (
     read_shape_file,
     resolve,
 )
+from draftlab.quantities import format_number
 
 BudgetKind = Literal["total", "kv", "latency"]
 TOLERANCE = 0.01  # largest relative difference between a shape's cost and the budget
@@ -282,5 +283,5 @@ def _text(budget: Budget, amount: float | None = None) -> str:
     if budget.kind == "kv":
         return f"{amount / 1024:g} KiB of KV cache per token"
     if budget.kind == "latency":
-        return f"{amount:.3g} ms for a pass"
+        return f"{format_number(amount)} ms for a pass"
     return f"{format_count(amount)} parameters in all"

@@ -19,6 +19,7 @@ from draftlab.errors import UserError
 from draftlab.model import Mode, checkpoint, llama, native_cpu
 from draftlab.model.processor import instructions, processor_model, read_cpuinfo
 from draftlab.model.shape import Shape
+from draftlab.quantities import format_number
 from draftlab.reading import read_object
 
 # 63 million weights, 126 MB in 16 bits, which exceed the caches that a core can use
@@ -63,7 +64,8 @@ class Speeds:
 
     def describe(self) -> str:
         return ", ".join(
-            f"{dtype} {self.over_float32(dtype):.2g} ({ms[1]:.3g} ms for 1 token, {ms[32]:.3g} ms for 32)"
+            f"{dtype} {format_number(self.over_float32(dtype), 2)} "
+            f"({format_number(ms[1])} ms for 1 token, {format_number(ms[32])} ms for 32)"
             for dtype, ms in self.passes.items()
         )
 
@@ -116,9 +118,12 @@ def choose(
     here = f"as fast as float32 in mode {mode} here"
     if ratio * NOISE >= 1:
         return Choice(
-            stored, f"{source}, and {f'{ratio:.2g} times ' if ratio > NOISE else ''}{here}"
+            stored,
+            f"{source}, and {f'{format_number(ratio, 2)} times ' if ratio > NOISE else ''}{here}",
         )
-    return Choice(torch.float32, f"{wanted}, {source}, is only {ratio:.2g} times {here}")
+    return Choice(
+        torch.float32, f"{wanted}, {source}, is only {format_number(ratio, 2)} times {here}"
+    )
 
 
 def slowness(dtype: torch.dtype, device: torch.device, mode: Mode, threads: int | None) -> str:
@@ -127,7 +132,11 @@ def slowness(dtype: torch.dtype, device: torch.device, mode: Mode, threads: int 
     if device.type != "cpu" or name == "float32" or name not in DTYPES[mode]:
         return ""
     ratio = speeds(mode, threads).over_float32(name)
-    return "" if ratio * NOISE >= 1 else f"{ratio:.2g} times as fast as float32 in mode {mode} here"
+    return (
+        ""
+        if ratio * NOISE >= 1
+        else f"{format_number(ratio, 2)} times as fast as float32 in mode {mode} here"
+    )
 
 
 def _stored(directory: Path) -> torch.dtype:

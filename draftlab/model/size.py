@@ -10,6 +10,7 @@ from draftlab.errors import OtherArchitecture, Quantised
 from draftlab.model import checkpoint
 from draftlab.model.hf_files import quantization_method
 from draftlab.model.shape import Shape, format_count
+from draftlab.quantities import format_bytes
 
 EXPERT_COUNTS = (
     "num_local_experts",
@@ -37,7 +38,7 @@ class ApproximateSize:
     stored_bytes: int | None = None
 
     def describe(self) -> str:
-        size = "" if self.stored_bytes is None else f", {self.stored_bytes / 1e9:.3g} GB"
+        size = "" if self.stored_bytes is None else f", {format_bytes(self.stored_bytes)}"
         used = f", {format_count(self.active)} of them active" if self.active < self.count else ""
         return f"{self.kind}, {format_count(self.count)} parameters{used}{size}"
 
@@ -112,7 +113,7 @@ def training_cost(
     return {
         "tokens": f"{tokens:,}",
         "flops": tokens * per_token,
-        "memory": f"about {(weights + 1.3e8) / 1e9:.2g} GB, plus activations",
-        "disk": f"{student.weight_bytes() / 1e6:,.4g} MB, and up to {12 * student.params() / 1e6:,.4g} MB more "
+        "memory": f"about {format_bytes(weights + 1.3e8, 2)}, plus activations",
+        "disk": f"{format_bytes(student.weight_bytes())}, and up to {format_bytes(12 * student.params())} more "
         "during the run",
     }

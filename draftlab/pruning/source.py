@@ -16,6 +16,7 @@ from draftlab.model import checkpoint, families
 from draftlab.model.shape import Shape
 from draftlab.pruning.cut import Cut, Untied, keep_all
 from draftlab.pruning.walk import Walk
+from draftlab.quantities import format_number
 
 HEAD_DIM = 8
 TOLERANCE = 1e-3
@@ -190,6 +191,6 @@ def check_cut(config: dict[str, object], have: Shape, shape: Shape) -> None:
 def kv_saving(have: Shape, shape: Shape) -> str:
     saved = 1 - shape.kv_bytes_per_token() / have.kv_bytes_per_token()
     return (
-        f"KV cache {shape.kv_bytes_per_token() / 1024:.3g} KiB per token in bf16, {saved:.1%} less than the "
+        f"KV cache {format_number(shape.kv_bytes_per_token() / 1024)} KiB per token in bf16, {saved:.1%} less than the "
         "source's"
     )

@@ -11,8 +11,8 @@ from typing import Any
 from draftlab import intervals
 from draftlab.errors import UserError
 from draftlab.intervals import Interval, Timings
+from draftlab.quantities import format_number
 from draftlab.results.score import RATES, SAMPLING, Score, Seconds, read_score, score_files
-from draftlab.results.tables import three_digits
 
 NO_DRAFT = "no draft"
 REQUESTS = ("selection", *SAMPLING)
@@ -358,9 +358,9 @@ def overall(groups: Sequence[Group]) -> Overall:
         return Overall(way=None, line=f"{unknown} of {way.name}: {way.score.doubt}.")
     at = "" if way.k is None else f" at K = {way.k}"
     rate, unit = way.tokens_per_second, RATES[way.score.seconds]
-    text = three_digits(rate.value)
+    text = format_number(rate.value)
     if rate.decides:
-        text += f" ({three_digits(rate.low)} to {three_digits(rate.high)})"
+        text += f" ({format_number(rate.low)} to {format_number(rate.high)})"
     return Overall(way=way, line=f"The fastest way of all: {way.name}{at}, {text} {unit}.")
 
 
@@ -592,8 +592,8 @@ def _reasons(score: Score) -> Iterator[str]:
             )
     if (rounding := score.rounding) is not None:
         yield (
-            f"int8 weights change the target: KL divergence {rounding.kl:.2g} nats per token; the most probable token "
-            f"differs at {1 - rounding.top1:.1%} of {rounding.tokens} positions"
+            f"int8 weights change the target: KL divergence {format_number(rounding.kl, 2)} nats per token; "
+            f"the most probable token differs at {1 - rounding.top1:.1%} of {rounding.tokens} positions"
         )
     if score.learnt_prompts:
         yield (

@@ -11,6 +11,7 @@ from draftlab.errors import UserError
 from draftlab.intervals import FEWEST, Interval
 from draftlab.model.shape import format_count
 from draftlab.provenance import Stage
+from draftlab.quantities import format_duration, format_number
 from draftlab.reading import command_words
 from draftlab.results.ranking import (
     NO_DRAFT,
@@ -31,7 +32,6 @@ from draftlab.results.tables import (
     optional,
     page_template,
     speedup_text,
-    three_digits,
 )
 from draftlab.shell import typed
 
@@ -113,7 +113,7 @@ def ranking_table(group: Group) -> Table:
         cells = heads | {
             "draft": plain.name,
             "tokens\nper pass": "1.00",
-            RATE_HEADS[seconds]: three_digits(plain.tokens_per_second),
+            RATE_HEADS[seconds]: format_number(plain.tokens_per_second),
             "speed-up\n(95%)": f"{plain.speedup:.2f}x"
             if plain.timed
             else f"≈ {plain.speedup:.2f}x",
@@ -374,7 +374,7 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
         "K": str(k),
         "tokens\nper pass": f"{score.tokens_per_pass(k):.2f}",
         "accept\nrate": f"{score.acceptance(k).draft_acceptance_rate:.1%}",
-        RATE_HEADS[score.seconds]: three_digits(score.output_tps(k)),
+        RATE_HEADS[score.seconds]: format_number(score.output_tps(k)),
         "speed-up\n(95%)": gain_at(score, k, ranked.speedup),
         "relative\nto best": "" if ratio is None else str(ratio),
         "TPOT\n(95%)": speedup_text(score.best_k_tpot_speedup),
@@ -387,7 +387,7 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
         error = "" if accuracy.stderr is None else f" ± {accuracy.stderr:.3f}"
         row["accu-\nracy"] = f"{accuracy.value:.3f}{error}"
     if score.draft_ms is not None:
-        row[f"draft {ms} per pass"] = three_digits(score.draft_ms)
+        row[f"draft {ms} per pass"] = format_number(score.draft_ms)
     if (shape := score.draft.shape) is not None:
         row |= {
             "layers x hidden": f"{shape.layers} x {shape.hidden}",
@@ -485,13 +485,13 @@ def _time_figure(group: Group) -> Figure | None:
         ms = {phase: 1000 * tokens / speed * share for phase, share in score.time_shares(k).items()}
         name = f"{score.label}, K = {k}" if k else NO_DRAFT
         total = sum(ms.values())
-        each = three_digits(total / tokens)
+        each = format_number(total / tokens)
         steps.append((f"{plots.short(name)}: {tokens:.2f} tokens, {each} {unit} each", ms))
         row = {"draft": name}
         for phase, mark in plots.PHASES.items():
-            row[f"{mark.name}, {unit}"] = three_digits(ms[phase])
+            row[f"{mark.name}, {unit}"] = format_number(ms[phase])
         row |= {
-            f"step, {unit}": three_digits(total),
+            f"step, {unit}": format_number(total),
             "tokens": f"{tokens:.2f}",
             f"{unit} per token": each,
         }
@@ -542,7 +542,7 @@ def _cost(made: list[Stage] | None) -> list[str]:
     steps = []
     for stage in made:
         read = "" if stage.tokens is None else f" ({format_count(stage.tokens)} tokens)"
-        steps.append(f"{stage.command} {stage.seconds / 60:,.1f} min{read}")
+        steps.append(f"{stage.command} {format_duration(stage.seconds)}{read}")
     minutes = sum(stage.seconds for stage in made) / 60
     return [f"{minutes:,.1f}", format_count(tokens) if tokens else "–", ", ".join(steps)]
 

@@ -17,6 +17,7 @@ from draftlab.config.base import MAX_K
 from draftlab.intervals import Interval, Timing, Timings
 from draftlab.model.shape import Shape
 from draftlab.provenance import Stage
+from draftlab.quantities import format_number
 from draftlab.reading import FileModel, read_model
 from draftlab.results.decoding import (
     AcceptanceMetrics,
@@ -918,8 +919,8 @@ class Score(FileModel):
         if here != "int8":
             advice = "quantise the target first where its accuracy allows it"
         return (
-            f"The target alone with {alone} weights makes {self.output_tps(0):.3g} tokens/s, more than the {here} "
-            f"target with {self.label} at K = {k} ({self.output_tps(k):.3g}): {advice}."
+            f"The target alone with {alone} weights makes {format_number(self.output_tps(0))} tokens/s, "
+            f"more than the {here} target with {self.label} at K = {k} ({format_number(self.output_tps(k))}): {advice}."
         )
 
     def verdict(self) -> str:
@@ -936,8 +937,8 @@ class Score(FileModel):
         with_draft, alone = self.ttft_ms(k), self.ttft_ms(0)
         if with_draft is not None and alone is not None:
             said.append(
-                f"TTFT, the time to the first token: {with_draft.value:.3g} {MILLISECONDS[self.seconds]} with the "
-                f"draft, {alone.value:.3g} without."
+                f"TTFT, the time to the first token: {format_number(with_draft.value)} {MILLISECONDS[self.seconds]} "
+                f"with the draft, {format_number(alone.value)} without."
             )
         said.append(
             f"{self.tokens_per_pass(k):.2f} tokens per target pass (break-even of "

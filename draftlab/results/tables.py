@@ -17,6 +17,7 @@ from rich.text import Text
 
 from draftlab.intervals import Interval
 from draftlab.model.shape import Shape, format_count
+from draftlab.quantities import format_number
 from draftlab.trust import printable
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> Termi
             "MFLOP\nper token": f"{shape.flops_per_token(0) / 1e6:,.1f}",
         }
         if latency_ms:
-            record["ms, pre-\ndicted"] = f"{latency_ms[name]:.3g}"
+            record["ms, pre-\ndicted"] = format_number(latency_ms[name])
         records.append(record)
     caption = (
         "heads: query heads/KV heads. embeddings: share of the parameters that are in the embedding, lm_head and last "
@@ -207,17 +208,12 @@ def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> Termi
     return Table.of(records, title="", caption=caption).terminal()
 
 
-def three_digits(value: float) -> str:
-    """Return a number as text with three significant digits and without an exponent."""
-    return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
-
-
 def optional(value: float | None, digits: str) -> str:
     return "–" if value is None else format(value, digits)
 
 
 def milliseconds(estimate: Interval | None) -> str:
-    return "–" if estimate is None else three_digits(estimate.value)
+    return "–" if estimate is None else format_number(estimate.value)
 
 
 def speedup_text(gain: Interval | None) -> str:

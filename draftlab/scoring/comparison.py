@@ -22,6 +22,7 @@ from draftlab.model.modes import engine_runs
 from draftlab.model.size import read_size
 from draftlab.prompts import Prompts
 from draftlab.provenance import Stage, lineage
+from draftlab.quantities import format_bytes, format_number
 from draftlab.results.decoding import share_of_equal_texts
 from draftlab.results.score import SAMPLING, PromptRecord
 from draftlab.sampling import SamplingParams
@@ -267,10 +268,10 @@ class Comparison:
         """Return text about the memory of models, caches and logits, and of the first device of a device map."""
         needs = self.needs(spread=True)
         total, own = sum(needs.values()), sum(self.needs().values())
-        text = f"{total / 1e9:.3g} GB: {devices.listed(needs)}"
+        text = f"{format_bytes(total)}: {devices.listed(needs)}"
         if self.engine.device_map is None:
             return text
-        first = [f"{(own + (total - own) / count) / 1e9:.3g}" for count in DEVICES]
+        first = [f"{format_number((own + (total - own) / count) / 1e9)}" for count in DEVICES]
         counts = ", ".join(map(str, DEVICES))
         return f"{text}; split evenly, the first of {counts} devices takes {', '.join(first)} GB"
 

@@ -32,6 +32,7 @@ from draftlab.model import checkpoint
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
 from draftlab.model.tokenizer import common_vocabulary
+from draftlab.quantities import format_duration
 from draftlab.results.decoding import Generation, request_timings
 from draftlab.results.ranking import rank
 from draftlab.results.score import Latency, Prediction, Score
@@ -252,8 +253,9 @@ class QuickTiming:
         needed = (before + seconds / done * count) / 60
         if minutes is not None and needed > minutes:
             raise UserError(
-                f"--minutes {minutes:g} is too short: the target needs about {needed:.1f} minutes to write its own "
-                f"texts for {len(self.comparison.requests.prompts.rows)} prompts, and drafts are timed after that; "
+                f"--minutes {minutes:g} is too short: the target needs about {format_duration(60 * needed)} "
+                f"to write its own texts for {len(self.comparison.requests.prompts.rows)} prompts, "
+                "and drafts are timed after that; "
                 "use more minutes, fewer prompts (--num-prompts) or shorter answers (--max-new-tokens)"
             )
 

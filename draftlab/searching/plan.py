@@ -28,6 +28,7 @@ from draftlab.model.shape import Shape, resolve
 from draftlab.model.size import ApproximateSize, read_size
 from draftlab.model.tokenizer import different_tokenizers
 from draftlab.pruning.source import prunable_shape
+from draftlab.quantities import format_bytes, format_number
 from draftlab.reading import FileModel
 from draftlab.registry import SERVERS
 from draftlab.searching.prompts import CHOOSE, LEAST_TRAINED, PromptSplit
@@ -69,10 +70,11 @@ class Machine(FileModel, extra="ignore"):
 
     def describe(self) -> str:
         return (
-            f"{self.device}, {self.cores} core{'s' * (self.cores > 1)}, {self.tflops:.3g} TFLOP/s and "
-            f"{self.gigabytes_per_second:.3g} GB/s in {self.dtype}, {self.training_tflops:.3g} TFLOP/s for training in "
-            f"{self.training_dtype}; {self.free_memory / 1e9:.3g} GB of memory and "
-            f"{self.free_disk / 1e9:.3g} GB of disk free"
+            f"{self.device}, {self.cores} core{'s' * (self.cores > 1)}, {format_number(self.tflops)} TFLOP/s and "
+            f"{format_number(self.gigabytes_per_second)} GB/s in {self.dtype}, "
+            f"{format_number(self.training_tflops)} TFLOP/s for training in {self.training_dtype}; "
+            f"{format_bytes(self.free_memory)} of memory and "
+            f"{format_bytes(self.free_disk)} of disk free"
             + (
                 f"; other programs now make the machine {self.slowdown:.1f} times slower"
                 if self.slowdown > 1.5
@@ -497,7 +499,7 @@ def make_plan(
         widths=widths,
         first_steps=first_steps,
         disk=disk,
-        needs=f"about {weights / 1e9:.2g} GB of memory for the target, {disk / 1e6:,.4g} MB of disk for drafts",
+        needs=f"about {format_bytes(weights, 2)} of memory for the target, {format_bytes(disk)} of disk for drafts",
         steps=[
             PlannedStep(
                 name=name,

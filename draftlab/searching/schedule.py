@@ -21,6 +21,7 @@ from draftlab.intervals import Interval
 from draftlab.model.families import shape_name
 from draftlab.model.shape import Shape
 from draftlab.provenance import Record
+from draftlab.quantities import format_number
 from draftlab.reading import FileModel, read_model
 from draftlab.results.score import RATES, Seconds
 
@@ -112,7 +113,7 @@ class Search(FileModel):
         predicted = next(trial for trial in self.rungs[-1].trials if trial.name == winner.name)
         lines = [] if self.pays else ["No draft is faster than plain decoding. The best candidate:"]
         lines.append(
-            f"{winner.name} with K = {winner.k}: {winner.tokens_per_second:.4g} {RATES[winner.seconds]} "
+            f"{winner.name} with K = {winner.k}: {format_number(winner.tokens_per_second, 4)} {RATES[winner.seconds]} "
             f"measured in whole requests, {spread.as_speedup()} of plain decoding (predicted "
             f"{predicted.speedup:.2f}x in TPOT at K = {predicted.k})"
         )

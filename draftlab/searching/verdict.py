@@ -21,13 +21,14 @@ from draftlab.exporting.run import target_name
 from draftlab.intervals import Interval
 from draftlab.latency.k_schedule import schedule_of
 from draftlab.model import hub
+from draftlab.quantities import format_duration, format_number
 from draftlab.reading import FileModel
 from draftlab.registry import SERVERS
 from draftlab.results import plots
 from draftlab.results.ranking import NO_DRAFT
 from draftlab.results.report import Board, Figure
 from draftlab.results.score import RATES, Score, Seconds
-from draftlab.results.tables import Table, page_template, three_digits
+from draftlab.results.tables import Table, page_template
 from draftlab.searching.plan import Plan, Request, in_words, not_tried, streams
 from draftlab.searching.schedule import StepRunner, record_of
 from draftlab.servers.kinds import Launch
@@ -260,7 +261,10 @@ class Ceiling:
         if not self.may_gain:
             return f"{sentence}, but {best}"
         hours = minutes / 60 / (1 - self.best.speedup / self.speedup)
-        return f"{sentence}; {best}; {hours:.2g} hours of decoding would save as much time as the training takes"
+        saved = format_duration(3600 * hours)
+        return (
+            f"{sentence}; {best}; {saved} of decoding would save as much time as the training takes"
+        )
 
 
 def training_ceiling(arms: Sequence[Arm], scores: Scores, relative: Mapping[str, float]) -> Ceiling:
@@ -526,7 +530,7 @@ def _candidates(verdict: Verdict) -> Table:
             "candidate": choice.label,
             "drafted tokens (K)": str(choice.k),
             "tokens per target pass": f"{choice.tokens_per_pass:.2f}",
-            RATES[verdict.seconds]: three_digits(choice.tokens_per_second),
+            RATES[verdict.seconds]: format_number(choice.tokens_per_second),
             f"speed-up, {streams([min(verdict.speedups)])}": choice.at_fewest.as_speedup(),
         }
         rows.append(cells | ({"speed-up, mean": f"{choice.speedup:.2f}x"} if several else {}))
@@ -534,7 +538,7 @@ def _candidates(verdict: Verdict) -> Table:
         "candidate": NO_DRAFT,
         "drafted tokens (K)": "–",
         "tokens per target pass": "1.00",
-        RATES[verdict.seconds]: three_digits(verdict.plain_tokens_per_second),
+        RATES[verdict.seconds]: format_number(verdict.plain_tokens_per_second),
     }
     faster = sum(choice.speedup > 1 and not choice.changed for choice in verdict.ranking)
     rows.insert(faster, plain)

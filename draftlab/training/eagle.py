@@ -21,6 +21,7 @@ from draftlab.model.eagle import Head, HeadShape
 from draftlab.model.shape import format_count
 from draftlab.model.size import read_size
 from draftlab.model.trimmed_head import frequent_ids
+from draftlab.quantities import format_bytes
 from draftlab.target_outputs.batches import stored_temperature
 from draftlab.target_outputs.outputs import TargetOutput, heldout_numbers, padded
 from draftlab.target_outputs.store import check_tokenizer, heldout_part, read_texts
@@ -159,8 +160,8 @@ def costs(
         f"{format_count(weights)} parameters",
         "tokens": f"{tokens:,}",
         "flops": tokens * per_token,
-        "memory": f"about {memory / 1e9:.2g} GB, plus activations",
-        "disk": f"{2 * weights / 1e6:,.4g} MB, and up to {12 * weights / 1e6:,.4g} MB more during the run; no "
+        "memory": f"about {format_bytes(memory, 2)}, plus activations",
+        "disk": f"{format_bytes(2 * weights)}, and up to {format_bytes(12 * weights)} more during the run; no "
         "states are stored",
     }
 

@@ -308,7 +308,7 @@ STAGES = [
 def test_the_cost_of_a_draft_is_its_records():
     made = [change(score("d"), made=STAGES), score("old", speed=0.8)]
     assert re.search(r"\| d +\| 11\.0 +\| 2M +\|", markdown(made))
-    assert "10.5" in Page(html(made, command="")).text
+    assert "distill 10 min" in Page(html(made, command="")).text
 
 
 def test_a_steps_time_is_its_phases():

@@ -110,7 +110,7 @@ def test_another_precision_is_advised_only_where_it_is_shown_to_be_faster_alone(
     one = drafted("d", 0.4, {4: 0.4}, conditions=precise, other_plain={"int8": alone})
     fastest = one.output_tps(0), one.output_tps(4)
     for text in (one.verdict(), verdict_lines(rank([one]))[0]):
-        named = [f"{speed:.3g} tokens/s" in text or f"({speed:.3g})" in text for speed in fastest]
+        named = [f"{speed:#.3g} tokens/s" in text or f"({speed:#.3g})" in text for speed in fastest]
         assert all(named) == advises
     if advises:
         assert fastest == pytest.approx((21 / 0.6, 21 / 0.8))

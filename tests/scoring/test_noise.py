@@ -8,22 +8,32 @@ from draftlab.results.score import Score
 
 
 def uneven(name: str, speed: float) -> Score:
-    """Prompts of 0.3 to 1.4 s without a draft, 10.2 in all, and of 0.3 s / speed with it."""
+    """Return a score of prompts that take 0.3 to 1.4 s without a draft, 10.2 s in all, and 0.3 s / speed with it."""
     return change(score(name, speed=speed), plain=UNEVEN)
 
 
-def test_spread_coverage_and_false_praise_are_counted():
-    quiet = {"good": uneven("good", 1), "bad": uneven("bad", 0.32)}
-    wrong = {"good": uneven("good", 2), "bad": uneven("bad", 0.64)}
-    assert [quiet[name].best_k_speedup.value for name in quiet] == [
+def test_a_run_is_wrong_if_it_contradicts_the_reference():
+    quiet = [uneven("good", 1), uneven("bad", 0.32)]
+    # 10.2 s of plain decoding; 12 prompts of 0.3 s, or 0.3 / 0.32 s
+    assert [draft.best_k_speedup.value for draft in quiet] == [
         pytest.approx(10.2 / 3.6),
         pytest.approx(0.32 * 10.2 / 3.6),
     ]
-    found = result(quiet, [quiet, wrong])
-    assert found["best"] == [pytest.approx(10.2 / 3.6), pytest.approx(20.4 / 3.6)]
-    # of 1 and 2: standard deviation over mean
-    assert found["relative_spread"] == pytest.approx(0.5**0.5 / 1.5)
-    assert found["coverage"] == 0.5
-    # the interval of 0.91 holds 1
-    assert [found[name] for name in ("answered", "right", "wrong", "false_faster")] == [3, 2, 1, 1]
-    assert (found["scores"], found["cannot_tell"], found["reference_in_doubt"]) == (4, 0, [])
+    doubled = [uneven("good", 2), uneven("bad", 0.64)]
+    swapped = [uneven("good", 0.2), uneven("bad", 2)]
+    undecided = [uneven("good", 0.36), uneven("bad", 0.1)]
+    counted = result(quiet, [quiet, doubled, swapped, undecided])
+    assert counted["runs"] == 4
+    # 0.36 * 10.2 / 3.6 = 1.02, whose interval contains 1
+    assert (counted["decided"], counted["right"], counted["wrong"]) == (3, 2, 1)
+    assert (counted["false_faster"], counted["doubtful"]) == (1, 0)
+    # of eight intervals, those of the first run contain the reference, and no other run does
+    assert (counted["intervals"], counted["coverage"]) == (8, 0.25)
+    assert counted["winners"] == {"good": 3, "bad": 1}
+
+
+def test_a_wrong_order_of_two_drafts_is_wrong():
+    quiet = [uneven("good", 2), uneven("bad", 1)]
+    swapped = [uneven("good", 1), uneven("bad", 2)]
+    assert result(quiet, [quiet, quiet])["wrong"] == 0
+    assert result(quiet, [quiet, swapped])["wrong"] == 1

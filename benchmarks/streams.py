@@ -23,6 +23,7 @@ from typing import Annotated, Any
 import numpy as np
 import psutil
 import typer
+from draftlab.latency.k_schedule import Ranges, schedule
 
 from benchmarks import environment
 from draftlab.commands import COMMANDS
@@ -30,7 +31,6 @@ from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.exporting.verify import VLLM_ON_CPU, running
 from draftlab.latency.cost_model import CostModel, read_profile
-from draftlab.latency.k_schedule import Ranges, schedule
 from draftlab.latency.steps import expected_time, plain_ms, step_costs, steps
 from draftlab.latency.workload import Workload, workload_of_replay
 from draftlab.model import checkpoint

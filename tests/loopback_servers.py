@@ -287,30 +287,3 @@ class SmallVLLM:
             "logprobs": {"token_logprobs": values, "top_logprobs": tops},
             "finish_reason": reason,
         }
-
-
-@dataclass(frozen=True)
-class PacedVLLM:
-    """vLLM's answers in the time that it takes: every step of every stream the same. k: drafted, and all rejected."""
-
-    tokenizer: PreTrainedTokenizerBase
-    step_seconds: float
-    k: int = 0
-    grown: dict[str, float] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def __call__(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        if page := vllm_page(path, body, self.tokenizer, self.grown):
-            return page
-        steps = body["max_tokens"] - 1
-        time.sleep(steps * self.step_seconds)
-        with self.lock:
-            for name, value in (
-                ("num_drafts_total", steps),
-                ("num_draft_tokens_total", steps * self.k),
-            ):
-                if self.k:
-                    self.grown[name] = self.grown.get(name, 0.0) + value
-        return 200, {
-            "choices": [{"token_ids": [5] * body["max_tokens"], "finish_reason": "length"}]
-        }

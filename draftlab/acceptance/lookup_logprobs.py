@@ -1,4 +1,4 @@
-"""Log-probabilities of a text's tokens for lookups that copy, n-gram models, and models that draft after a lookup.
+"""Log-probabilities of a text's tokens for lookups that copy, and for models that draft after a lookup.
 
 n scored tokens of a text, K drafted tokens, V vocab.
 """
@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, counted, token_logprobs
-from draftlab.engine.drafters.ngram import NgramModel, TextDrafter
+from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, counted
+from draftlab.engine.drafters.ngram import TextDrafter
 from draftlab.sampling import SamplingParams
 
 
@@ -106,21 +106,3 @@ def after_lookup(
         drafted=np.where(copied, lookup.drafted, min(k, second_tokens or k)),
         modelled=~copied,
     )
-
-
-def score_ngrams(
-    model: NgramModel,
-    texts: Sequence[Text],
-    sampling: SamplingParams,
-    advance: Callable[[int], None] = lambda done: None,
-) -> list[TokenLogprobs]:
-    """Return log-probability and rank of each token of a completion by an n-gram model, as arrays [n] for each text."""
-    scored = []
-    for prompt, completion in counted(texts, advance):
-        whole, parts = np.concatenate([prompt, completion]).tolist(), []
-        for at in range(len(prompt), len(whole)):
-            p = torch.from_numpy(model.probabilities(whole[max(0, at - len(model.orders)) : at]))
-            parts.append(token_logprobs(p.log()[None], torch.tensor(whole[at : at + 1]), sampling))
-        fields = ([part.logprobs for part in parts], [part.ranks for part in parts])
-        scored.append(TokenLogprobs(*(np.concatenate([np.zeros(0), *each]) for each in fields)))
-    return scored

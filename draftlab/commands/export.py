@@ -109,10 +109,6 @@ class ExportConfig(DraftConfig, OutputConfig):
         ge=1,
         le=MAX_K,
     )
-    prediction: Path | None = option(
-        None,
-        "File with the best K for each batch size: an output of draftlab predict --for vllm --batch 1,4,16 --json.",
-    )
     scores: list[Path] = option(
         factory=list,
         help="Scores of the draft, for the choice of K and for the model card: score.json files, or directories that "
@@ -158,12 +154,6 @@ class ExportConfig(DraftConfig, OutputConfig):
             lambda c: c.to not in ("hf", "gguf") or c.verify_with,
             "works only with --to SERVER, --to speculators or --verify-with",
         ),
-        Only(
-            ("prediction",),
-            lambda c: c.to != "speculators" and c.server is not None and c.server.changes_k,
-            "works only with --to vllm or --to sglang, because other servers use one K for all batch sizes",
-        ),
-        Only(("k",), lambda c: c.prediction is None, "leave it out, because --prediction sets K"),
         Only(
             ("verify_with",),
             lambda c: c.server is not None and c.server.program,
@@ -289,7 +279,7 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
     """Resolve and check the settings of the command `export`, and return the job.
 
     Raises:
-        UserError: The draft, target, scores, prediction, program or prompts are missing; the vocabularies differ; or
+        UserError: The draft, target, scores, program or prompts are missing; the vocabularies differ; or
             the server or the GGUF format lacks the draft's architecture.
     """
     check_program(config.verify_with)
@@ -298,11 +288,9 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
     from draftlab.engine.batch_generate import check_context
     from draftlab.exporting import run
     from draftlab.exporting.artifact import Form, open_artifact
-    from draftlab.exporting.run import ChosenK, Verifier, choose_k
-    from draftlab.latency.k_schedule import read_schedule
+    from draftlab.exporting.run import Verifier, choose_k
     from draftlab.model import checkpoint
     from draftlab.prompts import load_prompts
-    from draftlab.provenance import fingerprint
 
     artifact = open_artifact(draft, target)
     form = Form(
@@ -317,16 +305,6 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
         raise UserError(f"--k {config.k}: {draft} drafts at most {artifact.most} tokens; lower --k")
     scores = _scores_of(config.scores, draft, target)
     chosen = choose_k(artifact, config.k, scores)
-    if config.prediction is not None:
-        with about("--prediction"):
-            if form.server is None or artifact.kind not in form.server.changes_k:
-                raise UserError(
-                    f"{config.to} cannot change K by batch size for this {artifact.kind}; use --k K in place of "
-                    "--prediction"
-                )
-            schedule = read_schedule(config.prediction, draft.name, fingerprint(draft))
-        reason = f"the largest for {schedule.describe()}"
-        chosen = ChosenK(k=schedule.largest_k, reason=reason, by_batch=list(schedule.ranges))
     verifier = None
     if config.verify_with is not None:
         cut = None if config.prompt_file else PROMPT_TOKENS

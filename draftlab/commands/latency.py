@@ -3,15 +3,13 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.base import (
     MAX_K,
-    SERVER,
     Config,
     DraftedTokens,
     Numbers,
@@ -21,20 +19,17 @@ from draftlab.config.base import (
     option,
 )
 from draftlab.config.shared import (
-    KEY_RULE,
     CheckpointSettings,
     EngineMode,
     WeightsDtype,
-    api_key_file,
     device,
     device_map,
     dtype,
     mode,
-    served_model_name,
     threads,
 )
 from draftlab.errors import UserError, about
-from draftlab.model import families, hub
+from draftlab.model import families
 from draftlab.output import Output
 from draftlab.quantities import format_bytes
 from draftlab.shell import typed
@@ -49,49 +44,36 @@ PROFILE_HELP = (
     "Latencies: an output of draftlab profile; SHAPE@LAW, in which LAW is an output of draftlab profile --law; or "
     "SHAPE@DEVICE,MODE[,DTYPE], computed from constants of the device (add ,eagle=IDS for an EAGLE-3 head)."
 )
-ENGINE = ("k", "mode", "dtype", "device", "threads", "trust_remote_code")
 
 
 class ProfileConfig(OutputConfig, CheckpointSettings):
-    """The settings of the command `profile`: the models, shapes or servers whose forward passes are timed."""
+    """The settings of the command `profile`: the models or shapes whose forward passes are timed."""
 
     models: list[str] = option(
         help="Checkpoints, or shapes, which are timed with random weights. With --law: one checkpoint or shape, which "
-        "is scaled down; or several shapes. With --server: the target, then the "
-        "draft if there is a second server.",
+        "is scaled down; or several shapes.",
         argument=True,
     )
     law: bool = option(
         False,
         "Measure shapes with random weights, and fit a law of latency to their layers, width and bytes.",
     )
-    server: list[str] = option(
-        factory=list,
-        help="vLLM server that runs the target alone, http://HOST:PORT; repeat the option for a second server, which "
-        "runs the target with the draft.",
-        panel=SERVER,
-        acts="always",
-    )
-    api_key_file: Path | None = api_key_file()
-    served_model_name: str | None = served_model_name()
     k: int | None = option(
         None,
         "Largest K: passes over 1 to K + 1 tokens are timed. Default: 8; 1 with --law.",
         ge=1,
         le=MAX_K,
     )
-    batch: Numbers | None = option(
-        None, "Batch sizes, as 1,4,16. Default: 1; 1,2,4,8 for servers.", typed=str
-    )
+    batch: Numbers = numbers("1", "Batch sizes, as 1,4,16.")
     context: Numbers | None = option(
         None,
         "Contexts: numbers of cached tokens before a pass. Prompts of these lengths are timed, too. Default: "
-        "16,128,480; 16,256 with --law; 32,160 for servers.",
+        "16,128,480; 16,256 with --law.",
         typed=str,
     )
     repeats: int | None = option(
         None,
-        "Number of times that every pass is timed, after a warm-up. Default: 20; 10 with --law; 3 for servers.",
+        "Number of times that every pass is timed, after a warm-up. Default: 20; 10 with --law.",
         ge=3,
     )
     mode: EngineMode = mode()
@@ -111,12 +93,6 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
             lambda c: not c.law,
             "leave it out, because --law times shapes in draftlab's engine, which uses one device",
         ),
-        Only(
-            (*ENGINE, "device_map", "law"),
-            lambda c: not c.server,
-            "leave it out, because a server runs its own model with its own settings",
-        ),
-        KEY_RULE,
     )
 
 
@@ -147,12 +123,6 @@ class PredictConfig(Config):
         False,
         "Extrapolate beyond the numbers of tokens and the contexts that the profiles measured.",
     )
-    server: Literal["vllm"] | None = option(
-        None,
-        "Predict for this server. With several --batch sizes, also print the server's option that sets K by batch "
-        "size. Default: draftlab's engine.",
-        flag="--for",
-    )
 
 
 Measured: TypeAlias = "tuple[list[Profile], ScalingLaw | None]"  # latency profiles, and the law that is fitted to them
@@ -179,11 +149,8 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> Job[Measured]:
     """Resolve and check the settings of the command `profile`, and return the job.
 
     Raises:
-        UserError: A model or shape cannot be timed, a profile cannot be read, or a server cannot be used
-                with these settings.
+        UserError: A model or shape cannot be timed, or a profile cannot be read.
     """
-    if config.server:
-        return _prepare_servers(config, weights)
     from draftlab.latency.scaling_law import fit_law, law_shapes
     from draftlab.pruning.source import prunable_shape
 
@@ -215,11 +182,7 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> Job[Measured]:
     names = [Path(model.partition("@")[0]).name.removesuffix(".yaml") for model in config.models]
     k, contexts, repeats = (1, [16, 256], 10) if config.law else (8, [16, 128, 480], 20)
     grid = grid_of(
-        models,
-        config.k or k,
-        config.batch or [1],
-        config.context or contexts,
-        config.repeats or repeats,
+        models, config.k or k, config.batch, config.context or contexts, config.repeats or repeats
     )
     has_law = config.law
 
@@ -280,8 +243,8 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
     if config.context:
         works = [work.with_prompt_tokens(n) for work in measured for n in config.context]
     grid = {
-        # up to the number of tokens in the widest pass of a parallel draft in vLLM
-        "widths": range(1, 2 * max(config.k) + 2),
+        # up to the number of tokens in the widest pass of a parallel draft
+        "widths": range(1, 2 * max(config.k) + 1),
         "batches": config.batch,
         "longest": max(work.longest for work in works) + max(config.k),
     }
@@ -298,12 +261,14 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
 
     drafts = [cost("--draft-profile", spec) for spec in config.draft_profile]
     target = cost("--target-profile", config.target_profile)
-    how = {"ks": config.k, "batches": config.batch, "prompts": prompts, "server": config.server}
     pairs = list(zip(drafts, measured, strict=True))
     notes = note_on_prompts(measured)
 
     def run() -> "list[DraftPrediction]":
-        predicted = [predict_draft(draft, target, work, **how) for draft, work in pairs]
+        predicted = [
+            predict_draft(draft, target, work, config.k, batches=config.batch, prompts=prompts)
+            for draft, work in pairs
+        ]
         for each in predicted:
             each.prediction.notes.extend(notes)
         return predicted
@@ -322,7 +287,6 @@ def predict(drafts: "list[DraftPrediction]") -> Predicted:
     show: list[object] = [draft_table(predictions) if several else k_table(predictions[0])]
     show += [best_k_table(draft) for draft in drafts if len(draft.best_ks) > 1]
     show += [f"{p.name}: {verdict(p)}" if several else verdict(p) for p in predictions]
-    show += [draft.schedule.verdict() for draft in drafts if draft.schedule is not None]
     notes = dict.fromkeys(chain.from_iterable(p.notes for p in predictions))
     show += [f"note: {text}" for text in notes]
     data: dict[str, object] = {"predictions": [draft.as_dict() for draft in drafts]}
@@ -356,55 +320,6 @@ def _acceptance(text: str, max_tokens: int) -> "Workload":
     if path.name == "score.json" or (path / "score.json").exists():
         return workload_of_score(read_score(path))
     return workload_of_replay(read_replay(path))
-
-
-def _prepare_servers(config: ProfileConfig, weights: bool) -> Job[Measured]:
-    """Connect to the servers of profile --server, check them, and return the job.
-
-    Raises:
-        UserError: A server is not vLLM, the numbers of servers and models differ, or a tokenizer differs.
-    """
-    from draftlab.servers.client import Server
-
-    if len(config.server) > 2 or len(config.models) != len(config.server):
-        raise UserError(
-            f"--server: {len(config.server)} servers do not fit {len(config.models)} models; name one "
-            "server and the target, or two servers, the target and the draft"
-        )
-    with about("--server"):
-        servers = [
-            Server.connect(
-                url, config.api_key_file, model=config.served_model_name, dry_run=not weights
-            )
-            for url in config.server
-        ]
-        if others := [server for server in servers if server.kind != "vllm"]:
-            raise UserError(
-                f"{others[0].http.url} is a {others[0].kind} server, but profile --server times only vLLM servers"
-            )
-    from draftlab.data import heldout_prompts
-    from draftlab.latency.served import profile_servers
-    from draftlab.model import checkpoint
-    from draftlab.target_outputs.targets import check_server_tokenizer
-
-    target, contexts = hub.locate(config.models[0], weights=False), config.context or [32, 160]
-    for server in servers:
-        check_server_tokenizer(server, target)
-    tokenizer = checkpoint.load_tokenizer(target)
-    models = [target, *map(Path, config.models[1:])]
-    run = partial(
-        profile_servers,
-        servers,
-        models,
-        heldout_prompts("stdlib", tokenizer, count=1, length=max(contexts), seed=0)[0],
-        streams=config.batch or [1, 2, 4, 8],
-        contexts=contexts,
-        repeats=config.repeats or 3,
-    )
-    facts = {str(model): server.describe() for model, server in zip(models, servers, strict=True)}
-    return Job(
-        lambda output: (run(output=output), None), f"profile-served-{target.name}", lambda: facts
-    )
 
 
 def _fitted(directory: Path, law: "ScalingLaw") -> Profiled:

@@ -27,7 +27,7 @@ from draftlab.registry import REJECTION, Registry
 
 
 class KindSpec(BaseModel):
-    """A drafter or a student with its options. text: The text that the user typed, such as ngram:order=3."""
+    """A drafter or a student with its options. text: The text that the user typed, such as fallback:draft_tokens=2."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

@@ -5,14 +5,38 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from draftlab.drafters import drafter
-from draftlab.drafters.ngram import OutputsSpec
+from draftlab.config.outputs import check_store
+from draftlab.drafters import DrafterSpec, Input, RunFacts, drafter
 
 if TYPE_CHECKING:
     from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
     from draftlab.engine.drafters.suffix import SuffixDrafter
     from draftlab.target_outputs.replay import ReplayContext
+
+
+class OutputsSpec(DrafterSpec):
+    """Base class of drafters that can learn from text of the target.
+
+    outputs: Directory of stored target outputs. Default: the drafter does not learn from the target.
+    """
+
+    outputs: str = ""
+
+    def inputs(self) -> list[Input]:
+        stored = (
+            [Input(self.outputs, lambda name, weights: check_store(Path(name)))]
+            if self.outputs
+            else []
+        )
+        return [*super().inputs(), *stored]
+
+    def check(self, run: RunFacts) -> None:
+        super().check(run)
+        if self.outputs:
+            from draftlab.target_outputs.store import check_tokenizer
+
+            check_tokenizer(Path(self.outputs), run.target)
 
 
 @drafter("suffix", served_by=("vllm",))

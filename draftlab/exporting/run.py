@@ -12,7 +12,6 @@ from draftlab.engine.batch_generate import answer_turns
 from draftlab.exporting import gguf, verify
 from draftlab.exporting.artifact import Exportable, Form
 from draftlab.exporting.card import Card, history
-from draftlab.latency.k_schedule import Ranges
 from draftlab.model import checkpoint, modes
 from draftlab.model.decoder import Decoder
 from draftlab.model.size import read_size
@@ -30,11 +29,10 @@ TURN_TOKENS = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenK:
-    """The number of tokens to draft per step, and the reason. by_batch: K by batch size, or None."""
+    """The number of tokens to draft per step, and the reason."""
 
     k: int
     reason: str
-    by_batch: Ranges | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +109,6 @@ def export(
                 layer_ids=artifact.layer_ids,
                 sliding_window=None if artifact.head is None else artifact.head.sliding_window,
                 heterogeneous=form.heterogeneous,
-                k_by_batch=chosen.by_batch,
                 sampling=choose_sampling(form.heterogeneous, verified),
                 own_target=form.layout == "speculators",
                 limit=artifact.context_limit,

@@ -59,26 +59,26 @@ class Profile(FileModel):
 
     Args:
         sha256: Hash of the checkpoint. None for random weights, whose passes take the same time.
-        shape: None for a head, a model on a server, and an architecture that draftlab's engine does not run.
+        shape: None for a head, and for an architecture that draftlab's engine does not run.
         drafter: Kind of drafter with these passes, as --drafter names it; "model" also for a target. The passes of a
             head in `forward` read the target's hidden states; its passes in `steady` read its own states.
         forward: Passes right after another model's pass, as in speculative decoding, at all points of a grid.
         steady: One-token passes after 1, 2, ... passes of the same model, and after many passes, as in plain decoding.
         prefill: Passes over the prompt of one text, by prompt length.
         host: Time of a step outside the passes, by the number of tokens that the step verifies.
-        bandwidth_gbs: Highest memory bandwidth, measured in the same run or assumed; None for a server.
-        matmul_tflops: Highest speed of matrix products by dtype, measured or assumed; empty for a server.
+        bandwidth_gbs: Highest memory bandwidth, measured in the same run or assumed.
+        matmul_tflops: Highest speed of matrix products by dtype, measured or assumed.
     """
 
     version: Literal[2] = 2
-    kind: Literal["measured", "analytic", "fitted", "served"]
+    kind: Literal["measured", "analytic", "fitted"]
     name: str
     sha256: str | None = None
     shape: Shape | None = None
     drafter: str = "model"
     device: str
     dtype: str
-    mode: Mode | Literal["served"]
+    mode: Mode
     threads: int | None = None
     forward: list[Point] = Field(min_length=1)
     steady: list[SteadyPoint]

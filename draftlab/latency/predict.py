@@ -15,9 +15,7 @@ from draftlab.acceptance.expected import chain
 from draftlab.errors import UserError
 from draftlab.intervals import Interval, by_conversation, ratio_intervals
 from draftlab.latency.cost_model import CostModel, alpha_for, closed_form_speedup
-from draftlab.latency.k_schedule import Schedule, schedule
 from draftlab.latency.steps import (
-    Server,
     StepCosts,
     Steps,
     expected_time,
@@ -110,15 +108,12 @@ class DraftPrediction:
     Args:
         prediction: Prediction for every K, at the first batch size and the first prompt length.
         best_ks: Best K at every batch size and prompt length.
-        schedule: K by batch size for a server. None if there is no server, if the draft is parallel, or if 1 is the
-            only batch size.
         model: Name and hash of the draft.
         selection: Hash of the prompts of the acceptance. None: unknown, or the acceptance is assumed.
     """
 
     prediction: Prediction
     best_ks: list[BestK]
-    schedule: Schedule | None
     model: tuple[str, str | None]
     selection: str | None
 
@@ -131,7 +126,6 @@ class DraftPrediction:
             "rows": rows,
             "best_k": self.prediction.best.k,
             "best_ks": to_jsonable_python(self.best_ks),
-            "schedule": to_jsonable_python(self.schedule),
             "draft_model": self.model[0],
             "draft_sha256": self.model[1],
             "selection": self.selection,
@@ -146,14 +140,12 @@ def predict_draft(
     *,
     batches: Sequence[int],
     prompts: Sequence[int | None],
-    server: Server | None,
 ) -> DraftPrediction:
     """Predict a draft's speed-up for every K, and its best K at every batch size and prompt length.
 
     Args:
         batches: Batch sizes to predict.
         prompts: Prompt lengths to predict; None stands for the lengths in the data.
-        server: Server whose steps are predicted; None stands for draftlab's engine.
 
     Raises:
         UserError: The prediction is impossible, see predict; or the acceptance was measured with another kind of draft.
@@ -162,16 +154,11 @@ def predict_draft(
     works = {
         prompt: work if prompt is None else work.with_prompt_tokens(prompt) for prompt in prompts
     }
-    prediction = predict(draft, target, works[prompts[0]], ks, batches[0], server)
-    if server is not None and work.rule not in (None, "rejection", "block"):
-        prediction.notes.append(
-            f"the acceptance was computed with --rule {work.rule}, which {server} does not use; replay with "
-            f"--server-rule {server}"
-        )
-    by_k = {k: steps(work, k, server) for k in ks}
+    prediction = predict(draft, target, works[prompts[0]], ks, batches[0])
+    by_k = {k: steps(work, k) for k in ks}
     best_ks: list[BestK] = []
     for batch, prompt in product(batches, prompts):
-        plain, ms = total_ms(draft, target, works[prompt], by_k, batch, server)
+        plain, ms = total_ms(draft, target, works[prompt], by_k, batch)
         fastest = min(ms, key=lambda k: ms[k])
         least = min(plain, ms[fastest])
         best = BestK(
@@ -183,20 +170,9 @@ def predict_draft(
             speedups={k: plain / value for k, value in ms.items()},
         )
         best_ks.append(best)
-    most, table = max(batches), None
-    if server is not None and most > 1 and work.kind == "parallel":
-        prediction.notes.append(
-            "there is no table of K by batch size, because vLLM fixes the K of a parallel draft when it starts"
-        )
-    elif server is not None and most > 1:
-        table = schedule(draft, target, list(works.values()), ks, most, server)
     model = work.model or (draft.profile.name, draft.profile.sha256)
     return DraftPrediction(
-        prediction=prediction,
-        best_ks=best_ks,
-        schedule=table,
-        model=model,
-        selection=work.selection,
+        prediction=prediction, best_ks=best_ks, model=model, selection=work.selection
     )
 
 
@@ -224,17 +200,9 @@ def _drafted_by(draft: CostModel, work: Workload) -> Workload:
 
 
 def predict(
-    draft: CostModel,
-    target: CostModel,
-    work: Workload,
-    ks: Sequence[int],
-    batch: int = 1,
-    server: Server | None = None,
+    draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int], batch: int = 1
 ) -> Prediction:
     """Predict the throughput of a draft with a target for every K.
-
-    Args:
-        server: Server whose steps are predicted; None stands for draftlab's engine.
 
     Raises:
         UserError: A context, width or batch is outside the profiles, or every text has one token.
@@ -243,9 +211,9 @@ def predict(
         raise UserError(
             "every text has one token, which the prefill emits, so there is nothing to predict; measure longer texts"
         )
-    costs = step_costs(draft, target, work, max(ks), batch, server)
+    costs = step_costs(draft, target, work, max(ks), batch)
     plain = plain_ms(costs, work)
-    by_k = {k: steps(work, k, server) for k in ks}
+    by_k = {k: steps(work, k) for k in ks}
     times = [expected_time(costs, work.prompt_tokens, each).total for each in by_k.values()]
     counts = [chain(work.texts, k) for k in ks]
 
@@ -329,8 +297,6 @@ REMEDIES = {
 ASSUMPTIONS = {
     "analytic": "latencies are computed from a device's constants, not measured",
     "fitted": "latencies are predicted by a latency law fitted to other shapes, not measured",
-    "served": "a pass over several tokens is assumed to cost as much as a pass with that number of streams "
-    "(profile --server)",
 }
 
 
@@ -351,7 +317,7 @@ def _row(
     drafting = costs.without_turns(at).drafting(k)[min(round(length.value - 1), k - 1), k, 0]
     free = expected_time(replace(costs, share=0.0), prompts, steps_)
     always = work.with_chances(np.ones_like(work.texts.chances))
-    perfect = expected_time(costs, prompts, steps(always, k, costs.passes.server))
+    perfect = expected_time(costs, prompts, steps(always, k))
     return KPrediction(
         k=k,
         tokens_per_pass=length,
@@ -383,7 +349,7 @@ def _halved(
     likelier = work.with_chances((1 + work.texts.chances) / 2)
     cases = {
         "draft": (replace(costs, share=0.5), by_k),
-        "acceptance": (costs, {k: steps(likelier, k, costs.passes.server) for k in by_k}),
+        "acceptance": (costs, {k: steps(likelier, k) for k in by_k}),
         "verify": (replace(costs, verify=(costs.verify + costs.verify[0]) / 2), by_k),
         "host": (replace(costs, host=costs.host / 2), by_k),
     }

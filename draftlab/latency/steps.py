@@ -1,19 +1,14 @@
-"""The expected number of steps to decode each text, and the time of the steps, by K, in draftlab's engine or in vLLM.
+"""The expected number of steps to decode each text, and the time of the steps, by K.
 
 R texts of at most n tokens, C contexts. Each kind of drafter computes its time per step (step_cost) from the latency of
 its model's passes. As in the engine's measurements, both prefills are left out. A step that starts at token i has
 prompt + i cached tokens. The first draft pass after the draft's prefill is assumed to take as long as a draft pass
-after a target pass, which is slightly too slow.
-
-In vLLM (0.32, v1/spec_decode/llm_base_proposer.py), the first draft pass of a step reads all tokens that the target has
-just read, including rejected tokens. A drafter that does not read the target's hidden states reads one more token. This
-pass runs even at K = 0, so that the draft's cache stays complete. vLLM drafts K tokens in every step, even if fewer are
-left before the length limit; draftlab's engine drafts only those that fit (Texts.room).
+after a target pass, which is slightly too slow. A step drafts only as many tokens as fit before the length limit
+(Texts.room).
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 
@@ -21,8 +16,6 @@ from draftlab.acceptance.expected import chain
 from draftlab.config.kinds import DRAFTERS
 from draftlab.latency.cost_model import CostModel
 from draftlab.latency.workload import Workload
-
-Server = Literal["vllm"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +43,6 @@ class Passes:
         warmup: Additional time of each of the first N one-token passes after a target pass, [N, C].
         k: Largest number of tokens drafted in a step.
         lag: Number of tokens by which the drafter's cache is shorter than the target's.
-        server: Server that runs the steps; None stands for draftlab's engine.
         by_width: Times of forward passes computed so far, by width.
     """
 
@@ -61,30 +53,22 @@ class Passes:
     warmup: np.ndarray
     k: int
     lag: int
-    server: Server | None
     by_width: dict[int, np.ndarray] = field(default_factory=dict)
 
     def step(self, k: int, *, unread: int, at_once: bool = False) -> np.ndarray:
         """Return the time of drafting k tokens in a step, by the number of tokens in the target's cache, [C].
 
         Args:
-            unread: Number of tokens that the drafter's first pass reads, because it has not read them yet. On a server
-                the first pass always reads k + 2 - lag tokens instead.
+            unread: Number of tokens that the drafter's first pass reads, because it has not read them yet.
             at_once: Whether the first pass drafts all k tokens, because it also reads k - 1 mask tokens. Otherwise
                 every further token has its own pass. The drafter works on the host once in a step: to roll back its
                 cache and to read the text. Choosing a token between two passes takes next to no time.
         """
-        if self.server is not None:
-            unread = k + 2 - self.lag
-        width = unread + (k - 1 if at_once else 0)
         if k == 0:
-            return self._forward(width) if self.server is not None else np.zeros(len(self.contexts))
-        here, host = np.arange(len(self.contexts)), self.draft.host_ms(1)
-        if self.server is not None:
-            ms = self._forward(width) + host
-        else:
-            here = here - self.lag
-            ms = self._forward(width)[np.maximum(here - unread + 1, 0)] + host
+            return np.zeros(len(self.contexts))
+        here = np.arange(len(self.contexts)) - self.lag
+        width = unread + (k - 1 if at_once else 0)
+        ms = self._forward(width)[np.maximum(here - unread + 1, 0)] + self.draft.host_ms(1)
         for j in range(1, 1 if at_once else k):
             at = np.minimum(here + j, len(here) - 1)
             ms = ms + self.steady[at]
@@ -172,12 +156,7 @@ class TimeSplit:
 
 
 def step_costs(
-    draft: CostModel,
-    target: CostModel,
-    work: Workload,
-    k: int,
-    batch: int,
-    server: Server | None = None,
+    draft: CostModel, target: CostModel, work: Workload, k: int, batch: int
 ) -> StepCosts:
     """Return the costs of steps at every context of the texts. k: Largest K.
 
@@ -194,7 +173,6 @@ def step_costs(
         warmup=draft.warmup_ms(batch, contexts),
         k=k,
         lag=kind.cache_lag,
-        server=server,
     )
     verify = [target.steady_ms(batch, contexts)]
     verify += [target.forward_ms(drafted + 1, batch, contexts) for drafted in range(1, k + 1)]
@@ -207,11 +185,9 @@ def plain_ms(costs: StepCosts, work: Workload) -> np.ndarray:
     return expected_time(replace(costs, share=0.0), work.prompt_tokens, steps(work, 0)).total
 
 
-def steps(work: Workload, k: int, server: Server | None = None) -> Steps:
+def steps(work: Workload, k: int) -> Steps:
     """Return the expected steps to decode every text at one K."""
     texts = work.texts.at(k)
-    if server is not None:  # the length limit shortens no draft
-        texts = replace(texts, limits=texts.limits + k)
     chances = texts.chances
     inside = np.arange(chances.shape[1]) < texts.lengths[:, None]
     drafted = np.minimum(k, texts.room()) * inside
@@ -253,21 +229,14 @@ def expected_time(costs: StepCosts, prompt_tokens: np.ndarray, steps: Steps) -> 
 
 
 def total_ms(
-    draft: CostModel,
-    target: CostModel,
-    work: Workload,
-    by_k: Mapping[int, Steps],
-    batch: int,
-    server: Server | None = None,
+    draft: CostModel, target: CostModel, work: Workload, by_k: Mapping[int, Steps], batch: int
 ) -> tuple[float, dict[int, float]]:
     """Return the milliseconds to decode all texts without a draft, and the milliseconds with the draft by K.
-
-    At K = 0, the draft on a server still reads tokens but drafts none.
 
     Raises:
         UserError: A context, width or batch is outside a profile.
     """
-    costs, ms = step_costs(draft, target, work, max(by_k), batch, server), dict[int, float]()
+    costs, ms = step_costs(draft, target, work, max(by_k), batch), dict[int, float]()
     for k, each in by_k.items():
         ms[k] = float(expected_time(costs, work.prompt_tokens, each).total.sum())
     return float(plain_ms(costs, work).sum()), ms

@@ -28,14 +28,12 @@ class Workload:
         model: Name and hash of the draft; None if acceptance is assumed.
         conversations: Number of each text's conversation, [R]. None: every text is a conversation of its own.
         selection: Hash of the prompts (see Prompts.selection). None if it is unknown, or acceptance is assumed.
-        rule: Rule by which sampled tokens were accepted; None if acceptance is assumed or decoding is greedy.
     """
 
     texts: Texts
     prompt_tokens: np.ndarray
     kind: str = "model"
     model: tuple[str, str | None] | None = None
-    rule: str | None = None
     conversations: Sequence[int | None] | None = None
     selection: str | None = None
 
@@ -101,7 +99,6 @@ def workload_of_replay(replay: "Replay") -> Workload:
         model=(replay.draft, replay.draft_sha256),
         conversations=replay.conversations,
         selection=replay.selection,
-        rule=replay.rule if replay.sampling.temperature > 0 else None,
     )
 
 
@@ -139,7 +136,6 @@ def workload_of_score(score: Score) -> Workload:
         texts=texts_of(chances, np.full(len(order), conditions.max_tokens - 1)),
         prompt_tokens=np.array(lengths),
         model=(score.draft.name, score.draft.sha256),
-        rule=conditions.rule if conditions.temperature > 0 else None,
         conversations=[score.prompts[i].conversation for i in order] if score.prompts else None,
         selection=conditions.selection,
     )

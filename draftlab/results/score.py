@@ -313,7 +313,6 @@ DRAFTERS = {
     "ngram-gpu": "prompt lookup of vLLM on GPUs",
     "ngram-simple": "prompt lookup of llama.cpp",
     "fallback": "prompt lookup followed by the draft",
-    "ngram": "n-gram model",
     "suffix": "suffix decoding",
     "eagle": "EAGLE-3 head",
 }

@@ -112,9 +112,8 @@ class AutoRun:
         ]
         choice: dict[str, Any]
         if use:
-            ks = {n: _best_k(by_name[best.name]) for n, by_name in scores.items()}
             serve, more = verdict.serve(
-                self.request, self.steps, chosen, ks, k=best.k, int8=self._int8, scores=self._folder
+                self.request, self.steps, chosen, k=best.k, int8=self._int8, scores=self._folder
             )
             self._write_recipe()
             notes += more
@@ -467,11 +466,6 @@ class AutoRun:
             batch = score.conditions.batch
             scores[batch][score.name.removesuffix(f"-b{batch}").removesuffix("@int8")] = score
         return scores
-
-
-def _best_k(score: Score) -> int:
-    """Return the fastest K of a score, or 0 if plain decoding is faster."""
-    return score.best_k if score.speedup(score.best_k).value > 1 else 0
 
 
 def _tokens_per_step(draft: Path) -> float:

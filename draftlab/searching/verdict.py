@@ -3,7 +3,6 @@
 The export is verified in the server if the server is installed. The verdict is also written as an HTML page.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,12 @@ from typing import Any
 
 from pydantic import Field
 
-from draftlab import provenance
 from draftlab.atomic import write_atomic
 from draftlab.config.kinds import DrafterSpec
 from draftlab.drafters.model import DraftModelSpec
 from draftlab.errors import UserError
 from draftlab.exporting.run import target_name
 from draftlab.intervals import Interval
-from draftlab.latency.k_schedule import schedule_of
 from draftlab.model import hub
 from draftlab.quantities import format_duration, format_number
 from draftlab.reading import FileModel
@@ -382,14 +379,7 @@ FASTEST = "the fastest K that draftlab auto measured"
 
 
 def serve(
-    request: Request,
-    steps: StepRunner,
-    chosen: Arm,
-    k_by_streams: Mapping[int, int],
-    *,
-    k: int,
-    int8: bool,
-    scores: Path,
+    request: Request, steps: StepRunner, chosen: Arm, *, k: int, int8: bool, scores: Path
 ) -> tuple[str, list[str]]:
     """Export the chosen draft with a start script. Return the command that serves it, and notes for the user.
 
@@ -397,7 +387,6 @@ def serve(
 
     Args:
         chosen: The chosen candidate.
-        k_by_streams: Best K by number of concurrent requests. 0 stands for no draft.
         k: Best K on average over all numbers of concurrent requests.
         int8: Whether the scores were measured with weights rounded to 8 bits.
         scores: Directory of the scores by which the candidate was chosen.
@@ -431,17 +420,6 @@ def serve(
         write_atomic(folder / file, text)
         return _typed(folder), ["there is nothing to verify, because prompt lookup has no weights"]
     settings |= {"to": server, "k": k}
-    schedule = schedule_of(k_by_streams)
-    changes = schedule.pays_up_to > 0 and len(schedule.ranges) > 1
-    if server == "vllm" and chosen.kind != "parallel" and changes:
-        file = steps.folder / "k-by-streams.json"
-        row = {
-            "draft_sha256": provenance.fingerprint(chosen.draft),
-            "schedule": schedule.model_dump(),
-        }
-        write_atomic(file, json.dumps({"predictions": [row]}))
-        del settings["k"]
-        settings["prediction"] = file
     notes: list[str] = []
     if request.program is not None:
         verify: dict[str, Any] = {"verify_with": request.program, "prompt_file": prompts}

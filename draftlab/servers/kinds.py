@@ -160,7 +160,6 @@ def _columns(tops: Sequence[TopLogprobs]) -> dict[str, Any]:
 
 DraftKind = Literal["draft model", "parallel draft", "EAGLE-3 head", "prompt lookup"]
 SampleMethod = Literal["greedy", "probabilistic"]  # vLLM's draft_sample_method
-Ranges = list[tuple[int, int, int]]  # first and last number of requests, and K
 ABOVE_ZERO = (
     "above temperature 0 a drafted token is accepted with the target's probability of the token"
 )
@@ -282,7 +281,6 @@ class Launch:
         layer_ids: Layers of the target that a head reads, see eagle.HeadShape.
         sliding_window: Window of a head, see eagle.HeadShape.
         heterogeneous: Whether draft and target have different vocabularies.
-        k_by_batch: K for each range of the number of concurrent requests, for servers that can change K.
         own_target: Whether config.json of the head names its target and K, as in speculators' layout.
         limit: What users of the server must know about the draft's context, or "".
     """
@@ -295,7 +293,6 @@ class Launch:
     layer_ids: Sequence[int] = ()
     sliding_window: int | None = None
     heterogeneous: bool = False
-    k_by_batch: Ranges | None = None
     sampling: Sampling = DEFAULT_SAMPLING
     own_target: bool = False
     limit: str = ""
@@ -341,8 +338,6 @@ class ServerKind:
     # fields in eagle.OPTIONAL_PARTS that the server computes
     head_parts: ClassVar[frozenset[str]] = frozenset()
     one_stream = False  # whether the server decodes only one prompt at a time
-    # kinds of drafts for which the server can change K with the number of requests
-    changes_k: ClassVar[frozenset[DraftKind]] = frozenset()
 
     # decoding rules by variant, as in --server-rule NAME-VARIANT; script() starts the variant ""
     rules: ClassVar[Mapping[str, DecodingRule]] = {}

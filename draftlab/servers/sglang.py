@@ -4,7 +4,6 @@ SGLang reports the log-probabilities of generated tokens after temperature scali
 SGLANG_RETURN_ORIGINAL_LOGPROB=1. Seeds need --enable-deterministic-inference.
 """
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -53,7 +52,6 @@ class SGLang(ServerKind):
             temperature=lambda sent: sent if sent >= COLDEST else 0.0,
         )
     }
-    changes_k = frozenset({"EAGLE-3 head"})
     owned_by = "sglang"
     path = "/generate"
     about_path = "/server_info"
@@ -87,16 +85,10 @@ class SGLang(ServerKind):
         options = f"--speculative-num-steps {launch.k} --speculative-eagle-topk 1"
         if launch.sliding_window is not None:  # SGLang does not read the window from config.json
             options += f" --speculative-draft-window-size {launch.sliding_window}"
-        tiers: list[str] = []
-        if launch.k_by_batch:
-            config = {str(first): {"candidate_steps": [k]} for first, _, k in launch.k_by_batch}
-            tiers = ["tiers=$(mktemp)", f"echo '{json.dumps(config)}' > \"$tiers\""]
-            options += ' --speculative-adaptive --speculative-adaptive-config "$tiers"'
         lines = [
             f"# {ABOVE_ZERO}; thresholds below 1 are lossy, and speculative_use_rejection_sampling stays off",
             usage,
             SCRIPT_DIRECTORY,
-            *tiers,
             start,
             f'    --speculative-algorithm {algorithm} --speculative-draft-model-path "$here" {options} '
             f'--speculative-num-draft-tokens {tokens} "$@"',

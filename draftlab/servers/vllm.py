@@ -20,7 +20,6 @@ from draftlab.servers.kinds import (
     Finding,
     Launch,
     PromptLogprobs,
-    Ranges,
     SampleMethod,
     ServedCompletion,
     ServerKind,
@@ -76,7 +75,6 @@ class VLLM(ServerKind):
         "greedy": _rule("rejection", ()),  # draft_sample_method greedy, the default of vllm serve
         "block": _rule("block", ("temperature",)),  # rejection_sample_method block (2403.10444)
     }
-    changes_k = frozenset({"draft model", "EAGLE-3 head"})
     program = "vllm"
     environment = ("VLLM_API_KEY",)
     owned_by = "vllm"
@@ -166,12 +164,7 @@ class VLLM(ServerKind):
             ]
             return shell_script(launch, serve)
         config = speculative_config(
-            "@",
-            launch.k,
-            launch.kind,
-            sampling.method,
-            heterogeneous=launch.heterogeneous,
-            k_by_batch=launch.k_by_batch,
+            "@", launch.k, launch.kind, sampling.method, heterogeneous=launch.heterogeneous
         )
         about = ABOVE_ZERO if launch.kind == "prompt lookup" else method
         quoted = json.dumps(config).replace('"', '\\"').replace("@", "$here")
@@ -235,13 +228,12 @@ def speculative_config(
     sample_method: SampleMethod = "greedy",
     *,
     heterogeneous: bool = False,
-    k_by_batch: Ranges | None = None,
 ) -> dict[str, object]:
     """Return the value of vLLM's --speculative-config, before it is written as JSON.
 
     Args:
         draft: Directory or name of the draft. Ignored for prompt lookup.
-        k: Number of tokens drafted per step. If k_by_batch is set, the largest of its K.
+        k: Number of tokens drafted per step.
         sample_method: How the draft samples. Ignored for prompt lookup.
         heterogeneous: Whether draft and target have different vocabularies.
     """
@@ -252,8 +244,6 @@ def speculative_config(
     config: dict[str, object] = {"method": method, "model": draft, "num_speculative_tokens": k}
     if heterogeneous:
         config["use_heterogeneous_vocab"] = True
-    if k_by_batch:
-        config["num_speculative_tokens_per_batch_size"] = k_by_batch
     if kind == "parallel draft":
         config["parallel_drafting"] = True
     return config | {"draft_sample_method": sample_method}

@@ -1,6 +1,5 @@
 """The choice comes with what serves it, in every server; what is not verified is said, and exported all the same."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -43,15 +42,12 @@ def request_of(
     )  # fmt: skip
 
 
-def served(
-    target: Path, chosen: Arm, k_by_streams: dict[int, int] | None = None, **wanted: object
-) -> tuple[str, list[str]]:
+def served(target: Path, chosen: Arm, **wanted: object) -> tuple[str, list[str]]:
     steps = StepRunner(
         folder=Path("out"), make=lambda name, settings: step_of(name, settings, {}, "auto")
     )
     request = request_of(target, **wanted)
-    ks = k_by_streams or {1: 3}
-    return serve(request, steps, chosen, ks, k=3, int8=False, scores=Path("out/score"))
+    return serve(request, steps, chosen, k=3, int8=False, scores=Path("out/score"))
 
 
 @pytest.mark.parametrize("server", SERVERS)
@@ -94,23 +90,6 @@ def test_drafts_are_chosen_by_the_rule_that_the_script_for_vllm_sets(space, fami
     method = {"vllm": "probabilistic", "vllm-greedy": "greedy"}[str(config.sampled_rule)]
     assert f"draft_sample_method = {method}" in Path(command.split()[1]).read_text()
     assert config.model_copy(update={"temperature": 0.0}).sampled_rule is None
-
-
-@pytest.mark.parametrize(
-    ("ks", "server", "ranges"),
-    [
-        ({1: 3, 4: 2, 16: 0}, "vllm", "[[1, 3, 3], [4, 15, 2], [16, 16, 0]]"),
-        ({1: 3, 4: 3}, "vllm", None),
-        ({1: 0, 4: 3}, "vllm", "[[1, 3, 0], [4, 4, 3]]"),
-        ({1: 3, 4: 2}, "sglang", None),
-    ],
-)
-def test_k_by_streams_is_in_vllms_script_where_it_differs(ks, server, ranges, space, family_dirs):
-    chosen = Arm(kind="draft", draft=Path("draft"))
-    command, _ = served(family_dirs["llama"], chosen, ks, server=server)
-    text = Path(command.split()[1]).read_text()
-    assert (f'per_batch_size\\": {ranges}' in text) if ranges else ("per_batch_size" not in text)
-    assert re.search(r"^# K = 3\b", text, re.M)
 
 
 def test_a_server_that_does_not_start_costs_the_verification_only(space, family_dirs):

@@ -7,7 +7,6 @@ import pytest
 from errors import raises_option
 
 from draftlab.commands import COMMANDS
-from draftlab.config.kinds import parse_drafter
 
 # settings with which each command reads the text of --data; init only writes the name of a source
 ASKED: dict[str, dict[str, Any]] = {
@@ -55,12 +54,3 @@ def test_text_that_is_not_read_is_not_checked(name):
     config = COMMANDS[name].config.build(ASKED[name])
     assert config.text_source is not None
     assert config.model_copy(update=READ_LESS[name]).text_source is None
-
-
-def test_a_drafter_that_learns_from_text_needs_it():
-    config = COMMANDS["score"].config.build(
-        {"prompt_file": "prompts.jsonl", "drafter": ["ngram"], "data": "text.txt"}
-    )
-    assert config.text_source == "text.txt"
-    with raises_option("--drafter ngram:data=nope.txt"):
-        parse_drafter("ngram:data=nope.txt").check_inputs(weights=True)

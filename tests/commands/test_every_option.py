@@ -16,14 +16,13 @@ import pytest
 import torch
 import yaml
 from builders import TOKENIZER_TEXT, build, save_neox
-from loopback_servers import PacedVLLM, SmallVLLM, running
+from loopback_servers import SmallVLLM, running
 from pydantic.fields import FieldInfo
 from safetensors.torch import load_file
 from small_files import copy_tokenizer, with_template, write_prompts, write_rows
 
 from benchmarks.expand import expand
 from benchmarks.tiny_target import train_tokenizer
-from draftlab import provenance
 from draftlab.commands import COMMANDS
 from draftlab.commands.auto import auto
 from draftlab.commands.base import Command
@@ -207,21 +206,19 @@ def world(
     # layers that add nothing, so that shapes are cheap beside it on any machine
     deep = checkpoint.read_shape(source).model_copy(update={"layers": 24})
     places = {"source": source, "costly": expand(source, root / "costly", deep)}
-    places |= {path.name: path for path in (draft, wordy, chat, pickled)} | write_files(root, draft)
+    places |= {path.name: path for path in (draft, wordy, chat, pickled)} | write_files(root)
     model, small = (checkpoint.load_model(path, torch.float32).eval() for path in (source, draft))
     tokenizer = checkpoint.load_tokenizer(source)
     servers = {
         "server": SmallVLLM(model, tokenizer, frozenset()),
         "drafting": SmallVLLM(model, tokenizer, frozenset(), draft=small),
-        "paced": PacedVLLM(tokenizer, 0.005),
-        "paced_drafting": PacedVLLM(tokenizer, 0.015, 3),
     }
     with ExitStack() as stack:
         urls = {name: stack.enter_context(running(server)) for name, server in servers.items()}
         yield World(root, {name: str(place) for name, place in places.items()} | urls)
 
 
-def write_files(root: Path, draft: Path) -> dict[str, Path]:
+def write_files(root: Path) -> dict[str, Path]:
     """Write the files that cases read, and return them by name."""
     row = {"prompt_ids": [0, 30, 29], "ids": [65, 57], "logprobs": [-1.61, -0.52]}
     row |= {"top_ids": [[65, 135], [57, 14]], "top_logprobs": [[-1.61, -2.69], [-0.52, -1.07]]}
@@ -231,8 +228,6 @@ def write_files(root: Path, draft: Path) -> dict[str, Path]:
         {"messages": [{"role": role, "content": content} for role, content in talk]}
         for talk in turns
     ]
-    schedule = {"ranges": [[1, 4, 2], [5, 8, 0]], "pays_up_to": 4}
-    prediction = {"draft_sha256": provenance.fingerprint(draft), "schedule": schedule}
     texts = ({"text": f"# {i}\n{TOKENIZER_TEXT[0] * 6}"} for i in range(700))
     files = {
         "more": write_rows(root / "more.jsonl", texts),
@@ -241,7 +236,6 @@ def write_files(root: Path, draft: Path) -> dict[str, Path]:
         "few": write_prompts(root / "few.jsonl", 4),
         "talks": write_rows(root / "talks.jsonl", talks),
         "log": write_rows(root / "day.jsonl", logged),
-        "prediction": write_rows(root / "prediction.json", [{"predictions": [prediction]}]),
         "text": root / "text.jsonl",
         "task": root / "own.yaml",
     }

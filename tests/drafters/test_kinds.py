@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from built import PROMPTS, built, check_output, facts
-from errors import raises_option
+from built import PROMPTS, built, check_output
 from second_device import DEVICE, SecondDevice
 from transformers import OPTConfig, OPTForCausalLM
 
@@ -22,7 +21,6 @@ from draftlab.sampling import SamplingParams
 from draftlab.scoring.throughput import measure_throughput
 
 ASKED = [
-    "ngram:order=2,tokens=500",
     "prompt-lookup:prompt_lookup_max=2",
     "latest-lookup",
     "ngram-gpu",
@@ -35,7 +33,7 @@ ASKED = [
 def test_every_drafter_decodes_what_the_target_would(
     context, eagle_head, peagle_head, dflash_head, dspark_head, parallel_draft, stored
 ):
-    asked = [*ASKED, f"ngram:order=2,outputs={stored}", "fallback:draft_tokens=1,min_match=3x1x5"]
+    asked = [*ASKED, "fallback:draft_tokens=1,min_match=3x1x5"]
     asked += [
         f"parallel:draft={parallel_draft}",
         f"eagle:heads={eagle_head}",
@@ -65,11 +63,10 @@ def test_a_rule_of_ones_choice_is_the_one_that_verifies(context):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("ngrm", "did you mean 'ngram'"),
-        ("ngram:ordr=3", "did you mean 'order'"),
-        ("ngram:order=three", "order: .*'three'"),
-        ("ngram:order=1", "order: .*2"),
-        ("ngram:data=text,outputs=store", "data and outputs"),
+        ("sufix", "did you mean 'suffix'"),
+        ("suffix:max_tree_dept=3", "did you mean 'max_tree_depth'"),
+        ("suffix:max_tree_depth=three", "max_tree_depth: .*'three'"),
+        ("suffix:max_tree_depth=1", "max_tree_depth: .*2"),
         ("fallback:min_match=2x1", "min_match"),
         ("eagle:heads=x,draft_tokens=2", "draft_tokens: .*prompt_lookup_max"),
         ("eagle", "heads"),
@@ -78,11 +75,6 @@ def test_a_rule_of_ones_choice_is_the_one_that_verifies(context):
 def test_an_error_in_a_drafter_names_its_option(text, named):
     with pytest.raises(UserError, match=named):
         parse_drafter(text)
-
-
-def test_contexts_that_do_not_fit_64_bits_are_said_before_the_target_is_loaded():
-    with raises_option("--drafter", "ngram:order", "9", "8", "307"):
-        parse_drafter("ngram:order=9").check(facts())
 
 
 def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_dirs):
@@ -140,14 +132,8 @@ def test_drafts_and_heads_keep_their_device_beside_a_target_of_transformers(
         assert texts(DEVICE) == expected
 
 
-def test_a_corpus_that_is_too_short_is_refused(context):
-    with raises_option("2", "4-gram"):
-        built(context, "ngram:tokens=2")
-
-
 def test_a_drafter_says_what_it_reads():
     reads = {
-        "ngram:outputs=store": "store",
         "suffix:outputs=store": "store",
         "eagle:heads=head": "head",
         "prompt-lookup": None,

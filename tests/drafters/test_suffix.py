@@ -47,4 +47,4 @@ def test_vllm_gets_the_options_of_drafters_without_weights():
     lookup = parse_drafter("prompt-lookup:prompt_lookup_max=5").speculative_config(4)
     assert lookup is not None
     assert (lookup["method"], lookup["prompt_lookup_max"]) == ("ngram", 5)
-    assert parse_drafter("ngram").speculative_config(4) is None
+    assert parse_drafter("latest-lookup").speculative_config(4) is None

@@ -16,7 +16,6 @@ from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.engine.drafters.dflash import DFlashDrafter
 from draftlab.engine.drafters.dspark import DSparkDrafter
 from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.drafters.ngram import NgramModel
 from draftlab.engine.drafters.peagle import PEagleDrafter
 from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
 from draftlab.engine.verify import draw
@@ -54,13 +53,6 @@ def save_models(
     loaded["parallel"] = llama.load(Path(root / "noisy"), torch.float32)
     loaded["parallel"].pard_token = 2
     return loaded
-
-
-def ngram_model(target: llama.Llama) -> NgramModel:
-    """Return a model of what the target itself writes."""
-    prompts = [[0, i, i + 1] for i in range(3, 9)]
-    texts = output_tokens(decode(target, prompts, SamplingParams(max_tokens=60)))
-    return NgramModel(np.concatenate([np.array(text) for text in texts]), VOCAB, 3)
 
 
 EAGLE: dict[str, Any] = {

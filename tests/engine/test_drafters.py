@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 from drafter_laws import (
@@ -14,7 +13,6 @@ from drafter_laws import (
     dflash_drafter,
     dspark_drafter,
     eagle_drafter,
-    ngram_model,
     peagle_drafter,
     save_models,
 )
@@ -23,9 +21,7 @@ from torch import Tensor
 from draftlab.engine.drafters.fallback import FallbackDrafter
 from draftlab.engine.drafters.ngram import (
     LatestLookupDrafter,
-    NgramDrafter,
     NgramGpuDrafter,
-    NgramModel,
     NgramSimpleDrafter,
     PromptLookupDrafter,
 )
@@ -40,14 +36,8 @@ def models(tmp_path_factory) -> dict[str, llama.Llama]:
     return save_models(tmp_path_factory.mktemp("drafters"))
 
 
-@pytest.fixture(scope="module")
-def ngrams(models) -> NgramModel:
-    return ngram_model(models["target"])
-
-
 DRAFTERS = [
     "model",
-    "ngram",
     "lookup",
     "prompt-lookup",
     "ngram-gpu",
@@ -64,11 +54,10 @@ DRAFTERS = [
 ]
 
 
-def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Drafter:
+def drafter(name: str, models: dict[str, llama.Llama]) -> Drafter:
     noisy = models["noisy"]
     return {
         "model": lambda: ModelDrafter(noisy, VOCAB),
-        "ngram": lambda: NgramDrafter(ngrams),
         "lookup": lambda: LatestLookupDrafter(3),
         "prompt-lookup": lambda: PromptLookupDrafter(3),
         "ngram-gpu": lambda: NgramGpuDrafter(3),
@@ -93,20 +82,18 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("k", [1, 6])
-def test_greedy_decoding_with_any_drafter_is_plain_decoding(models, ngrams, name, k):
-    check_greedy(models["target"], drafter(name, models, ngrams), k)
+def test_greedy_decoding_with_any_drafter_is_plain_decoding(models, name, k):
+    check_greedy(models["target"], drafter(name, models), k)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
-    check_rows(models["target"], drafter(name, models, ngrams))
+def test_what_a_row_samples_does_not_depend_on_the_others(models, name):
+    check_rows(models["target"], drafter(name, models))
 
 
-@pytest.mark.parametrize(
-    "name", ["model", "ngram", "eagle", "peagle", "parallel", "dflash", "dspark"]
-)
-def test_q_is_what_was_sampled(models, ngrams, name):
-    check_q(models["target"], drafter(name, models, ngrams))
+@pytest.mark.parametrize("name", ["model", "eagle", "peagle", "parallel", "dflash", "dspark"])
+def test_q_is_what_was_sampled(models, name):
+    check_q(models["target"], drafter(name, models))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -161,14 +148,3 @@ def test_a_match_is_copied_from_the_length_that_its_kind_wants():
     assert (copied(once, 2, 9, 9), copied(once, 3, 1, 1)) == ([5], [])
     assert (copied(agree, 9, 1, 9), copied(agree, 1, 2, 1)) == ([5], [])
     assert (copied(differ, 9, 9, 1), copied(differ, 1, 1, 2)) == ([6], [])
-
-
-def test_kneser_ney_by_hand():
-    """Bigrams of a b a b a c: D = n1 / (n1 + 2 n2) = 1 / (1 + 2 * 2) of the kinds ab 2, ba 2, ac 1."""
-    a, b, c = 0, 1, 2
-    model = NgramModel(np.array([a, b, a, b, a, c]), 3, 2)
-    before = np.array([1, 1, 1]) + 1e-3  # each token comes behind one other: ba, ab, ac
-    before = before / before.sum()
-    after_a = np.array([0, 2 - 0.2, 1 - 0.2]) / 3 + 0.2 * 2 / 3 * before
-    np.testing.assert_allclose(model.probabilities([b, a]), after_a)
-    np.testing.assert_allclose(model.probabilities([c]), before)  # nothing comes behind c

@@ -285,20 +285,6 @@ def test_a_script_does_not_start_from_a_path_that_its_config_cannot_hold(out, sp
     assert said.stderr.startswith("move this folder")
 
 
-def test_k_by_batch_size_of_a_prediction_is_in_the_servers_own_setting(space):
-    """Its other K, as for other drafts, is refused."""
-    row = {"draft_sha256": provenance.fingerprint(Path("draft"))}
-    row |= {"schedule": {"ranges": [[1, 4, 3], [5, 16, 1], [17, 64, 0]], "pays_up_to": 12}}
-    Path("p.json").write_text(json.dumps({"predictions": [row | {"draft_sha256": "other"}, row]}))
-    export("--to vllm --prediction p.json --out out")
-    text = Path("out/serve.sh").read_text()
-    assert '\\"num_speculative_tokens\\": 3, ' in text
-    assert 'per_batch_size\\": [[1, 4, 3], [5, 16, 1], [17, 64, 0]]' in text
-    for other in ("vllm --k 2", "sglang"):  # which changes the K of heads only
-        refused = export(f"--to {other} --prediction p.json", code=1)
-        assert "--prediction" in refused.stderr
-
-
 def test_the_script_for_transformers_decodes_as_the_target_alone(
     space, family_dirs, capsys, monkeypatch
 ):

@@ -1,11 +1,9 @@
 """What an exported head holds is the head, and what keeps a server from it is said before the target is read."""
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,6 @@ from draftlab.exporting import verify
 from draftlab.exporting.artifact import Form, check_files, open_artifact
 from draftlab.model import eagle, eagle_llama, llama
 from draftlab.model.eagle import Head
-from draftlab.provenance import fingerprint
 from draftlab.registry import SERVERS
 from draftlab.sampling import SamplingParams
 
@@ -141,25 +138,6 @@ def test_a_head_of_the_whole_vocabulary_has_no_d2t(target, tmp_path):
     assert not {"d2t", "t2d"} & load_file(whole / "model.safetensors").keys()
     out = exported(whole, target, "gguf", "--outtype f32")
     assert "d2t" not in contents(out / "head-f32.gguf")[1]
-
-
-def test_sglang_drafts_with_the_k_of_a_prediction_in_each_of_its_tiers(folder, target, tmp_path):
-    """SGLang takes a tier's K up to the batch size at which the next tier begins; 0 is no draft."""
-    row = {"draft_sha256": fingerprint(folder)}
-    row |= {"schedule": {"ranges": [[1, 4, 3], [5, 16, 1], [17, 64, 0]], "pays_up_to": 16}}
-    prediction = tmp_path / "p.json"
-    prediction.write_text(json.dumps({"predictions": [row]}))
-    out = exported(folder, target, "sglang", f"--prediction {prediction}")
-    server = tmp_path / "python"  # prints the tiers that it was started with
-    server.write_text(
-        '#!/bin/sh\nwhile [ "$1" != --speculative-adaptive-config ]; do shift; done; cat "$2"\n'
-    )
-    server.chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    started = subprocess.run(["sh", out / "serve.sh"], env=path, capture_output=True, check=True)
-    tiers = json.loads(started.stdout)
-    steps = {int(first): tier["candidate_steps"] for first, tier in tiers.items()}
-    assert steps == {1: [3], 5: [1], 17: [0]}
 
 
 def greedy_counts(artifact: Any, texts: verify.TargetTexts) -> np.ndarray:

@@ -22,8 +22,8 @@ from draftlab import provenance
 from draftlab.commands import outputs
 from draftlab.config.kinds import parse_drafter
 from draftlab.config.server_rules import DecodingRule
-from draftlab.engine.drafters.ngram import LatestLookupDrafter, NgramDrafter, NgramModel
-from draftlab.engine.generate import Drafter, ModelDrafter, decode, speculative_decode
+from draftlab.engine.drafters.ngram import LatestLookupDrafter
+from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
 from draftlab.errors import UserError
 from draftlab.latency.steps import steps
 from draftlab.latency.workload import workload_of_replay
@@ -332,50 +332,20 @@ def test_a_replayed_lookup_counts_what_decoding_along_the_text_counts(
     assert drafts  # else nothing was compared
 
 
-def test_the_engine_counts_the_steps_of_a_replayed_lookup_and_ngram_model(models, greedy_store):
-    target, answers = load(models["target"], torch.float32), greedy_store.directory
-    for text in ("latest-lookup:prompt_lookup_max=2", f"ngram:order=2,outputs={answers}"):
-        spec = parse_drafter(text)
-        replayed = replay_draft(greedy_store, spec, drafting(target=models["target"]))
-        drafter: Drafter = LatestLookupDrafter(2)
-        if text.startswith("ngram"):
-            corpus = np.concatenate([[*t.prompt[-1:], *t.ids] for t in greedy_store.outputs])
-            drafter = NgramDrafter(NgramModel(corpus, checkpoint.vocab_size(models["target"]), 2))
-        for k in (1, 4):
-            counts = replayed.counts(k)
-            for row, output in enumerate(greedy_store.outputs):
-                greedy = SamplingParams(
-                    max_tokens=24, stop_token_ids=tuple(checkpoint.eos_token_ids(models["target"]))
-                )
-                steps = list(
-                    speculative_decode(target, drafter, [output.prompt.tolist()], k, greedy)
-                )[1:]
-                assert counts.passes[row] == len(steps)
-                assert counts.accepted[row] == sum(step.accepted for step in steps)
-                assert counts.drafted[row] == sum(step.drafted for step in steps)
-
-
-def test_sampled_ngrams_are_accepted_by_the_ratio_of_the_probabilities(
-    tmp_path, models, prompt_file
-):
-    store = recorded(tmp_path / "store", models["target"], prompt_file, temperature=0.7)
-    spec = parse_drafter(f"ngram:order=2,outputs={store.directory}")
-    replayed = replay_draft(store, spec, drafting(target=models["target"]))
-    corpus = np.concatenate([[*t.prompt[-1:], *t.ids] for t in store.outputs])
-    model = NgramModel(corpus, checkpoint.vocab_size(models["target"]), 2)
-    for text, output in zip(replayed.texts, store.outputs, strict=True):
-        whole = [*output.prompt.tolist(), *output.ids.tolist()]
-        before = whole[len(output.prompt) - 1 : -1]
-        q = np.array([model.probabilities([token]) ** (1 / 0.7) for token in before])
-        q = q[np.arange(len(before)), output.ids] / q.sum(1)
-        assert output.logprobs is not None
-        expected = np.minimum(1, q / np.exp(output.logprobs))
-        assert_rounds(text.chances, expected)
-
-
-def test_an_ngram_model_without_a_corpus_is_refused(models, greedy_store):
-    with raises_option("--drafter ngram"):
-        check(greedy_store, parse_drafter("ngram"), drafting(target=models["target"]))
+def test_the_engine_counts_the_steps_of_a_replayed_lookup(models, greedy_store):
+    target = load(models["target"], torch.float32)
+    spec = parse_drafter("latest-lookup:prompt_lookup_max=2")
+    replayed = replay_draft(greedy_store, spec, drafting(target=models["target"]))
+    ends = tuple(checkpoint.eos_token_ids(models["target"]))
+    greedy = SamplingParams(max_tokens=24, stop_token_ids=ends)
+    for k in (1, 4):
+        counts = replayed.counts(k)
+        for row, output in enumerate(greedy_store.outputs):
+            prompts = [output.prompt.tolist()]
+            steps = list(speculative_decode(target, LatestLookupDrafter(2), prompts, k, greedy))[1:]
+            assert counts.passes[row] == len(steps)
+            assert counts.accepted[row] == sum(step.accepted for step in steps)
+            assert counts.drafted[row] == sum(step.drafted for step in steps)
 
 
 def test_a_replay_of_drafts_that_depend_on_k_is_read_back(tmp_path, models, greedy_store):

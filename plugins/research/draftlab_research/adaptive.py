@@ -9,7 +9,7 @@ from draftlab.drafters import Input, RunFacts, drafter
 from draftlab.drafters.eagle import EagleSpec
 from draftlab.drafters.fallback import FALLBACK_LOOKUP_MAX
 from draftlab.drafters.model import DraftModelSpec
-from draftlab.drafters.ngram import OutputsSpec
+from draftlab.drafters.suffix import OutputsSpec
 from draftlab.errors import UserError
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from pydantic import Field, model_validator
 from draftlab.config.base import MAX_K
 from draftlab.drafters import drafter
 from draftlab.drafters.model import DraftModelSpec
-from draftlab.drafters.ngram import NgramSpec
 from draftlab.drafters.prompt_lookup import PROMPT_LOOKUP_MAX
+from draftlab_research.ngram import NgramSpec
 
 if TYPE_CHECKING:
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun

@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeInt, model_validator
 
 from draftlab.console import note
 from draftlab.drafters import RunFacts, drafter, split_at
-from draftlab.drafters.ngram import OutputsSpec
+from draftlab.drafters.suffix import OutputsSpec
 from draftlab.errors import UserError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from pydantic import Field, PositiveInt, model_validator
 from draftlab.drafters import DrafterSpec, RunFacts, drafter, split_at
 from draftlab.drafters.eagle import EagleHeadSpec
 from draftlab.drafters.model import DraftModelSpec
-from draftlab.drafters.ngram import OutputsSpec
 from draftlab.drafters.parallel import ParallelSpec
+from draftlab.drafters.suffix import OutputsSpec
 from draftlab.errors import UserError
 from draftlab.registry import REJECTION
 

@@ -14,13 +14,11 @@ from drafter_laws import (
     check_q,
     check_rows,
     eagle_drafter,
-    ngram_model,
     save_models,
 )
 from torch import Tensor
 
 from draftlab.engine.drafters.fallback import FallbackDrafter
-from draftlab.engine.drafters.ngram import NgramDrafter, NgramModel
 from draftlab.engine.generate import (
     Draft,
     Drafter,
@@ -39,6 +37,7 @@ from draftlab_research.drafting.dynamic_tree import DynamicTreeDrafter
 from draftlab_research.drafting.eagle_tree import EagleTreeDrafter
 from draftlab_research.drafting.layer_skip import skip_layers
 from draftlab_research.drafting.medusa import MedusaDrafter
+from draftlab_research.drafting.ngram import NgramDrafter, NgramModel
 from draftlab_research.drafting.parallel_tree import ParallelTreeDrafter
 from draftlab_research.drafting.stops import ConfidenceStopDrafter
 from draftlab_research.drafting.tree import (
@@ -65,10 +64,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, llama.Llama]:
 
 @pytest.fixture(scope="module")
 def ngrams(models: dict[str, llama.Llama]) -> NgramModel:
-    return ngram_model(models["target"])
+    """Return a model of what the target itself writes."""
+    prompts = [[0, i, i + 1] for i in range(3, 9)]
+    texts = output_tokens(decode(models["target"], prompts, SamplingParams(max_tokens=60)))
+    return NgramModel(np.concatenate([np.array(text) for text in texts]), VOCAB, 3)
 
 
 DRAFTERS = [
+    "ngram",
     "unsure",
     "entropy",
     "staged",
@@ -90,6 +93,7 @@ DRAFTERS = [
 def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Drafter:
     noisy = models["noisy"]
     return {
+        "ngram": lambda: NgramDrafter(ngrams),
         "unsure": lambda: ConfidenceStopDrafter(
             noisy, VOCAB, ConfidenceStopSpec.of(threshold=0.3).stops
         ),
@@ -142,7 +146,8 @@ def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["unsure", "entropy", "skip", "medusa", "eagle tree", "tree sampled", "tree distinct"]
+    "name",
+    ["ngram", "unsure", "entropy", "skip", "medusa", "eagle tree", "tree sampled", "tree distinct"],
 )
 def test_q_is_what_was_sampled(models, ngrams, name):
     check_q(models["target"], drafter(name, models, ngrams))

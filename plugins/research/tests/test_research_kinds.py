@@ -28,7 +28,12 @@ from draftlab_research.drafting import medusa
 from draftlab_research.drafting.parallel_tree import ParallelTreeDrafter
 from draftlab_research.drafting.tree import TreeDrafter, node_depths
 
-CHAINS = ["cascade:tokens=500,inner_tokens=1", "confidence-stop:threshold=0.5", "entropy-stop"]
+CHAINS = [
+    "ngram:order=2,tokens=500",
+    "cascade:tokens=500,inner_tokens=1",
+    "confidence-stop:threshold=0.5",
+    "entropy-stop",
+]
 OWN_ENGINE = [
     "layer-skip",
     "layer-skip:layers=0+2",
@@ -76,7 +81,13 @@ def test_drafters_that_learn_from_what_the_target_wrote_decode_as_it_does(
     context, stored, parallel_draft, monkeypatch
 ):
     monkeypatch.setattr(context, "data", "nothing that could be read")
-    kinds = ("adaptive:", "tree:nodes=3,", "layer-skip:", "cascade:order=2,inner_tokens=1,")
+    kinds = (
+        "ngram:order=2,",
+        "adaptive:",
+        "tree:nodes=3,",
+        "layer-skip:",
+        "cascade:order=2,inner_tokens=1,",
+    )
     kinds += (f"parallel-tree:draft={parallel_draft},nodes=3,",)
     ways = {kind: built(context, f"{kind}outputs={stored}") for kind in kinds}
     check_output(context, ways)

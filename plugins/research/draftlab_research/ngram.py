@@ -1,13 +1,13 @@
-"""The drafter ngram: an n-gram model of a corpus or of the target's own text."""
+"""Options of the drafter ngram, an n-gram model of a corpus or of the target's own text."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from pydantic import Field, model_validator
 
-from draftlab.config.outputs import check_store
 from draftlab.console import note
-from draftlab.drafters import DrafterSpec, Input, RunFacts, drafter
+from draftlab.drafters import RunFacts, drafter
+from draftlab.drafters.suffix import OutputsSpec
 from draftlab.errors import UserError, about
 from draftlab.model import hub
 
@@ -16,37 +16,13 @@ if TYPE_CHECKING:
 
     from draftlab.acceptance.token_logprobs import TokenLogprobs
     from draftlab.engine.drafters.context import DrafterContext, DrafterRun
-    from draftlab.engine.drafters.ngram import NgramModel
     from draftlab.target_outputs.replay import ReplayContext
-
-
-class OutputsSpec(DrafterSpec):
-    """Base class of drafters that can learn from text of the target.
-
-    outputs: Directory of stored target outputs. Default: the drafter does not learn from the target.
-    """
-
-    outputs: str = ""
-
-    def inputs(self) -> list[Input]:
-        stored = (
-            [Input(self.outputs, lambda name, weights: check_store(Path(name)))]
-            if self.outputs
-            else []
-        )
-        return [*super().inputs(), *stored]
-
-    def check(self, run: RunFacts) -> None:
-        super().check(run)
-        if self.outputs:
-            from draftlab.target_outputs.store import check_tokenizer
-
-            check_tokenizer(Path(self.outputs), run.target)
+    from draftlab_research.drafting.ngram import NgramModel
 
 
 @drafter("ngram")
 class NgramSpec(OutputsSpec):
-    """Drafts with an n-gram model of a corpus.
+    """Options of the drafter ngram.
 
     order: Length of the longest n-grams, in tokens.
     tokens: Number of tokens of the corpus.
@@ -77,7 +53,7 @@ class NgramSpec(OutputsSpec):
 
     def check(self, run: RunFacts) -> None:
         super().check(run)
-        from draftlab.engine.drafters.ngram import contexts_fit
+        from draftlab_research.drafting.ngram import contexts_fit
 
         if not contexts_fit(run.vocab, self.order):
             contexts = f"{self.order - 1} tokens of a vocabulary of {run.vocab:,} ids"
@@ -87,19 +63,19 @@ class NgramSpec(OutputsSpec):
             )
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
-        from draftlab.engine.drafters.ngram import NgramDrafter
+        from draftlab_research.drafting.ngram import NgramDrafter
 
         return context.run(NgramDrafter(self._model(context, self.data or context.data)))
 
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":
-        from draftlab.acceptance.lookup_logprobs import score_ngrams
+        from draftlab_research.drafting.ngram import score_ngrams
 
         model = self._model(replay, self.data or replay.data)
         return score_ngrams(model, replay.texts, replay.sampling, replay.advance)
 
     def _model(self, context: "DrafterContext | ReplayContext", data: str) -> "NgramModel":
-        from draftlab.engine.drafters.ngram import NgramModel
         from draftlab.model import checkpoint
+        from draftlab_research.drafting.ngram import NgramModel
 
         source = self.outputs or data
         note(f"--drafter {self.text}: counting {self.order}-grams of {source}")

@@ -39,6 +39,8 @@ PROMPTS = ROOT / "configs" / "prompts" / "categories.jsonl"
 RECORD, LOG = "draftlab.json", "log.jsonl"
 PRUNE_TOKENS = {False: 32768, True: 2048}  # by --quick
 DISTILL_STEPS = 4
+# runs words in the folder $0; exit code 1 of pytest says that tests failed
+TESTS = 'cd "$0" && { "$@" || [ $? -eq 1 ]; }'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +308,35 @@ def distill_row(bench: Bench) -> dict[str, Any]:
     return {target.name: ratio, "losses": losses}
 
 
+def demo_row(bench: Bench) -> dict[str, float]:
+    """Run the steps of `make demo`, each tree with its own recipe."""
+    return {
+        "quickstart": bench.ratio("demo", "quickstart", lambda *_: draftlab("run", "quickstart"))
+    }
+
+
+def tests_row(bench: Bench) -> dict[str, Any]:
+    """Run the tests of `make test`, each tree its own. Return the ratio of CPU seconds per test that passed.
+
+    Failed tests end no measurement, because timing laws may fail beside other work. They are counted.
+    """
+    words = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile"]
+    words += ["tests/results"] if bench.quick else []
+    ratio = bench.ratio("tests", "pytest", lambda tree, _: ["sh", "-c", TESTS, tree, *words])
+    counts = {}
+    for label in ("before", "now"):
+        last = (
+            (bench.folder / "tests/pytest" / f"{label}-0" / "log.txt").read_text().splitlines()[-1]
+        )
+        counts[label] = {
+            what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|error)", last)
+        }
+    return {
+        "per_test": ratio * counts["before"]["passed"] / counts["now"]["passed"],
+        "counts": counts,
+    }
+
+
 # each row of the result, and the function that measures it
 ROWS: dict[str, Callable[[Bench], Any]] = {
     "import": import_row,
@@ -315,6 +346,8 @@ ROWS: dict[str, Callable[[Bench], Any]] = {
     "prune": prune_row,
     "outputs": outputs_row,
     "distill": distill_row,
+    "demo": demo_row,
+    "tests": tests_row,
 }
 
 

@@ -1,6 +1,7 @@
 """Fixtures: saved checkpoints of every family, a small tokenizer, the embedded target in fp32."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,19 @@ import torch
 from builders import FAMILIES, OTHER_BLOCKS, SIZES, TOKENIZER_TEXT, build
 
 from benchmarks.tiny_target import train_tokenizer
+from draftlab.latency import machine_state
 from draftlab.model import checkpoint, hub, saving
 
 # one: tests run beside each other
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def brief_warm_ups() -> Iterator[None]:
+    """Two warm-up runs of each way to decode: beside other tests, times are never steady, and up to ten runs follow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine_state, "WARM_UPS", (2, 2))
+        yield
 
 
 @pytest.fixture(scope="session")

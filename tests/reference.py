@@ -37,7 +37,7 @@ COMMANDS = {
     "outputs": f"outputs build --target target --use replay --max-new-tokens 24 --dtype float32 {PROMPTS}",
     "replayed": "replay outputs --draft distilled --k 1-4 --json",
     "scored": f"score --target target --draft distilled --drafter latest-lookup --k 2-3 {PROMPTS} --max-new-tokens 24 "
-    "--exhaustive --repeats 1 --mode eager --dtype float32 --threads 1",
+    "--exhaustive --repeats 1 --dtype float32 --threads 1",
     "predicted": "predict --draft-profile wide-796m@a100-80gb,eager --target-profile llama-65b@4xa100-80gb,eager "
     "--acceptance 2.5@4 --batch 1,4 --json",
     "designed": "design --params 4m --layers 2,4,8 --source tiny --json",

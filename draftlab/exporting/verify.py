@@ -6,7 +6,6 @@ tokens of a text, K drafted tokens per step.
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -78,7 +77,8 @@ def running(
                 _check_alive(process, log, f"{name} ended")
                 raise
         finally:
-            process.send_signal(signal.SIGINT)
+            # every server stops at SIGTERM; a job that a shell started with & ignores SIGINT, and so do its children
+            process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_SECONDS)
             process.kill()

@@ -126,6 +126,17 @@ def choose(
     )
 
 
+def reads_fast(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether torch reads text in a dtype at least as fast as in float32. On a CPU, passes of it are timed.
+
+    A dtype that is emulated here, see checkpoint.is_fast, is not timed.
+    """
+    if device.type != "cpu" or dtype.itemsize > 2 or not checkpoint.is_fast(dtype, device):
+        return checkpoint.is_fast(dtype, device)
+    ratio = speeds("eager").over_float32(checkpoint.dtype_name(dtype), READING)
+    return ratio * NOISE >= 1
+
+
 def slowness(dtype: torch.dtype, device: torch.device, mode: Mode, threads: int | None) -> str:
     """Return text about how slow decoding is in a dtype here, or "" if it is not slower than in float32."""
     name = checkpoint.dtype_name(dtype)

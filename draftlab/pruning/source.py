@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, families
+from draftlab.model import checkpoint, families, precision
 from draftlab.model.shape import Shape
 from draftlab.pruning.cut import Cut, Untied, keep_all
 from draftlab.pruning.walk import Walk
@@ -132,14 +132,15 @@ class Source:
 
         It is the dtype of the checkpoint, or float32 if that dtype is slow on the device.
         """
-        return checkpoint.compute_dtype(self.directory, self.device)
+        dtype = checkpoint.compute_dtype(self.directory, self.device)
+        return dtype if precision.reads_fast(dtype, self.device) else torch.float32
 
     @cached_property
     def planned_dtype(self) -> torch.dtype:
         """Return `dtype` as config.json predicts it. No weights are read."""
         stored = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
         dtype = checkpoint.DTYPES[stored]
-        return dtype if checkpoint.is_fast(dtype, self.device) else torch.float32
+        return dtype if precision.reads_fast(dtype, self.device) else torch.float32
 
     @cached_property
     def pass_dtype(self) -> torch.dtype:
@@ -151,7 +152,7 @@ class Source:
         slow = self.dtype != self.stored_dtype and self.device.type == "cpu"
         return (
             torch.bfloat16
-            if slow and checkpoint.is_fast(torch.bfloat16, self.device)
+            if slow and precision.reads_fast(torch.bfloat16, self.device)
             else self.dtype
         )
 

@@ -1,6 +1,7 @@
 """Any causal decoder of transformers is a target: rows of any lengths, roll back, trees, and states for heads."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,10 @@ def test_recurrent_layers_cannot_read_a_tree():
 
 
 class Conditional:
-    """A decoder's distributions after a prompt, by passes over its cache, which is rolled back before each."""
+    """A decoder's distributions after a prompt, by passes over its cache, which is rolled back before each.
+
+    A pass over the same tokens is made once.
+    """
 
     PROMPT = (0, 2, 1, 1, 2, 0, 2, 2, 1)  # longer than the windows above
 
@@ -277,19 +281,23 @@ class Conditional:
         self.decoder = hosted(self.model)
         self.cache = self.decoder.new_cache(1, 40)
         self.decoder.forward(torch.tensor([self.PROMPT[:-1]]), self.cache)
+        self.transformers = cache(self._transformers)
+        self._passed = cache(self._pass)
 
     def verified(self, tokens: Tokens) -> Tensor:
-        self.cache.used = [len(self.PROMPT) - 1]
-        chain = list(tokens.parents) == list(range(len(tokens.ids)))
-        tree = None if chain else Tree.from_parents(tokens.parents)
-        ids = torch.tensor([[self.PROMPT[-1], *tokens.ids]])
-        return self.decoder.forward(ids, self.cache, tree=tree)[0].double().softmax(-1)
+        return self._passed(tuple(tokens.ids), tuple(tokens.parents))
 
     def following(self, prefix: tuple[int, ...]) -> Tensor:
-        return self.verified(Tokens(ids=list(prefix), parents=range(len(prefix))))[-1]
+        return self._passed(prefix, tuple(range(len(prefix))))[-1]
+
+    def _pass(self, tokens: tuple[int, ...], parents: tuple[int, ...]) -> Tensor:
+        self.cache.used = [len(self.PROMPT) - 1]
+        tree = None if parents == tuple(range(len(tokens))) else Tree.from_parents(parents)
+        ids = torch.tensor([[self.PROMPT[-1], *tokens]])
+        return self.decoder.forward(ids, self.cache, tree=tree)[0].double().softmax(-1)
 
     @torch.no_grad()
-    def transformers(self, prefix: tuple[int, ...]) -> Tensor:
+    def _transformers(self, prefix: tuple[int, ...]) -> Tensor:
         ids = torch.tensor([[*self.PROMPT, *prefix]])
         return self.model(ids, use_cache=False).logits[0, -1].double().softmax(-1)
 

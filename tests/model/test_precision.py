@@ -162,3 +162,13 @@ def test_a_dtype_that_is_named_is_not_replaced_and_nothing_is_timed_to_choose_it
         chosen = precision.choose(name, CPU, mode, stored["bfloat16"], passes=READING)
         assert (chosen.dtype, chosen.reason) == (dtype, "")
     assert not list(cache.glob("speeds-*"))
+
+
+@pytest.mark.parametrize(("ratio", "faster"), [(0.5, True), (4.0, False)])
+def test_text_is_read_in_16_bits_where_passes_are_faster(ratio, faster, cache):
+    """On a CPU that emulates bfloat16, they never are, and nothing is timed."""
+    write(cache, "eager", {"bfloat16": ratio})
+    wanted = faster and checkpoint.is_fast(torch.bfloat16, CPU)
+    assert precision.reads_fast(torch.bfloat16, CPU) == wanted
+    assert precision.reads_fast(torch.float32, CPU)
+    assert precision.reads_fast(torch.bfloat16, torch.device("cuda"))

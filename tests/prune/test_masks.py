@@ -232,7 +232,7 @@ def test_weights_that_are_trained_with_the_masks_are_not_fitted_to_the_source(
     family_dirs, tmp_path
 ):
     """The fit would undo what they learnt: masks at 3e-3 of SmolLM2 fell from acceptance 0.23 to 0.13."""
-    text = write_functions(tmp_path / "text.txt", 120, 8)
+    text = write_functions(tmp_path / "text.txt", 30, 8)
     settings = {
         "method": "masks", "source": str(family_dirs["qwen3"]), "layers": 1, "data": text, "seq_len": 32,
         "batch_size": 2, "steps": 2, "device": "cpu",

@@ -1,7 +1,7 @@
 """Stalls are taken out of timings, and nothing else is."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -11,7 +11,9 @@ from builders import build
 from draftlab import intervals
 from draftlab.engine.drafters.parallel import model_drafter
 from draftlab.engine.generate import Step
-from draftlab.model import llama
+from draftlab.latency import machine_state
+from draftlab.latency.machine_state import WARM_UPS
+from draftlab.model import llama, modes
 from draftlab.results.decoding import Generation, decode_timings
 from draftlab.sampling import SamplingParams
 from draftlab.scoring import throughput
@@ -27,12 +29,20 @@ PROMPTS = [[1 + i, 2, 3 + i] for i in range(8)]
 ARMS = [PLAIN, ("draft", 1), ("draft", 3)]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def warm_ups_of_users() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine_state, "WARM_UPS", WARM_UPS)
+        yield
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("stalls")
     for name, seed, layers in (("target", 1, 2), ("draft", 2, 1)):
         build("llama", seed, num_hidden_layers=layers).save_pretrained(root / name)
-    return [llama.load(root / name, torch.float32) for name in ("target", "draft")]
+    loaded = (llama.load(root / name, torch.float32) for name in ("target", "draft"))
+    return [modes.in_native_mode(model, torch.float32) for model in loaded]
 
 
 def measured(models, share: float, factor: tuple[float, float]) -> TimedArms:

@@ -4,6 +4,7 @@ llama.cpp's answers were recorded from its C++ server in xllamacpp 2026.10 (test
 """
 
 import os
+import signal
 import stat
 import sys
 import time
@@ -438,6 +439,17 @@ def test_a_started_server_is_polled_without_a_proxy(proxy, tmp_path):
     with verifying.running([program(tmp_path, HEALTHY)]) as (server, _):
         assert server.model == "m"
     assert proxy[1] == []
+
+
+def test_a_started_server_is_stopped_by_a_job_that_ignores_interrupts(tmp_path):
+    """A shell ignores SIGINT for a job with &, and the server inherits it."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with verifying.running([program(tmp_path, HEALTHY)]) as (_, process):
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.returncode == -signal.SIGTERM  # not SIGKILL, after STOP_SECONDS
 
 
 def test_a_server_that_ends_is_not_asked_again(tmp_path):

@@ -1,6 +1,9 @@
 """Prompt files: plain and as conversations. Expected ids are transformers' own, of a template written here."""
 
+import hashlib
+import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from typed import call
 from draftlab import workspace
 from draftlab.config.shared import ChatMode
 from draftlab.data import documents
+from draftlab.data.instructions import instructions, questions
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.prompts import Prompts, file_prompts, load_prompts
@@ -214,3 +218,16 @@ def test_replayed_conversations_are_accepted_as_live_ones(space):
     for k in (1, 3):
         assert replay.counts(k).acceptance() == score.acceptance(k)
     assert 0.1 < score.acceptance(3).draft_acceptance_rate < 0.95
+
+
+@pytest.mark.parametrize(
+    ("source", "sha256"),
+    [
+        (instructions, "4ebb9ae27c79f80cfe7a45d578d788503994645983eff033e32cec316bfe2fc1"),
+        (questions, "5dfbd7e294fc932b72ebb561dfd71bfb4b4f5bc5ac49774eb9db675c9cb25aec"),
+    ],
+)
+def test_a_seed_gives_the_prompts_that_it_gave_when_studies_were_run(source, sha256):
+    """The hashes were recorded on 2026-11-28, when the phrases were still lists in a module."""
+    rows = itertools.islice(source(random.Random(7)), 2000)
+    assert hashlib.sha256("\n".join(rows).encode()).hexdigest() == sha256

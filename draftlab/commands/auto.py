@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +142,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     with about("TARGET"):
         target = hub.locate(config.target, weights=False)
     check_program(config.verify_with)
+    import_module("draftlab.results.plots")  # matplotlib may be missing
     from draftlab.atomic import check_space
     from draftlab.commands.steps import step_of
     from draftlab.model import checkpoint
@@ -233,11 +235,10 @@ def _facts(request: "Request", plan: "Plan") -> dict[str, object]:
 def _run(
     request: "Request", plan: "Plan", make: "Callable[..., CommandStep]", output: Output
 ) -> "Verdict":
-    """Run every step of the plan, write the page and the verdict, and return the verdict."""
+    """Run every step of the plan, write the report and the verdict, and return the verdict."""
     from draftlab.atomic import write_atomic
-    from draftlab.searching.auto import PAGE, PLAN, VERDICT, AutoRun
+    from draftlab.searching.auto import PLAN, VERDICT, AutoRun
     from draftlab.searching.schedule import StepRunner
-    from draftlab.searching.verdict import page
 
     folder = output.out
     output.inputs([hub.locate(request.name)])
@@ -254,7 +255,7 @@ def _run(
     steps = StepRunner(folder=folder, make=make, label=label)
     run = AutoRun(request=request, plan=plan, steps=steps)
     verdict = run.verdict()
-    write_atomic(folder / PAGE, page(verdict, plan, steps.seconds, output.command_line))
+    run.write_report(verdict, output.command_line)
     write_atomic(folder / VERDICT, verdict.model_dump_json(indent=1))
     output.record(folder, minutes=verdict.minutes)
     return verdict

@@ -85,8 +85,23 @@ class Board:
 
     first: Figure
     table: Table
-    lines: Sequence[str] = ()
-    figures: Sequence[Figure] = ()
+    lines: Sequence[str]
+    figures: Sequence[Figure]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A decision that a report explains, in place of the verdict on the fastest draft.
+
+    Args:
+        answer: Sentence with which the report opens.
+        tables: Tables about the decision.
+        lists: Sentences by the title of their section.
+    """
+
+    answer: str
+    tables: Sequence[Table]
+    lists: Mapping[str, Sequence[str]]
 
 
 def ranking_table(group: Group) -> Table:
@@ -251,12 +266,18 @@ def markdown(scores: Sequence[Score]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
+def html(
+    scores: Sequence[Score],
+    command: str,
+    serve: str | None = None,
+    decision: Decision | None = None,
+) -> str:
     """Return a report as an HTML page that loads no other file: styles and plots are part of the page.
 
     Args:
         command: Command that made the page.
-        serve: Command to show on the page for serving the fastest draft. Default: the result of export_command.
+        serve: Command that serves the target with the fastest draft, or "". Default: the result of export_command.
+        decision: Default: the verdict on the fastest draft.
     """
     from draftlab.results import plots
 
@@ -269,18 +290,21 @@ def html(scores: Sequence[Score], command: str, serve: str = "") -> str:
         first, *figures = _figures(group, marks, speedups)
         lines = verdict_lines(group.ranking)
         boards.append(Board(first=first, table=ranking_table(group), lines=lines, figures=figures))
-    answers = overall_lines(groups) or verdict_lines(groups[0].ranking)[:1]
+    if decision is None:
+        answer = (overall_lines(groups) or verdict_lines(groups[0].ranking))[0]
+        decision = Decision(answer=answer, tables=[], lists={})
     written = page_template("report.html.j2").render(
         target=ordered[0].target.name,
-        answer=answers[0],
-        serve=serve or export_command(groups),
+        answer=decision.answer,
+        serve=export_command(groups) if serve is None else serve,
+        lists=decision.lists,
         warnings=score_warnings(scores),
         boards=boards,
         drafts=[
             (score, _k_table(score, speedups[score.label]), category_table(score))
             for score in ordered
         ],
-        tables=_last_tables(ordered),
+        tables=[*decision.tables, *_last_tables(ordered)],
         marks=marks,
         colours=(plots.COLOURS, plots.DARK_COLOURS),
         page_colour=plots.VARIABLES.__getitem__,

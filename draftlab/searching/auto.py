@@ -45,7 +45,6 @@ from draftlab.searching.plan import (
 )
 from draftlab.searching.schedule import NoCheapShape, StepRunner, number, read_search, record_of
 from draftlab.searching.verdict import Arm, Round, Scores, TrainingRounds, Verdict
-from draftlab.shell import typed
 from draftlab.target_outputs.replay import read_replay, rows_of
 from draftlab.training.students.draft import OrdinarySpec
 from draftlab.training.students.eagle import EagleStudent
@@ -104,7 +103,6 @@ class AutoRun:
         if best.changed:
             use = False
             reason = f"all candidates changed the target's output in {self.plan.machine.dtype}, so no draft is served"
-        self._write_report()
         notes = [
             *self.notes,
             verdict.measured_here(self.request),
@@ -161,13 +159,12 @@ class AutoRun:
         score = self.folder / "score"
         return score if score.exists() else self.folder / "ready"
 
-    def _write_report(self) -> None:
-        file, scores = self.folder / "report/report.html", self._folder
-        file.parent.mkdir(exist_ok=True)
-        measured = map(read_score, score_files([scores]))
-        write_atomic(
-            file, html(list(measured), typed("draftlab", "report", scores, "--html", file))
-        )
+    def write_report(self, found: Verdict, command: str) -> None:
+        """Write the report of all candidates, which opens with the verdict. command: Command line of the run."""
+        scores = list(map(read_score, score_files([self._folder])))
+        decision = verdict.decision(found, self.plan, self.steps.seconds)
+        page = html(scores, command, serve=found.serve, decision=decision)
+        write_atomic(self.folder / PAGE, page)
 
     def _run(self, name: str, command: str, **settings: Any) -> Path:
         out = self.steps.run(name, command, **settings)

@@ -1,6 +1,6 @@
 """The verdict of auto: which draft to serve and why, or why no draft helps. The module also exports the draft.
 
-The export is verified in the server if the server is installed. The verdict is also written as an HTML page.
+The export is verified in the server if the server is installed. The verdict also opens the report of the candidates.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,13 @@ from draftlab.errors import UserError
 from draftlab.exporting.run import target_name
 from draftlab.intervals import Interval
 from draftlab.model import hub
-from draftlab.quantities import format_duration, format_number
+from draftlab.quantities import format_duration
 from draftlab.reading import FileModel
 from draftlab.registry import SERVERS
-from draftlab.results import plots
 from draftlab.results.ranking import NO_DRAFT
-from draftlab.results.report import Board, Figure
-from draftlab.results.score import RATES, Score, Seconds
-from draftlab.results.tables import Table, page_template
+from draftlab.results.report import Decision
+from draftlab.results.score import Score, Seconds
+from draftlab.results.tables import Table
 from draftlab.searching.plan import Plan, Request, in_words, not_tried, streams
 from draftlab.searching.schedule import StepRunner, record_of
 from draftlab.servers.kinds import Launch
@@ -464,74 +463,11 @@ def _typed(export: Path) -> str:
     return typed("sh", export / "serve.sh")
 
 
-def page(verdict: Verdict, plan: Plan, seconds: Callable[[str], float], command: str) -> str:
-    """Return the verdict as an HTML page, which loads no other files.
+def decision(verdict: Verdict, plan: Plan, seconds: Callable[[str], float]) -> Decision:
+    """Return the verdict for the report of the candidates.
 
-    Args:
-        seconds: Function that returns how many seconds a step of the plan took, from the name of the step.
-        command: Command line of the run.
+    seconds: Function that returns how many seconds a step of the plan took, from the name of the step.
     """
-    labels = [choice.label for choice in verdict.ranking]
-    marks = {label: plots.Mark.of(label, i) for i, label in enumerate(labels)}
-    gains = [(marks[choice.label], choice.at_fewest) for choice in verdict.ranking]
-    at_fewest = streams([min(verdict.speedups)])
-    first = Figure(
-        svg=plots.plot_ranking(gains, NO_DRAFT),
-        table=Table(
-            heads=(),
-            rows=[],  # the table of candidates has the values
-            title="Speed-up of each candidate",
-            caption=f"Speed-up of whole requests at {at_fewest}: tokens per second with the draft, divided by "
-            "tokens per second of the target alone. Each candidate drafts its best number of tokens.",
-        ),
-    )
-    return page_template("auto.html.j2").render(
-        target=verdict.target,
-        answer=f"{verdict.head()}: {verdict.reason}.",
-        serve=verdict.serve,
-        changes=verdict.would_change,
-        boards=[Board(first=first, table=_candidates(verdict))],
-        tables=_tables(verdict, plan, seconds),
-        notes=not_tried(verdict.left_out) + verdict.notes,
-        marks=marks,
-        colours=(plots.COLOURS, plots.DARK_COLOURS),
-        page_colour=plots.VARIABLES.__getitem__,
-        command=command,
-    )
-
-
-def _candidates(verdict: Verdict) -> Table:
-    several = len(verdict.speedups) > 1
-    rows = []
-    for choice in verdict.ranking:
-        cells = {
-            "candidate": choice.label,
-            "drafted tokens (K)": str(choice.k),
-            "tokens per target pass": f"{choice.tokens_per_pass:.2f}",
-            RATES[verdict.seconds]: format_number(choice.tokens_per_second),
-            f"speed-up, {streams([min(verdict.speedups)])}": choice.at_fewest.as_speedup(),
-        }
-        rows.append(cells | ({"speed-up, mean": f"{choice.speedup:.2f}x"} if several else {}))
-    plain = dict.fromkeys(rows[0], "1.00x") | {
-        "candidate": NO_DRAFT,
-        "drafted tokens (K)": "–",
-        "tokens per target pass": "1.00",
-        RATES[verdict.seconds]: format_number(verdict.plain_tokens_per_second),
-    }
-    faster = sum(choice.speedup > 1 and not choice.changed for choice in verdict.ranking)
-    rows.insert(faster, plain)
-    labels = [row["candidate"] for row in rows]
-    return Table.of(
-        rows,
-        title="Candidates",
-        caption="Each candidate at its best K, on the prompts by which K was chosen. On other prompts the speed-up of "
-        "the chosen candidate is usually lower.",
-        best=labels.index(verdict.choice) if verdict.use and not verdict.doubt else None,
-    )
-
-
-def _tables(verdict: Verdict, plan: Plan, seconds: Callable[[str], float]) -> list[Table]:
-    """Return the detailed tables of the page: the choice on other prompts, the training rounds, and the steps."""
     ran = f" How both sides ran: {verdict.precision}." if verdict.precision else ""
     measured = Table(
         title="The choice on other prompts",
@@ -547,15 +483,40 @@ def _tables(verdict: Verdict, plan: Plan, seconds: Callable[[str], float]) -> li
             [step.name, step.what, f"{step.minutes:.1f}", f"{seconds(step.name) / 60:.1f}"]
             for step in plan.steps
         ],
-        caption=f"{plan.machine.describe()}. Prompts: {plan.prompts}.",
+        caption=f"{plan.machine.describe()}. Prompts: {plan.prompts}. The file recipe.yaml beside this page has all "
+        "commands with their settings.",
     )
-    if verdict.training is None:
-        return [measured, steps]
-    training = Table(
-        title="Training",
-        heads=["training tokens", "tokens per target pass"],
-        rows=[[f"{each.tokens:,.0f}", f"{each.length:.2f}"] for each in verdict.training.rounds],
-        caption="Acceptance of the draft after each round, replayed on the target's answers. Training ended "
-        f"because {verdict.training.stopped}.",
+    tables = [_candidates(verdict), measured, steps]
+    if verdict.training is not None:
+        training = Table(
+            title="Training",
+            heads=["training tokens", "tokens per target pass"],
+            rows=[
+                [f"{each.tokens:,.0f}", f"{each.length:.2f}"] for each in verdict.training.rounds
+            ],
+            caption="Acceptance of the draft after each round, replayed on the target's answers. Training ended "
+            f"because {verdict.training.stopped}.",
+        )
+        tables.insert(2, training)
+    return Decision(
+        answer=f"{verdict.head()}: {verdict.reason}.",
+        tables=tables,
+        lists={
+            "What would help": verdict.would_change,
+            "Notes": not_tried(verdict.left_out) + verdict.notes,
+        },
     )
-    return [measured, training, steps]
+
+
+def _candidates(verdict: Verdict) -> Table:
+    heads = ["candidate", "name in the ranking", "drafted tokens (K)", "speed-up, mean"]
+    rows = [
+        [each.label, each.name, str(each.k), f"{each.speedup:.2f}x"] for each in verdict.ranking
+    ]
+    return Table(
+        heads=heads,
+        rows=rows,
+        title="Candidates",
+        caption="Each candidate at the K that is best on average over all numbers of concurrent requests, on the "
+        "prompts by which it was chosen. On other prompts the speed-up of the chosen candidate is usually lower.",
+    )

@@ -43,7 +43,6 @@ def test_a_target_that_cannot_be_pruned_gets_a_verdict_on_lookup(space, tokenize
     assert verdict.choice == ("prompt lookup" if verdict.use else "no draft")
     assert verdict.use or verdict.would_change
     assert "draft" in verdict.left_out
-    assert (space / "out/report/report.html").is_file()
     page = (space / "out/index.html").read_text()
     assert verdict.reason in page
     assert (verdict.seconds, "tokens per CPU second" in page) == ("cpu", True)
@@ -131,6 +130,5 @@ def test_tiny_from_an_empty_folder(tmp_path, monkeypatch):
     assert len(verdict.ranking) >= 3
     assert verdict.serve.startswith("draftlab score --target tiny --drafter ")
     assert all(step.is_done() for step in read_recipe(out / "recipe.yaml"))
-    assert (out / "report/report.html").is_file()
     assert verdict.training is not None
     assert verdict.training.stopped in (out / "index.html").read_text()

@@ -15,6 +15,7 @@ WITHOUT = "import sys; sys.modules.update(dict.fromkeys({packages!r})); import d
     ("package", "extra", "command"),
     [
         ("matplotlib", "report", "report nothing --html x"),
+        ("matplotlib", "report", "auto tiny --out x"),
         ("gguf", "gguf", "export tiny --target tiny --to gguf --out x"),
     ],
 )

@@ -322,7 +322,7 @@ def tests_row(bench: Bench) -> dict[str, Any]:
     """
     words = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile"]
     words += ["tests/results"] if bench.quick else []
-    ratio = bench.ratio("tests", "pytest", lambda tree, _: ["sh", "-c", TESTS, tree, *words])
+    ratio = bench.ratio("tests", "pytest", lambda tree, _: ["sh", "-c", TESTS, str(tree), *words])
     counts = {}
     for label in ("before", "now"):
         last = (

@@ -67,6 +67,11 @@ class Dense:
         """Return the dtype of the logits."""
         return self.hidden.dtype if self.head is None else self.head.dtype
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the hidden states, or of the logits if there is no head."""
+        return self.hidden.nbytes
+
     def buffer(self, rows: int) -> Tensor:
         """Return an empty tensor for the logits of `rows` tokens, [rows, V]."""
         return self.hidden.new_empty(rows, self.vocab, dtype=self.dtype)
@@ -110,6 +115,10 @@ class TopK:
 
     def __getitem__(self, rows: slice | Tensor) -> "TopK":
         return TopK(self.ids[rows], self.log_p[rows], self.tail[rows])
+
+    @property
+    def nbytes(self) -> int:
+        return self.ids.nbytes + self.log_p.nbytes + self.tail.nbytes
 
     def to(self, device: torch.device) -> "TopK":
         return TopK(self.ids.to(device), self.log_p.to(device), self.tail.to(device))

@@ -26,7 +26,7 @@ from draftlab.data import Batch, DynamicBatches, HeldOut
 from draftlab.errors import Interrupted, UserError
 from draftlab.model.devices import exact
 from draftlab.training import checkpointer
-from draftlab.training.fused_loss import TopK
+from draftlab.training.fused_loss import Dense, TopK
 from draftlab.training.loop import Batches, Loop
 from draftlab.training.losses import Loss
 from draftlab.training.objectives import (
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 TeacherModel = PreTrainedModel | Distributions | None
 MAX_GRAD_NORM = 1.0
 MOST_SKIPPED = 3  # number of skipped steps in a row that ends a run
+# most bytes of the teacher's distributions of held-out text that are kept from one evaluation to the next
+KEPT_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +262,7 @@ class Trainer:
             student.get_decoder().compile()
         self.teacher = _prepare_teacher(setup.teacher, vocab, self.accelerator, loop.torch_compile)
         self.judge = setup.judge or self.teacher
+        self.kept: dict[int, Dense | TopK] = {}  # see _kept_target
         self.packs = module.takes_packed and (self.teacher is None or self.teacher.takes_packed)
         self.best, self.skipped = checkpointer.Best(), Skipped()
         self.started = False  # whether a step was taken
@@ -436,7 +439,7 @@ class Trainer:
                 else accelerator.no_sync(self.module)
             )
             with unsynced:
-                sums = self._sums(self.teacher, part)[0]
+                sums = self._sums(self._target(self.teacher, part), part)[0]
                 # DDP averages over processes, but `tokens` counts all processes: scale back
                 accelerator.backward(sums[5] * accelerator.num_processes / max(1, tokens))
             totals += exact(sums.detach()).cpu()
@@ -454,7 +457,7 @@ class Trainer:
                 part = self._packed(batch, -1 - i).shard(
                     self.accelerator.process_index, self.accelerator.num_processes
                 )
-                sums = exact(self._sums(teacher, part)).cpu()
+                sums = exact(self._sums(self._kept_target(teacher, part, i), part)).cpu()
                 totals = totals + sums
                 tokens = tokens + torch.from_numpy(part.predictions_by_offset(len(sums)))
         self.module.train()
@@ -479,15 +482,34 @@ class Trainer:
             offsets=tuple(accepted) if len(means) > 1 else (),
         )
 
-    def _sums(self, teacher: Distributions | None, batch: Batch) -> Tensor:
+    def _target(self, teacher: Distributions | None, batch: Batch) -> Any:
+        """Return the teacher's distributions on the device of the student, or None without a teacher."""
+        target = None if teacher is None else teacher.distributions(batch)
+        # other distributions are on this device already
+        return target.to(self.accelerator.device) if isinstance(target, TopK) else target
+
+    def _kept_target(self, teacher: Distributions | None, batch: Batch, number: int) -> Any:
+        """Return _target for a held-out batch. It is kept if it is small, because every evaluation reads the same text.
+
+        With several processes nothing is kept, because each must take part in the passes of a sharded teacher.
+
+        number: Number of the held-out batch.
+        """
+        if number in self.kept:
+            return self.kept[number]
+        target = self._target(teacher, batch)
+        if not isinstance(target, Dense | TopK) or self.accelerator.num_processes > 1:
+            return target
+        if sum(each.nbytes for each in self.kept.values()) + target.nbytes <= KEPT_BYTES:
+            self.kept[number] = target
+        return target
+
+    def _sums(self, target: Any, batch: Batch) -> Tensor:
         device = self.accelerator.device
         ids, mask, positions, depths = (
             None if array is None else torch.from_numpy(array).to(device)
             for array in (batch.ids, batch.mask, batch.positions, batch.depths)
         )
-        target = None if teacher is None else teacher.distributions(batch)
-        if isinstance(target, TopK):
-            target = target.to(device)  # other distributions are on this device already
         return self.module(ids, mask, target, positions, depths)
 
     def _total(self, values: Tensor) -> Tensor:

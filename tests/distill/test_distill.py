@@ -5,6 +5,7 @@ import itertools
 import os
 import re
 import signal
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,13 @@ from random_rows import RandomRows
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from draftlab.data import Batch, text_batch
+from draftlab.training import trainer
 from draftlab.training.checkpointer import deferred_signals
+from draftlab.training.fused_loss import Dense
 from draftlab.training.loop import Loop
 from draftlab.training.on_policy import GeneratedRows, MixedBatches, StudentBatches
 from draftlab.training.optimizers import training_dtype
+from draftlab.training.teachers import LocalTeacher
 from draftlab.training.trainer import EvalRecord, StepRecord, train
 
 SETTINGS = Loop(
@@ -68,6 +72,37 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(
     assert [r for r in after if isinstance(r, EvalRecord)][-1] == expected[-1]
     # saved every 3 steps, after the record
     assert len([r for r in after if isinstance(r, StepRecord)]) == 8 - (stop_after - 1) // 3 * 3
+
+
+@dataclass
+class Counting:
+    """A teacher that counts the batches of which it gives distributions."""
+
+    teacher: LocalTeacher
+    batches: int = 0
+
+    @property
+    def vocab(self) -> int:
+        return self.teacher.vocab
+
+    takes_packed = False
+
+    def distributions(self, batch: Batch) -> Dense:
+        self.batches += 1
+        return self.teacher.distributions(batch)
+
+
+def test_a_teacher_reads_held_out_text_once(tmp_path, teacher, monkeypatch):
+    records, counts = [], []
+    for most in (0, trainer.KEPT_BYTES):
+        monkeypatch.setattr(trainer, "KEPT_BYTES", most)
+        counting = Counting(LocalTeacher(teacher, 307, torch.device("cpu")))
+        found = run(student(), counting, tmp_path / str(most))
+        records.append([replace(r, seconds=0.0) if isinstance(r, StepRecord) else r for r in found])
+        counts.append(counting.batches)
+    evaluations = sum(isinstance(record, EvalRecord) for record in records[0])
+    assert counts == [8 + evaluations, 8 + 1]  # a batch of each step, and one of held-out text
+    assert records[0] == records[1]
 
 
 def first_gradients(

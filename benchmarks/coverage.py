@@ -22,8 +22,10 @@ How scores are drawn (sd is the standard deviation of a logarithm):
 * With rare requests, .15 of the requests gain nothing from a draft.
 * The requests of a conversation correlate as given.
 * A timing that may end early looks at its first 8, 12 and 24 conversations, with the levels and the rule of
-  draftlab/sequential.py, and says what it says when it ends. --early simulates these alone, and writes
-  benchmarks/results/coverage_early.json.
+  draftlab/sequential.py, and says what it says when it ends. Where K is chosen by predictions, each conversation is
+  timed at the K with the fewest predicted seconds on the other conversations. Predictions differ from timings by the
+  noise of both, and by an error of each drafter at each K with an sd of .03. --early simulates these timings alone,
+  and writes benchmarks/results/coverage_early.json.
 
 Where the truth depends on what a score chooses, it is the true speed-up of the drafter and K that the score names.
 
@@ -62,6 +64,8 @@ FLAT, PEAKED = (1.3,) * 5, (1.18, 1.28, 1.30, 1.27, 1.20)
 ONE, SEVERAL, TURNS = "one drafter, one K", "one drafter, K of five", "several turns"
 RATIO, WINNER = "ratio of two drafters", "best of several drafters"
 LOOKS = "timing that may end early"
+PREDICTED_K = "the same, K chosen by predictions"
+PREDICTION_SD = 0.03
 PRECISION = 0.05  # default of draftlab score --precision
 # by the true speed-up of all requests; that of the requests that gain follows from it
 RARE = {truth: f"rare requests, speed-up {truth}" for truth in (1.3, 1.5, 2.0)}
@@ -123,12 +127,18 @@ def cells(sizes: Sequence[int] = SIZES) -> list[Cell]:
 
 def early_cells(sizes: Sequence[int] = (12, 24, 44)) -> list[Cell]:
     """Return the cells of timings that may end early."""
-    return [
+    one_k = [
         Cell(scenario=LOOKS, n=n, truths=((truth,),) * drafters, spread=spread, own=own)
         for n in sizes
         for truth in (1.0, 1.3)
         for drafters, own in ((1, 0.0), (2, 0.05), (4, 0.2))
         for spread in (0.1, 0.25)
+    ]
+    return one_k + [
+        Cell(scenario=PREDICTED_K, n=n, truths=(truths,) * drafters, spread=0.25, own=own)
+        for n in sizes
+        for truths in ((1.0,) * 5, FLAT, PEAKED)
+        for drafters, own in ((1, 0.0), (2, 0.05), (4, 0.2))
     ]
 
 
@@ -186,7 +196,11 @@ def _cells_of(n: int) -> list[Cell]:
 
 def simulated(cell: Cell, scores: int, rng: np.random.Generator) -> dict[str, Any]:
     """Return a cell with the shares of its scores that are right and wrong."""
-    outcomes = [_outcome(cell, *timings) for timings in _draws(cell, scores, rng)]
+    draws = _draws(cell, scores, rng)
+    if cell.scenario == PREDICTED_K:
+        outcomes = [_looked(cell, *_at_predicted_k(drafters, rng)) for drafters, _ in draws]
+    else:
+        outcomes = [_outcome(cell, *timings) for timings in draws]
     return dataclasses.asdict(cell) | {"scores": scores} | _shares(outcomes)
 
 
@@ -259,7 +273,7 @@ def _outcome(cell: Cell, drafters: list[Timings], others: list[Timings]) -> Outc
         named = [_named_truth(cell, 0, drafters[0]), _named_truth(cell, 1, others[1])]
         return Outcome(estimate=estimate, truth=named[0] / named[1])
     if cell.scenario == LOOKS:
-        return _looked(cell, drafters)
+        return _looked(cell, drafters, [0] * len(drafters))
     if cell.scenario != WINNER:
         truth = _named_truth(cell, 0, drafters[0])
         return Outcome(estimate=intervals.speedup(drafters[0]), truth=truth)
@@ -277,12 +291,35 @@ def _outcome(cell: Cell, drafters: list[Timings], others: list[Timings]) -> Outc
     )
 
 
-def _looked(cell: Cell, drafters: list[Timings]) -> Outcome:
-    """Return what a timing says that ends once it is decided."""
+def _at_predicted_k(
+    drafters: list[Timings], rng: np.random.Generator
+) -> tuple[list[Timings], list[int]]:
+    """Return timings with each conversation at the K chosen by predictions, and the best K of each drafter."""
+    columns, best = [], []
+    for each in drafters:
+        rows = np.asarray(each.drafted)  # [K, G, 2]
+        noise = rng.standard_normal(rows.shape[:2]) * NOISE_SD
+        error = rng.standard_normal((len(rows), 1)) * PREDICTION_SD
+        predicted = (rows[..., 1] * np.exp(noise + error)).T
+        everyone = np.arange(len(predicted))
+        ks = intervals.k_of_others(predicted, everyone)
+        swaps = intervals.swaps_of(predicted, everyone)[None]
+        columns.append(Timings(rows[ks, everyone][None], each.plain, swaps=swaps))
+        best.append(int(predicted.sum(0).argmin()))
+    return columns, best
+
+
+def _looked(cell: Cell, drafters: list[Timings], ks: list[int]) -> Outcome:
+    """Return what a timing says that ends once it is decided. ks: Index of the K that each drafter names."""
     alike = len(drafters) > 1 and len(set(cell.truths)) == 1
     for look, level in zip(looks_of(cell.n), _levels(cell.n), strict=True):
         shown = [
-            Timings(np.asarray(each.drafted)[:, :look], np.asarray(each.plain)[:look], level)
+            Timings(
+                np.asarray(each.drafted)[:, :look],
+                np.asarray(each.plain)[:look],
+                level,
+                None if each.swaps is None else each.swaps[:, :look, :look],
+            )
             for each in drafters
         ]
         values = [intervals.speedup(each).value for each in shown]
@@ -291,7 +328,7 @@ def _looked(cell: Cell, drafters: list[Timings]) -> Outcome:
         gain = intervals.best_of(ranked)
         slower = [each.ratio.below(1) for each in intervals.against_first(ranked)]
         if look == cell.n or is_decided(gain, slower, PRECISION):
-            truth = cell.truths[order[0]][0]
+            truth = cell.truths[order[0]][ks[order[0]]]
             return Outcome(estimate=gain, truth=truth, slower=any(slower) if alike else None)
     raise AssertionError("the last look is at all conversations")
 

@@ -418,6 +418,30 @@ def _log_speedups(timings: Timings, chosen_by: "ArrayLike | None" = None) -> "np
     return logs if n > 1 else np.repeat(logs, 1 + n)
 
 
+def k_of_others(predicted: "np.ndarray", rows: "np.ndarray") -> "np.ndarray":
+    """Return for each of these conversations the column with the fewest seconds on all other conversations, [G].
+
+    predicted: Predicted seconds of all conversations, [C, K]. rows: Conversations of which K is wanted, [G].
+    """
+    return (predicted.sum(0) - predicted[rows]).argmin(-1)
+
+
+def swaps_of(predicted: "np.ndarray", rows: "np.ndarray") -> "np.ndarray":
+    """Return by which factor the seconds of each conversation change if another one is left out, [G left out, G].
+
+    The column of a conversation is the one with the fewest predicted seconds on the other conversations, see
+    k_of_others. Without a conversation, it is chosen again on those that are left.
+    """
+    import numpy as np
+
+    seconds = predicted[rows]
+    usual = k_of_others(predicted, rows)
+    chosen = (predicted.sum(0) - seconds[None] - seconds[:, None]).argmin(-1)
+    np.fill_diagonal(chosen, usual)
+    own = np.arange(len(rows))
+    return seconds[own, chosen] / seconds[own, usual]
+
+
 def _swapped(drafted: "np.ndarray", swaps: "np.ndarray") -> "np.ndarray":
     """Return tokens and seconds of all conversations, then without each of them, [1 + G, C, G, 2]. See Timings."""
     import numpy as np

@@ -556,12 +556,7 @@ class Score(FileModel):
         timed = {g.prompt for g in self.plain}
         among = [[float(i in timed)] for i in self.prediction.prompts]
         rows = np.flatnonzero(self._predicted(among)[:, 0])
-        seconds = sums[rows]
-        others = sums.sum(0) - seconds[None] - seconds[:, None]  # [G left out, G, K]
-        chosen, usual = others.argmin(-1), (sums.sum(0) - seconds).argmin(-1)
-        np.fill_diagonal(chosen, usual)
-        own = np.arange(len(rows))
-        return (seconds[own, chosen] / seconds[own, usual])[None]
+        return intervals.swaps_of(sums, rows)[None]
 
     @property
     def conversations(self) -> int:

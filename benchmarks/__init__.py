@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from draftlab import provenance
 from draftlab.intervals import Interval
 from draftlab.model.processor import instructions, processor_model, read_cpuinfo
 from draftlab.results.score import Score
+from draftlab.runs import provenance
 
 # how the intervals of a record are made, see docs/method.md
 INTERVALS = "jackknife over conversations"

@@ -9,7 +9,7 @@ import typer
 from benchmarks import environment
 from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
 from draftlab.latency.machine_state import device_name
-from draftlab.model import checkpoint
+from draftlab.model import devices
 
 
 def main(
@@ -21,8 +21,8 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:
     torch.set_num_threads(threads)
-    place = checkpoint.resolve_device(device)
-    chosen = {name: checkpoint.DTYPES[name] for name in dtypes.split(",")}
+    place = devices.resolve_device(device)
+    chosen = {name: devices.DTYPES[name] for name in dtypes.split(",")}
     weights = {name: int(gigabytes * 1e9 / dtype.itemsize) for name, dtype in chosen.items()}
     result = {
         "benchmark": "ceilings",

@@ -14,8 +14,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from benchmarks import drafting_row, environment
-from draftlab import provenance
 from draftlab.results.score import read_score
+from draftlab.runs import provenance
 
 
 def main() -> None:

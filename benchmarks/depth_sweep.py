@@ -24,7 +24,7 @@ from draftlab.engine.timing import bandwidth_gbs
 from draftlab.latency.cost_model import BYTES, active_params
 from draftlab.latency.machine_state import device_name
 from draftlab.latency.profiler import Grid, measure_passes, random_model
-from draftlab.model import Mode, checkpoint
+from draftlab.model import Mode, devices
 from draftlab.model.families import Budget, family
 from draftlab.model.modes import with_mode
 from draftlab.model.shape import Shape, parse_count, parse_numbers
@@ -54,7 +54,7 @@ def main(
         parse_numbers(layers),
         Budget(amount=parse_count(params), kind="total"),
     )
-    ceiling = bandwidth_gbs(parse_count(params), checkpoint.DTYPES[dtype], place)
+    ceiling = bandwidth_gbs(parse_count(params), devices.DTYPES[dtype], place)
     found: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes.split(",")}
     for shape in shapes:
         for mode, rows in found.items():
@@ -89,7 +89,7 @@ def _measured(
     shape: Shape, mode: Mode, dtype: str, device: torch.device, context: int, passes: int,
     clock: Callable[[], float] | None, ceiling: float,
 ) -> dict[str, float]:  # fmt: skip
-    model = random_model(shape, checkpoint.DTYPES[dtype], device, context + 8)
+    model = random_model(shape, devices.DTYPES[dtype], device, context + 8)
     name = f"{shape.layers}x{shape.hidden}"
     grid = Grid(widths=[1], batches=[1], contexts=[context], prompts=[], repeats=passes)
     curves = measure_passes({name: with_mode(model, mode)}, grid, clock=clock or clock_for(device))

@@ -24,7 +24,7 @@ from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.engine.timing import time_interleaved
 from draftlab.latency.cost_model import active_params
 from draftlab.latency.machine_state import device_name, steady_clock
-from draftlab.model import checkpoint, hub, llama
+from draftlab.model import checkpoint, devices, hub, llama
 from draftlab.model.llama import Llama
 from draftlab.model.modes import with_mode
 from draftlab.sampling import SamplingParams
@@ -56,7 +56,7 @@ def main(
     ] = "cpu",
 ) -> None:
     torch.set_num_threads(threads)
-    place = checkpoint.resolve_device(device)
+    place = devices.resolve_device(device)
     directories = hub.locate(target), hub.locate(draft)
     texts = heldout_prompts(
         "stdlib", checkpoint.load_tokenizer(directories[0]), count=prompts + 1, length=64, seed=0

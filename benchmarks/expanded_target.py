@@ -50,7 +50,7 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
     room: Annotated[float, typer.Option(help="Bytes to leave free beside the target.")] = ROOM,
 ) -> None:
-    place, kind, ks = torch.device(device), checkpoint.DTYPES[dtype], parse_numbers(k)
+    place, kind, ks = torch.device(device), devices.DTYPES[dtype], parse_numbers(k)
     origin, draft = hub.locate(source), hub.locate(cut)
     tokenizer, context = (
         checkpoint.load_tokenizer(origin),

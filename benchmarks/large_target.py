@@ -30,7 +30,7 @@ from draftlab.engine.verify import Rule, Tokens, Uniforms, Verdict
 from draftlab.latency.cost_model import expected_tokens, pass_bytes
 from draftlab.latency.machine_state import device_name, steady_clock, steady_step_clock
 from draftlab.latency.profiler import random_model
-from draftlab.model import Mode, checkpoint, devices
+from draftlab.model import Mode, devices
 from draftlab.model.cuda_graphs import BUCKET
 from draftlab.model.families import locate_shape
 from draftlab.model.llama import Llama
@@ -135,7 +135,7 @@ class Bench:
         """k: Largest number of tokens drafted per step."""
         self.device, self.dtype, self.prompt, self.coin = (
             device,
-            checkpoint.DTYPES[dtype],
+            devices.DTYPES[dtype],
             prompt,
             coin,
         )

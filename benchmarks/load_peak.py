@@ -18,7 +18,7 @@ import typer
 from benchmarks import environment
 from benchmarks.tiny_target import llama_config
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, saving
+from draftlab.model import checkpoint, devices, saving
 from draftlab.model.shape import Shape
 
 SHAPE = Shape(
@@ -38,7 +38,7 @@ if way == "native":
     native_cpu.library()
 before = resident("VmRSS")
 reset()
-model = loaded(way, Path(directory), checkpoint.DTYPES[dtype])
+model = loaded(way, Path(directory), devices.DTYPES[dtype])
 print(json.dumps(resident("VmHWM") - before))
 """
 
@@ -54,7 +54,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         place = directory or Path(folder) / "1b"
         if directory is None:
-            write_random(SHAPE, place, checkpoint.DTYPES[stored])
+            write_random(SHAPE, place, devices.DTYPES[stored])
         peaks = {
             f"{way} {dtype}": peak(way, place, dtype)
             for way in WAYS
@@ -79,7 +79,7 @@ def peak(way: str, directory: Path, dtype: str) -> float:
     )
     if done.returncode:
         raise UserError(f"loading {directory} by {way} failed: {done.stderr.strip()[-300:]}")
-    weights = checkpoint.read_shape(directory).params() * checkpoint.DTYPES[dtype].itemsize
+    weights = checkpoint.read_shape(directory).params() * devices.DTYPES[dtype].itemsize
     return int(done.stdout.strip().splitlines()[-1]) / weights
 
 

@@ -28,15 +28,15 @@ from benchmarks.inside_peers import NGRAM, timed
 from draftlab import intervals
 from draftlab.config.shared import ChatMode
 from draftlab.console import note
+from draftlab.data.prompts import Prompts, load_prompts
 from draftlab.engine.drafters.ngram import LatestLookupDrafter
 from draftlab.engine.generate import Drafter, ModelDrafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, hf
 from draftlab.exporting.verify import running
 from draftlab.intervals import Interval, Timing, Timings
-from draftlab.model import checkpoint, hub, llama
+from draftlab.model import checkpoint, devices, hub, llama
 from draftlab.model.modes import with_mode
-from draftlab.prompts import Prompts, load_prompts
 from draftlab.sampling import SamplingParams
 
 INSIDE = Path(__file__).parent / "inside_peers.py"
@@ -254,7 +254,7 @@ def _jobs(
     exported = work / "draft"
     if not exported.exists():
         exported.mkdir()
-        hf.write(draft, exported, tokenizer_from=target, dtype=checkpoint.DTYPES[dtype])
+        hf.write(draft, exported, tokenizer_from=target, dtype=devices.DTYPES[dtype])
     files: dict[str, tuple[Path, Path]] = {}
     for precision in (dtype, *PRECISIONS["llama.cpp"]) if as_gguf else ():
         files[precision] = (work / f"target-{precision}.gguf", work / f"draft-{precision}.gguf")

@@ -24,14 +24,14 @@ from torch import Tensor
 
 from benchmarks import child_environ, environment
 from benchmarks.tiny_target import llama_config
-from draftlab import atomic
 from draftlab.console import note
 from draftlab.data import Batch, HeldOut
 from draftlab.engine.clocks import clock_for
-from draftlab.model import checkpoint, hub, saving
+from draftlab.model import checkpoint, devices, hub, saving
 from draftlab.model.shape import Shape
 from draftlab.pruning.masks.hard_concrete import Masks
 from draftlab.pruning.masks.masked_model import masked
+from draftlab.runs import atomic
 from draftlab.training.loop import Loop
 from draftlab.training.losses import parse_loss
 from draftlab.training.trainer import StepRecord, TrainingSetup, train
@@ -141,7 +141,7 @@ def _float16_cost(threads: int) -> dict[str, object]:
         for dtype in ("bfloat16", "float16"):
             source = Path(folder) / dtype
             weights = checkpoint.Weights(hub.locate("tiny"))
-            cast = ((name, weights[name].to(checkpoint.DTYPES[dtype])) for name in weights)
+            cast = ((name, weights[name].to(devices.DTYPES[dtype])) for name in weights)
             source.mkdir()
             saving.write_checkpoint(
                 source, checkpoint.read_config(weights.directory), cast, weights.directory

@@ -12,12 +12,12 @@ from typing import Any
 import yaml
 
 from draftlab import shipped
-from draftlab.atomic import UNKNOWN
 from draftlab.config.base import Config, extra
 from draftlab.errors import UserError
 from draftlab.model import hub
-from draftlab.provenance import fingerprint, joint_sha256
 from draftlab.reading import parse_yaml
+from draftlab.runs.atomic import UNKNOWN
+from draftlab.runs.provenance import fingerprint, joint_sha256
 
 
 def inputs_of(config: Config) -> dict[str, str]:

@@ -8,8 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftlab import dates, provenance
-from draftlab.atomic import (
+from draftlab import dates
+from draftlab.config.base import Config
+from draftlab.console import note
+from draftlab.errors import Interrupted, UserError
+from draftlab.inputs import inputs_of, paths_of
+from draftlab.runs import provenance
+from draftlab.runs.atomic import (
     check_free,
     check_space,
     claim_state,
@@ -17,10 +22,6 @@ from draftlab.atomic import (
     new_directory,
     state_directory,
 )
-from draftlab.config.base import Config
-from draftlab.console import note
-from draftlab.errors import Interrupted, UserError
-from draftlab.inputs import inputs_of, paths_of
 
 # messages of the system for a full disk, a used-up quota, and a file that is too large
 FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import FAMILIES, OTHER_BLOCKS, SIZES, TOKENIZER_TEXT, build
+from helpers.builders import FAMILIES, OTHER_BLOCKS, SIZES, TOKENIZER_TEXT, build
 
 from benchmarks.tiny_target import train_tokenizer
 from draftlab.latency import machine_state
@@ -26,7 +26,7 @@ def brief_warm_ups() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def fp32(tmp_path_factory) -> Path:
-    """The embedded target in fp32, so that both sides compute in it."""
+    """Return the embedded target in fp32, so that both sides compute in it."""
     out, target = tmp_path_factory.mktemp("tiny") / "tiny", hub.locate("tiny")
     out.mkdir()
     weights = ((name, tensor.float()) for name, tensor in checkpoint.Weights(target).items())
@@ -45,7 +45,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def family_dirs(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: Path) -> dict[str, Path]:
-    """A saved checkpoint of each family, as transformers writes it, with the small tokenizer."""
+    """Return a saved checkpoint of each family, as transformers writes it, with the small tokenizer."""
     root = tmp_path_factory.mktemp("families")
     for family in FAMILIES | OTHER_BLOCKS:
         build(family).save_pretrained(root / family)

@@ -9,13 +9,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from errors import raises_option
+from helpers.errors import raises_option
 from safetensors import SafetensorError
 
-from draftlab import atomic, cli
+from draftlab import cli
 from draftlab.commands.report import ReportConfig
 from draftlab.errors import Interrupted, UserError
 from draftlab.output import Output
+from draftlab.runs import atomic
 
 
 def in_child(work) -> int:
@@ -288,7 +289,7 @@ def test_a_state_vanishes_at_once(tmp_path, monkeypatch):
     (state / "step-1").mkdir()
 
     def killed():
-        monkeypatch.setattr("draftlab.atomic.shutil.rmtree", lambda *_, **__: os._exit(9))
+        monkeypatch.setattr("draftlab.runs.atomic.shutil.rmtree", lambda *_, **__: os._exit(9))
         atomic.remove_state(state)
 
     assert in_child(killed) == 9

@@ -140,7 +140,7 @@ class Terminal(io.StringIO):
 
 
 def test_a_finished_bar_is_closed_before_the_block_ends(monkeypatch):
-    """What follows in the block is not the bar's stage any more, and nothing is drawn."""
+    """Later output of the block does not belong to the bar's stage, and nothing is drawn."""
     terminal, clock = Terminal(), FakeClock()
     stream = TimedStream(terminal, "score", 7, clock)
     monkeypatch.setattr(sys, "stderr", stream)

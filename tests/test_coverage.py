@@ -64,12 +64,15 @@ def test_a_percentile_bootstrap_misses_the_bars():
     cells = [Cell(scenario=ONE, n=n) for n in (4, 6, 8)]
     rows = [coverage.control(cell, 300, np.random.default_rng(cell.n)) for cell in cells]
     assert missed_beyond_chance(rows) == [
-        "coverage_min", "coverage_mean", "false_faster_max", "false_faster_mean",
-    ]  # fmt: skip
+        "coverage_min",
+        "coverage_mean",
+        "false_faster_max",
+        "false_faster_mean",
+    ]
 
 
 def test_turns_that_count_as_conversations_miss_the_bars():
-    """As many rows as requests, without by_conversation."""
+    """Each request counts as a row, without by_conversation."""
     cell = Cell(scenario=TURNS, n=6, turns=4, correlation=0.7)
     plain, drafted = coverage._seconds(cell, 300, np.random.default_rng(0))
     apart = Cell(scenario=ONE, n=cell.n * cell.turns)

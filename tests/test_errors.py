@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from errors import raises_option
+from helpers.errors import raises_option
 
 from draftlab.errors import did_you_mean, one_line
 from draftlab.reading import read_yaml

@@ -4,14 +4,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from errors import raises_option
+from helpers.errors import raises_option
 
 from draftlab.commands import COMMANDS
 
 
 @pytest.fixture
 def space(tmp_path, monkeypatch, family_dirs) -> Path:
-    """A folder with a checkpoint, and an output that was made of it."""
+    """Return a folder with a checkpoint, and an output that was made of it."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(family_dirs["llama"], "llama")
     export("llama", "made")

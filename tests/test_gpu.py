@@ -9,12 +9,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import draftlab
 from benchmarks.load_peak import write_random
+from draftlab.data.prompts import Prompt
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.latency.profiler import random_model
 from draftlab.model import hub, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.shape import Shape
-from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.build import batch_size
 from draftlab.target_outputs.targets import MEMORY, LocalTarget
@@ -38,7 +38,7 @@ def test_loading_needs_little_more_than_the_weights(tmp_path: Path):
 
 
 def test_a_prefill_with_shared_heads_runs_by_flash_attention():
-    """Not by plain products, which expand keys and values for every head, in fp32."""
+    """Plain products would expand keys and values for every head, in fp32."""
     model = random_model(GQA, torch.bfloat16, GPU, 512)
     ids = torch.tensor([PROMPTS[0] * 4], device=GPU)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:

@@ -53,7 +53,7 @@ def test_a_part_for_which_no_time_is_left_is_said_and_not_started(tmp_path):
 
 
 def test_clocks_are_watched_as_long_as_parts_run(tmp_path):
-    """By a program in nvidia-smi's place, which goes on until it is stopped."""
+    """A program in nvidia-smi's place goes on until it is stopped."""
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho timestamp, index\nexec sleep 600\n")
     program.chmod(0o755)

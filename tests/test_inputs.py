@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import training_killed_at
-from errors import raises_option
-from small_files import with_template, write_functions, write_prompts, write_rows
+from helpers.builders import training_killed_at
+from helpers.errors import raises_option
+from helpers.small_files import with_template, write_functions, write_prompts, write_rows
 from transformers.utils import chat_template_utils
 
-from draftlab import provenance
 from draftlab.commands import COMMANDS
 from draftlab.commands.steps import step_of
 from draftlab.config.base import OutputConfig, extra
+from draftlab.data.prompts import file_prompts
 from draftlab.dates import fixed_date, resume_date
 from draftlab.inputs import inputs_of, task_files, text_inputs
 from draftlab.model import checkpoint
 from draftlab.output import Output
-from draftlab.prompts import file_prompts
+from draftlab.runs import provenance
 from draftlab.target_outputs import build as building
 from draftlab.target_outputs import store
 

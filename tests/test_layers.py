@@ -6,50 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.layers import LAYERS
 
 import draftlab
 
 PACKAGE = Path(draftlab.__file__).parent
-LAYERS = [
-    ["errors", "shell", "trust"],
-    [
-        "console",
-        "streams",
-        "atomic",
-        "reading",
-        "shipped",
-        "intervals",
-        "quantities",
-        "sampling",
-        "registry",
-        "dates",
-    ],
-    ["provenance", "sequential"],
-    ["model"],
-    ["workspace"],
-    ["config"],
-    ["inputs"],
-    ["output"],
-    ["data", "prompts", "turns"],
-    ["results"],
-    ["servers"],
-    ["engine"],
-    ["acceptance"],
-    ["target_outputs"],
-    ["latency"],
-    ["drafters"],
-    ["training"],
-    ["pruning"],
-    ["exporting"],
-    ["scoring"],
-    ["importing"],
-    ["searching"],
-    ["commands"],
-    ["recipe"],
-    ["functions"],
-    ["cli"],
-    ["__main__"],
-]
 NO_TORCH = [
     "errors",
     "shell",
@@ -59,11 +20,10 @@ NO_TORCH = [
     "shipped",
     "intervals",
     "sequential",
-    "atomic",
+    "runs",
     "trust",
     "sampling",
     "registry",
-    "provenance",
     "dates",
     "inputs",
     "model.shape",
@@ -71,7 +31,6 @@ NO_TORCH = [
     "model.hf_files",
     "model.tokenizer",
     "model.hub",
-    "workspace",
     "config",
     "drafters",
     "output",

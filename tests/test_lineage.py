@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from draftlab.provenance import lineage, write_record
+from draftlab.runs.provenance import lineage, write_record
 
 
 def checkpoint(folder: Path, command: str, seconds: float, *inputs: Path, **config: object) -> Path:

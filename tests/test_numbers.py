@@ -92,7 +92,7 @@ def measured(source: str) -> list[tuple[int, str]]:
 
 
 def is_code(text: str) -> bool:
-    """Whether digits in a piece of code belong to a command, an option, a path or a file's name."""
+    """Return whether digits in a piece of code belong to a command, an option, a path or a file's name."""
     if not re.search(r"\d", text):
         return True
     words = text.split()

@@ -2,10 +2,8 @@
 
 import re
 
-import configuration_page
-import pages
 import pytest
-import python_page
+from helpers import configuration_page, pages, python_page
 
 
 def test_generated_docs_are_current():

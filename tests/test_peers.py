@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from builders import PASS_ROUNDING, assert_rounds
+from helpers.builders import PASS_ROUNDING, assert_rounds
 from torch import Tensor
 
 from draftlab.training.fused_loss import Dense, fused_loss

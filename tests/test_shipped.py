@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from errors import raises_option
+from helpers.errors import raises_option
 
 from draftlab import shipped
 from draftlab.commands import COMMANDS

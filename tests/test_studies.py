@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import ROOT
+from helpers.pages import ROOT
 
 from benchmarks.formats import processor
 from benchmarks.pages import RECORDS

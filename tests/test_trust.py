@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from builders import build
-from errors import raises_option
+from helpers.builders import build
+from helpers.errors import raises_option
 
-from draftlab import provenance
 from draftlab.commands import COMMANDS
 from draftlab.commands.distill import DistillConfig
 from draftlab.commands.score import ScoreConfig
@@ -21,6 +20,7 @@ from draftlab.errors import UserError
 from draftlab.exporting import card
 from draftlab.model import checkpoint, native_cpu, saving
 from draftlab.registry import SERVERS
+from draftlab.runs import provenance
 from draftlab.servers.kinds import Launch
 from draftlab.target_outputs.store import Manifest
 from draftlab.trust import (
@@ -115,9 +115,16 @@ def test_scripts_have_no_line_that_others_wrote():
 
 def test_a_card_is_yaml_of_two_keys_whatever_the_target_is_called():
     facts = card.Card(
-        name=f"draft {HOSTILE}", target="a: b\nlicense: mit", kind="draft model", summary="1M", commands=[HOSTILE],
-        heldout=None, scores=[], script=("serve.sh", "one\ntwo"), verified="",
-    )  # fmt: skip
+        name=f"draft {HOSTILE}",
+        target="a: b\nlicense: mit",
+        kind="draft model",
+        summary="1M",
+        commands=[HOSTILE],
+        heldout=None,
+        scores=[],
+        script=("serve.sh", "one\ntwo"),
+        verified="",
+    )
     text = facts.text()
     _, head, body = text.split("---\n", 2)
     assert set(yaml.safe_load(head)) == {"base_model", "tags"}
@@ -126,7 +133,7 @@ def test_a_card_is_yaml_of_two_keys_whatever_the_target_is_called():
 
 
 def remote_checkpoint(folder: Path, tokenizer_dir: Path) -> Path:
-    """A checkpoint whose configuration names code beside it, which leaves a file."""
+    """Return a checkpoint whose configuration names code beside it, which leaves a file."""
     build("llama").save_pretrained(folder)
     for file in tokenizer_dir.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
@@ -215,29 +222,83 @@ def test_trust_holds_for_one_command_and_is_not_written(tmp_path):
     config = DistillConfig.build({"draft": "tiny", "target": "tiny", "trust_remote_code": True})
     assert "trust_remote_code" not in config.settings()
     record = {
-        "command": "distill", "config": {"draft": "tiny", "trust_remote_code": True}, "inputs": {}, "versions": {},
-        "created": "", "seconds": 0.0, "peak_memory_bytes": 0,
-    }  # fmt: skip
+        "command": "distill",
+        "config": {"draft": "tiny", "trust_remote_code": True},
+        "inputs": {},
+        "versions": {},
+        "created": "",
+        "seconds": 0.0,
+        "peak_memory_bytes": 0,
+    }
     (tmp_path / "draftlab.json").write_text(json.dumps(record))
     assert DistillConfig.of_file(tmp_path, "distill", {}) == {"draft": "tiny"}
 
 
 # settings with text or a path: those that only name what is read as data, and those that act
 DATA = {
-    "acceptance", "base", "data", "device", "device_map", "directory", "draft", "draft_profile", "drafter", "from_file",
-    "gguf", "law", "loss", "models", "outputs", "outtype", "params", "prediction", "preset", "prompt_file", "source",
-    "reference_losses", "rule", "scores", "served_model_name", "server_rule", "servers", "shape", "system_prompt", "to",
-    "target", "target_profile", "text", "student", "k", "layers", "width", "batch", "context", "draft_vocab", "recipe",
-    "depth", "for", "shapes", "layer_ids",
-}  # fmt: skip
+    "acceptance",
+    "base",
+    "data",
+    "device",
+    "device_map",
+    "directory",
+    "draft",
+    "draft_profile",
+    "drafter",
+    "from_file",
+    "gguf",
+    "law",
+    "loss",
+    "models",
+    "outputs",
+    "outtype",
+    "params",
+    "prediction",
+    "preset",
+    "prompt_file",
+    "source",
+    "reference_losses",
+    "rule",
+    "scores",
+    "served_model_name",
+    "server_rule",
+    "servers",
+    "shape",
+    "system_prompt",
+    "to",
+    "target",
+    "target_profile",
+    "text",
+    "student",
+    "k",
+    "layers",
+    "width",
+    "batch",
+    "context",
+    "draft_vocab",
+    "recipe",
+    "depth",
+    "for",
+    "shapes",
+    "layer_ids",
+}
 ACTING = {
-    "api_key_file", "html", "include_path", "markdown", "out", "report_to", "scores_cache", "server",
-    "speculative_server", "tasks", "verify_with",
-}  # fmt: skip
+    "api_key_file",
+    "html",
+    "include_path",
+    "markdown",
+    "out",
+    "report_to",
+    "scores_cache",
+    "server",
+    "speculative_server",
+    "tasks",
+    "verify_with",
+}
 
 
 def settings_of_text() -> list[tuple[str, str]]:
-    """Every command with every setting whose value is free text or a path."""
+    """Yield every command with every setting whose value is free text or a path."""
     return [
         (command.name, name)
         for command in COMMANDS.values()
@@ -288,14 +349,14 @@ def test_typed_settings_stand_in_for_those_that_act(tmp_path):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """The folder of native builds, in an empty home."""
+    """Return the folder of native builds, in an empty home."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path / ".cache" / "draftlab"
 
 
 def small_build(folder: Path) -> list[str]:
-    """A compiler command for a library of one function."""
+    """Return a compiler command for a library of one function."""
     (folder / "small.cpp").write_text('extern "C" int one() { return 1; }\n')
     return ["c++", "-shared", "-fPIC", str(folder / "small.cpp")]
 
@@ -314,7 +375,7 @@ def test_a_native_build_is_used_only_as_it_was_compiled(cache):
 
 @pytest.mark.parametrize("change", ["owner", "mode", "folder"])
 def test_a_build_of_another_user_is_compiled_again(change, cache, monkeypatch):
-    """With a checksum that fits."""
+    """The build has a checksum that fits."""
     compile = small_build(cache.parents[1])
     file = native_cpu.private_folder() / "native-x.so"
     native_cpu._compiled(compile, file)

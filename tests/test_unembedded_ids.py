@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from builders import SIZES
-from errors import raises_option
-from small_files import edit, write_functions
+from helpers.builders import SIZES
+from helpers.errors import raises_option
+from helpers.small_files import edit, write_functions
 from transformers import AutoTokenizer
 
 from draftlab.commands import outputs, score
@@ -27,7 +27,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, family_dirs) -> Path:
-    """A checkpoint whose tokenizer has added tokens. <first> and <far> have no rows; the others have."""
+    """Return a checkpoint whose tokenizer has added tokens. <first> and <far> have no rows; the others have."""
     out = tmp_path_factory.mktemp("models") / "target"
     shutil.copytree(family_dirs["llama"], out)
     tokenizer: Any = AutoTokenizer.from_pretrained(out)

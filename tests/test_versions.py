@@ -5,15 +5,12 @@ import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 import pytest
+from helpers.project import PROJECT, ROOT, SETTINGS
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[1]
-SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
-PROJECT = SETTINGS["project"]
 TESTED = ("gguf", "report", "dev")  # extras; the others are compared with, or only read results
 PYTHON = PROJECT["requires-python"].removeprefix(">=")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from venv import create
 
 import pytest
+from helpers.project import PROJECT
 from packaging.requirements import Requirement
-from test_versions import PROJECT
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory) -> Path:
-    """A folder with a venv that has the wheel and, from this environment, all packages but draftlab's."""
+    """Return a folder with a venv that has the wheel and, from this environment, all packages but draftlab's."""
     room = tmp_path_factory.mktemp("room")
     tree = room / "tree"
     listed = subprocess.run(
@@ -45,7 +45,7 @@ def room(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def typed(room, tmp_path, monkeypatch):
-    """A function that types a command line in an empty folder."""
+    """Return a function that types a command line in an empty folder."""
     monkeypatch.chdir(tmp_path)
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment |= {"PATH": f"{room / 'venv/bin'}:{environment['PATH']}", "OMP_NUM_THREADS": "1"}

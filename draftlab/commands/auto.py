@@ -9,8 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftlab import workspace
-from draftlab.atomic import differing
 from draftlab.commands.base import Job, Outcome, check_program, command, fill
 from draftlab.config import shared
 from draftlab.config.base import Numbers, Only, OutputConfig, numbers, option
@@ -21,8 +19,10 @@ from draftlab.errors import UserError, about
 from draftlab.inputs import inputs_of, text_inputs
 from draftlab.model import hub
 from draftlab.output import Output
-from draftlab.provenance import fingerprint
 from draftlab.registry import SERVERS
+from draftlab.runs import workspace
+from draftlab.runs.atomic import differing
+from draftlab.runs.provenance import fingerprint
 
 if TYPE_CHECKING:
     from draftlab.commands.steps import CommandStep
@@ -143,18 +143,18 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
         target = hub.locate(config.target, weights=False)
     check_program(config.verify_with)
     import_module("draftlab.results.plots")  # matplotlib may be missing
-    from draftlab.atomic import check_space
     from draftlab.commands.steps import step_of
-    from draftlab.model import checkpoint
+    from draftlab.model import checkpoint, devices
     from draftlab.model.modes import resolve, set_threads
     from draftlab.model.size import read_size
+    from draftlab.runs.atomic import check_space
     from draftlab.searching.plan import Request, make_plan, measure_machine, ready_drafts
     from draftlab.searching.prompts import find_prompts
 
     with about("TARGET"):
         checkpoint.check(target)
     with about("--device"):
-        device = checkpoint.resolve_device(config.device)
+        device = devices.resolve_device(config.device)
     default_text = next(
         (p.data for p in workspace.PRESETS.values() if p.target == config.target), None
     )
@@ -220,12 +220,12 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
 
 
 def _facts(request: "Request", plan: "Plan") -> dict[str, object]:
-    from draftlab.model import checkpoint
+    from draftlab.model import devices
     from draftlab.searching.plan import LOOKUP, lookup_by_device, not_tried
     from draftlab.searching.verdict import unverified
 
     facts = plan.facts() | {"minutes": round(plan.minutes)}
-    device = checkpoint.resolve_device(plan.machine.device).type
+    device = devices.resolve_device(plan.machine.device).type
     lookup = lookup_by_device(request.server, device) if LOOKUP in plan.candidates else []
     if notes := [*not_tried(plan.left_out), *lookup, *unverified(request)]:
         facts["notes"] = "; ".join(notes)
@@ -236,7 +236,7 @@ def _run(
     request: "Request", plan: "Plan", make: "Callable[..., CommandStep]", output: Output
 ) -> "Verdict":
     """Run every step of the plan, write the report and the verdict, and return the verdict."""
-    from draftlab.atomic import write_atomic
+    from draftlab.runs.atomic import write_atomic
     from draftlab.searching.auto import PLAN, VERDICT, AutoRun
     from draftlab.searching.schedule import StepRunner
 

@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 
-from draftlab import workspace
 from draftlab.config.base import Config, OutputConfig
 from draftlab.config.shared import CheckpointSettings
 from draftlab.dates import fixed_date
@@ -17,6 +16,7 @@ from draftlab.errors import EXTRAS, MissingExtra, UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
 from draftlab.quantities import format_duration
+from draftlab.runs import workspace
 from draftlab.trust import remote_code
 
 Value = TypeVar("Value")
@@ -189,7 +189,7 @@ def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:
         import torch
 
         from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
-        from draftlab.model.checkpoint import resolve_device
+        from draftlab.model.devices import resolve_device
 
         device, seconds = resolve_device(getattr(output.config, "device", "auto")), 0.0
         if flops:

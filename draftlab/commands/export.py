@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import field_validator
 
-from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, check_program, command, fill
 from draftlab.config.base import MAX_K, Config, Only, OutputConfig, advanced_option, option
 from draftlab.config.shared import (
@@ -28,6 +27,7 @@ from draftlab.model import hub
 from draftlab.model.hub import ROUNDED
 from draftlab.output import Output
 from draftlab.registry import SERVERS
+from draftlab.runs import workspace
 from draftlab.servers.kinds import Finding
 from draftlab.shell import typed
 
@@ -205,7 +205,7 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
     """
     from draftlab.exporting.artifact import check_files, open_checkable
     from draftlab.exporting.trials import trial_prompts
-    from draftlab.model import checkpoint
+    from draftlab.model import devices
     from draftlab.scoring.serving_check import PROMPT_TOKENS, PROMPTS, ServedDraft
     from draftlab.servers.client import Server
     from draftlab.servers.kinds import error
@@ -213,7 +213,7 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
     draft = _located(config.draft)
     target = _located_target(config.target, weights=False)
     data, prompt_file = config.data, config.prompt_file
-    device = None if config.files_only else checkpoint.resolve_device(workspace.load().device)
+    device = None if config.files_only else devices.resolve_device(workspace.load().device)
     servers = SERVERS.loadable()
     if config.servers is not None:
         servers = [SERVERS.get(name.strip(), "--for") for name in config.servers.split(",")]
@@ -285,19 +285,19 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
     check_program(config.verify_with)
     draft = _located(config.draft)
     target = _located_target(config.target, weights=config.verify_with is not None)
+    from draftlab.data.prompts import load_prompts
     from draftlab.engine.batch_generate import check_context
     from draftlab.exporting import run
     from draftlab.exporting.artifact import Form, open_artifact
     from draftlab.exporting.run import Verifier, choose_k
-    from draftlab.model import checkpoint
-    from draftlab.prompts import load_prompts
+    from draftlab.model import checkpoint, devices
 
     artifact = open_artifact(draft, target)
     form = Form(
         to=config.to,
         server=config.server,
         outtype=config.outtype if config.is_gguf else None,
-        dtype=checkpoint.DTYPES[config.dtype] if config.dtype else None,
+        dtype=devices.DTYPES[config.dtype] if config.dtype else None,
         heterogeneous=config.use_heterogeneous_vocab,
     )
     artifact.refuse(form)
@@ -318,7 +318,7 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
         )
         new_tokens = run.NEW_TOKENS + chosen.k
         check_context(prompts.longest, new_tokens, checkpoint.max_model_len(target))
-        device = checkpoint.resolve_device(config.device)
+        device = devices.resolve_device(config.device)
         verifier = fill(
             Verifier, config, program=config.verify_with, prompts=prompts, device=device
         )
@@ -372,8 +372,8 @@ def _scores_of(places: list[Path], draft: Path, target: Path) -> "list[Score]":
 
     places: Files or directories of scores. If there are none, the workspace's runs are searched.
     """
-    from draftlab.provenance import fingerprint
     from draftlab.results.score import read_score, score_files
+    from draftlab.runs.provenance import fingerprint
 
     sha256, own = fingerprint(draft), []
     for score in map(read_score, score_files(places or [workspace.load().runs])):

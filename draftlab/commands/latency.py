@@ -170,10 +170,10 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> Job[Measured]:
         resolve_running,
         subjects,
     )
-    from draftlab.model import checkpoint
+    from draftlab.model import checkpoint, devices
 
     with about("--device"):
-        device = checkpoint.resolve_device(config.device)
+        device = devices.resolve_device(config.device)
     models = subjects(places)
     running = fill(resolve_running, config, models=models, device=device)
     for model in models if weights else ():

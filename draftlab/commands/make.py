@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from pydantic import model_validator
 
-from draftlab import provenance, workspace
 from draftlab.commands.base import Job, Outcome, check_data, command, fill
 from draftlab.commands.prune import PruneConfig
 from draftlab.config import shared
@@ -25,8 +24,9 @@ from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.model.hf_files import read_config
 from draftlab.output import Output
+from draftlab.runs import provenance, workspace
+from draftlab.runs.workspace import Workspace
 from draftlab.shell import typed
-from draftlab.workspace import Workspace
 
 if TYPE_CHECKING:
     from draftlab.data.batches import SourceSize
@@ -167,7 +167,7 @@ def prepare_import(config: ImportConfig, weights: bool) -> "Job[ImportSource]":
         UserError: The source cannot be read.
     """
     from draftlab.importing.run import convert, inspect
-    from draftlab.model.checkpoint import DTYPES
+    from draftlab.model.devices import DTYPES
 
     source = inspect(config.source, DTYPES.get(config.dtype), config.base)
 
@@ -422,10 +422,10 @@ def env(config: EnvConfig) -> Outcome:
     import torch
 
     from draftlab.latency.machine_state import device_name, read_environment
-    from draftlab.model import checkpoint, precision
+    from draftlab.model import devices, precision
 
     space, machine = workspace.load(), read_environment()
-    device = checkpoint.resolve_device(space.device)
+    device = devices.resolve_device(space.device)
     facts: dict[str, object] = {
         **provenance.versions(),
         "system": machine.system,

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from draftlab import workspace
 from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.kinds import DRAFTERS
 from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig, ReplayConfig
@@ -17,11 +16,12 @@ from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
 from draftlab.quantities import format_bytes
+from draftlab.runs import workspace
 from draftlab.shell import typed
 
 if TYPE_CHECKING:
+    from draftlab.data.prompts import Prompts
     from draftlab.intervals import Interval
-    from draftlab.prompts import Prompts
     from draftlab.sampling import SamplingParams
     from draftlab.target_outputs.build import Rows, TargetAnswers
     from draftlab.target_outputs.replay import AcceptanceRow, Replay
@@ -197,8 +197,8 @@ def _prompts(config: OutputsBuildConfig, directory: Path, chats: bool) -> "Promp
 
     chats: Whether the prompts are the conversations of --data that are not held out.
     """
+    from draftlab.data.prompts import file_prompts, load_prompts
     from draftlab.model import checkpoint
-    from draftlab.prompts import file_prompts, load_prompts
 
     tokenizer = checkpoint.load_tokenizer(directory)
     asked = {
@@ -227,13 +227,13 @@ def _target(
 
     if config.server is not None:
         return _served(config, config.server, directory, sampling, k)
-    from draftlab.model import checkpoint
+    from draftlab.model import devices
     from draftlab.model.modes import engine_runs, resolve_mode
     from draftlab.model.precision import READING, choose
     from draftlab.target_outputs.targets import LocalTarget
 
     with about("--device"):
-        device = checkpoint.resolve_device(config.device)
+        device = devices.resolve_device(config.device)
     name = config.dtype or (workspace.load().dtype if config.use == "replay" else None)
     if name is None and config.writes and device.type == "cpu":
         name = (
@@ -282,15 +282,15 @@ def prepare_info(
     manifest = read_manifest(config.directory)
     if not config.verify:
         return Job(lambda: (config.directory, None))
-    from draftlab.model import checkpoint
+    from draftlab.model import devices
     from draftlab.target_outputs.targets import INT8, LocalTarget, verify
 
     directory = _located(config.target, tokenizer_only=config.server is not None, weights=True)
     if config.server is not None:
         target = _served(config, config.server, directory, None, manifest.top_logprobs)
     else:  # the target runs in the data type in which it wrote the sequences
-        device = checkpoint.resolve_device(workspace.load().device)
-        dtype, int8 = checkpoint.DTYPES.get(manifest.dtype), manifest.dtype == INT8
+        device = devices.resolve_device(workspace.load().device)
+        dtype, int8 = devices.DTYPES.get(manifest.dtype), manifest.dtype == INT8
         target = LocalTarget(directory, device, dtype, batch_size=1, int8=int8)
     return Job(lambda: (config.directory, verify(config.directory, target)))
 
@@ -340,7 +340,7 @@ def prepare_replay(
         UserError: The directory has no stored outputs, two drafts have the same name, or a draft or verify rule does
             not fit the outputs.
     """
-    from draftlab.model import checkpoint
+    from draftlab.model import devices
     from draftlab.target_outputs.replay import Drafting, check, drafter_of, replay, rows_of
     from draftlab.target_outputs.store import read_store
 
@@ -374,8 +374,8 @@ def prepare_replay(
             "hidden states"
         )
     with about("--device"):
-        device = checkpoint.resolve_device(config.device)
-    dtype = checkpoint.resolve_dtype(config.dtype, device)
+        device = devices.resolve_device(config.device)
+    dtype = devices.resolve_dtype(config.dtype, device)
     ks = config.k
     drafting = fill(
         Drafting,

@@ -201,7 +201,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         UserError: The source, text or outputs are missing; the shape cannot be cut from the source; or the method does
             not work with several processes or with this lm_head.
     """
-    from draftlab.model import checkpoint
+    from draftlab.model import checkpoint, devices
     from draftlab.model.hf_files import check_length
     from draftlab.pruning.masks.training import MaskTraining
     from draftlab.pruning.refit import REFITS
@@ -219,7 +219,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
             "--method masks"
         )
     with about("--device"):
-        device = checkpoint.resolve_device(config.device)
+        device = devices.resolve_device(config.device)
     with about("--source"):
         place, preset = _locate(config.source, weights)
         have = checkpoint.read_shape(place) if isinstance(place, Path) else place

@@ -6,11 +6,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from draftlab import workspace
-from draftlab.atomic import check_writable, write_atomic, writing
 from draftlab.commands.base import Job, Outcome, command
 from draftlab.config.base import OUTPUT, Config, option
 from draftlab.errors import UserError, about
+from draftlab.runs import workspace
+from draftlab.runs.atomic import check_writable, write_atomic, writing
 from draftlab.shell import typed
 
 if TYPE_CHECKING:

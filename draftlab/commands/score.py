@@ -358,7 +358,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         default = hub.locate_model(str(shared.newest_draft()), weights)
         note(f"draft model for drafters without draft=: {default}")
     with note_if_slow("loading torch and transformers"):
-        from draftlab.model import checkpoint
+        from draftlab.model import checkpoint, devices
         from draftlab.model.modes import engine_runs, resolve
         from draftlab.model.tokenizer import common_vocabulary
         from draftlab.scoring.comparison import Comparison, Effort, Engine
@@ -373,7 +373,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         for directory in (target, *models):
             checkpoint.check(directory)
     with about("--device"):
-        device = checkpoint.resolve_device(config.device)
+        device = devices.resolve_device(config.device)
     own = [path for path in models if engine_runs(path)]
     hosted = config.device_map is not None or not engine_runs(target)
     used = own or not hosted or any(spec.inputs() for spec in specs)
@@ -404,7 +404,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
             device=device,
             dtype=choice.dtype,
             dtype_reason=choice.reason,
-            task_dtype=checkpoint.resolve_dtype(config.dtype, device),
+            task_dtype=devices.resolve_dtype(config.dtype, device),
             mode=mode,
             target_int8=config.int8 in ("target", "both"),
             draft_int8=config.int8 in ("draft", "both"),
@@ -469,8 +469,8 @@ def _sampling(config: ScoreConfig) -> SamplingParams:
 
 def _requests(config: ScoreConfig, tokenizer: Path, sampling: SamplingParams) -> "Requests":
     """Read the prompts, and return them with the sampling parameters. tokenizer: Directory of the tokenizer."""
+    from draftlab.data.prompts import load_prompts
     from draftlab.model import checkpoint
-    from draftlab.prompts import load_prompts
     from draftlab.scoring.comparison import Requests
 
     option = "--data" if config.prompt_file is None else "--prompt-file"

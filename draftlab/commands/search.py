@@ -118,13 +118,13 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
         UserError: A checkpoint, the shapes or the text cannot be used.
     """
     from draftlab.commands.steps import step_of
+    from draftlab.data.prompts import file_prompts
     from draftlab.latency.profile import check_shape
-    from draftlab.model import checkpoint
+    from draftlab.model import checkpoint, devices
     from draftlab.model.hf_files import check_trimmable
     from draftlab.model.modes import resolve
     from draftlab.model.size import read_size
     from draftlab.model.tokenizer import common_vocabulary
-    from draftlab.prompts import file_prompts
     from draftlab.pruning.source import prunable_shape
     from draftlab.searching import run as library
     from draftlab.searching.schedule import NoCheapShape, StepRunner, smaller_shapes
@@ -163,7 +163,7 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
             tokenizer = checkpoint.load_tokenizer(target)
             requests = len(file_prompts(config.prompt_file, tokenizer, chat="auto").rows)
         prompts = {"prompt_file": config.prompt_file}
-    device = checkpoint.resolve_device(config.device)
+    device = devices.resolve_device(config.device)
     mode, choice = resolve(
         "auto", config.dtype, device, target, [target, source], threads=config.threads
     )
@@ -182,7 +182,7 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     )
     running = {
         "device": config.device,
-        "dtype": checkpoint.dtype_name(choice.dtype),
+        "dtype": devices.dtype_name(choice.dtype),
         "mode": mode,
         "threads": config.threads,
         "trust_remote_code": config.trust_remote_code or None,

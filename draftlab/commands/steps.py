@@ -10,15 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from draftlab import provenance, workspace
-from draftlab.atomic import differing
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import Config, OutputConfig
 from draftlab.config.kinds import KindSpec
 from draftlab.console import note
 from draftlab.errors import UserError, did_you_mean, one_line
 from draftlab.inputs import inputs_of
-from draftlab.provenance import Record
+from draftlab.runs import provenance, workspace
+from draftlab.runs.atomic import differing
+from draftlab.runs.provenance import Record
 
 
 @dataclass(frozen=True)

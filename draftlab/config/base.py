@@ -19,11 +19,11 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from draftlab import workspace
 from draftlab.errors import UsageError, UserError, did_you_mean, one_line, plain_words
 from draftlab.model.shape import parse_numbers
-from draftlab.provenance import RECORD_FILE, read_record
 from draftlab.reading import read_yaml
+from draftlab.runs import workspace
+from draftlab.runs.provenance import RECORD_FILE, read_record
 from draftlab.shell import typed
 from draftlab.trust import printable, without_secrets
 

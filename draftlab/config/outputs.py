@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Literal
 
-from draftlab import workspace
 from draftlab.config import shared
 from draftlab.config.base import (
     Config,
@@ -19,6 +18,7 @@ from draftlab.config.server_rules import SERVER_RULES, DecodingRule, ServerRule,
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.registry import REJECTION
+from draftlab.runs import workspace
 
 MANIFEST = "manifest.json"  # the file that every store of target outputs has
 

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator
 
-from draftlab import workspace
 from draftlab.config.base import (
     SERVER,
     TRAINING,
@@ -19,6 +18,7 @@ from draftlab.config.base import (
 from draftlab.errors import UserError, did_you_mean
 from draftlab.model.shape import parse_count, parse_vocab
 from draftlab.registry import CROSS_ENTROPY, LOSSES
+from draftlab.runs import workspace
 
 WeightsDtype = Literal["auto", "float32", "bfloat16", "float16"]
 EngineMode = Literal["auto", "eager", "native", "graphs"]

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from draftlab import provenance
 from draftlab.drafters import DrafterSpec, Input, RunFacts, drafter
 from draftlab.drafters.fallback import GateSpec
 from draftlab.errors import UserError
+from draftlab.runs import provenance
 
 if TYPE_CHECKING:
     import numpy as np

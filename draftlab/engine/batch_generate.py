@@ -13,18 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab import provenance, turns
 from draftlab.console import note, progress
+from draftlab.data import turns
+from draftlab.data.prompts import Prompt, Prompts
 from draftlab.engine.verify import check_logits, distribution, draw, most_probable
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, hub
+from draftlab.model import checkpoint, devices, hub
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFCache
 from draftlab.model.llama import Cache, Llama
 from draftlab.model.modes import in_native_mode, load, with_mode
 from draftlab.model.recurrent_decoder import RecurrentCache
 from draftlab.model.tokenizer import known_ids
-from draftlab.prompts import Prompt, Prompts
+from draftlab.runs import provenance
 from draftlab.sampling import FinishReason, SamplingParams
 
 GIGABYTE = 1_000_000_000
@@ -99,7 +100,7 @@ def load_generator(
     """
     dtype = dtype or checkpoint.compute_dtype(directory, device)
     rounded = ", weights rounded to int8" if int8 else ""
-    note(f"loading {hub.checkpoint_name(directory)} in {checkpoint.dtype_name(dtype)}{rounded}")
+    note(f"loading {hub.checkpoint_name(directory)} in {devices.dtype_name(dtype)}{rounded}")
     model = load(directory, dtype, device, device_map).without_rollback()
     if int8:
         assert isinstance(model, Llama)  # callers check the mode

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from draftlab.engine.clocks import Clock, clock_for
-from draftlab.model.checkpoint import is_fast
+from draftlab.model.devices import is_fast
 from draftlab.results.score import Latency
 
 WARM_UP_ROUNDS = (3, 12)  # fewest and most warm-up rounds

@@ -17,7 +17,7 @@ from draftlab.errors import UserError
 from draftlab.exporting import gguf, hf, trials
 from draftlab.exporting.gguf import DEFAULT_CONTEXT
 from draftlab.exporting.verify import TargetTexts
-from draftlab.model import checkpoint, eagle, hub, modes, parallel
+from draftlab.model import checkpoint, devices, eagle, hub, modes, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import HeadShape, HeadSizes
 from draftlab.model.hf_files import read_head_ids
@@ -230,7 +230,7 @@ class DraftModel:
                     broken = broken or f"{name} is all zero"
         except UserError as failure:
             broken = str(failure)
-        dtype = checkpoint.dtype_name(checkpoint.stored_dtype(self.path))
+        dtype = devices.dtype_name(checkpoint.stored_dtype(self.path))
         if broken:
             yield error("weights", broken, "download or train the draft again")
         elif dtype == "float32":
@@ -241,7 +241,7 @@ class DraftModel:
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
         """Draft a few tokens after each prompt, and return the findings. prompts: Token ids of each prompt."""
-        model = modes.load(self.path, checkpoint.resolve_dtype("auto", device), device)
+        model = modes.load(self.path, devices.resolve_dtype("auto", device), device)
         return [
             trials.check_perplexity(model, prompts, self.vocab),
             trials.check_decoding(model, prompts[:2]),

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.provenance import Record, read_record
 from draftlab.reading import command_words
 from draftlab.results.ranking import score_warnings
 from draftlab.results.score import Score
+from draftlab.runs.provenance import Record, read_record
 from draftlab.shell import typed
 from draftlab.trust import printable
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from draftlab.exporting.gguf import fake_quantize
-from draftlab.model import checkpoint, hub, saving
+from draftlab.model import checkpoint, devices, hub, saving
 from draftlab.model.hf_files import HEAD_IDS, read_head_ids
 from draftlab.model.trimmed_head import as_whole
 from draftlab.training.vocabulary import resize
@@ -29,9 +29,7 @@ def write(draft: Path, out: Path, *, tokenizer_from: Path, dtype: torch.dtype | 
     other_tokenizer = tokenizer_files(tokenizer_from) != tokenizer_files(draft)
     stored = checkpoint.stored_dtype(draft)
     if dtype is not None and dtype != stored:
-        changed.append(
-            f"weights from {checkpoint.dtype_name(stored)} to {checkpoint.dtype_name(dtype)}"
-        )
+        changed.append(f"weights from {devices.dtype_name(stored)} to {devices.dtype_name(dtype)}")
     config, source = checkpoint.read_config(draft), checkpoint.Weights(draft).items()
     if (ids := read_head_ids(draft, checkpoint.vocab_size(draft))) is not None:
         config, source = as_whole(config, checkpoint.Weights(draft), ids)

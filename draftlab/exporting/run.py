@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from draftlab.console import note
+from draftlab.data.prompts import Prompts
 from draftlab.engine.batch_generate import answer_turns
 from draftlab.exporting import gguf, verify
 from draftlab.exporting.artifact import Exportable, Form
@@ -16,7 +17,6 @@ from draftlab.model import checkpoint, modes
 from draftlab.model.decoder import Decoder
 from draftlab.model.size import read_size
 from draftlab.output import Output
-from draftlab.prompts import Prompts
 from draftlab.results.score import Score
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, Sampling, ServerTrial

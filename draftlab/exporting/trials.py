@@ -8,10 +8,10 @@ import numpy as np
 
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.data import heldout_prompts
+from draftlab.data.prompts import file_prompts
 from draftlab.engine.generate import Drafter, ModelDrafter, Step, speculative_decode
 from draftlab.model import checkpoint, hub
 from draftlab.model.decoder import Decoder
-from draftlab.prompts import file_prompts
 from draftlab.quantities import format_number
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import Finding, error, ok

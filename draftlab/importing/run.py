@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from draftlab import provenance
 from draftlab.console import note, progress
 from draftlab.errors import UserError
 from draftlab.importing import adapters, gguf, text_part
-from draftlab.model import checkpoint, hub, saving
+from draftlab.model import checkpoint, devices, hub, saving
 from draftlab.model.checkpoint import check_finite
 from draftlab.model.devices import check_fits
 from draftlab.model.hf_files import (
@@ -31,6 +30,7 @@ from draftlab.model.hf_files import (
 from draftlab.model.tokenizer import check_embeds
 from draftlab.output import Output
 from draftlab.reading import read_object, reading
+from draftlab.runs import provenance
 
 CODE_FOR_CHAT = (
     "is a chat model, but --data stdlib is Python code, so a draft would learn to continue code. Use questions of your "
@@ -102,7 +102,7 @@ class ImportSource:
             if self.header is None
             else gguf.describe(self.header),
             "base": str(self.base) if self.base else None,
-            "dtype": checkpoint.dtype_name(self.dtype),
+            "dtype": devices.dtype_name(self.dtype),
         }
 
 
@@ -154,7 +154,7 @@ def convert(source: ImportSource, output: Output) -> None:
     """
     output.inputs([source.layout.path, *([source.base] if source.base else [])])
     with output.directory() as work:
-        note(f"converting {source.layout.path} to {checkpoint.dtype_name(source.dtype)} weights")
+        note(f"converting {source.layout.path} to {devices.dtype_name(source.dtype)} weights")
         if source.layout.kind == "multimodal":
             text_part.write(source.layout.path, work, source.dtype)
         else:
@@ -177,7 +177,7 @@ def _convert_model(source: ImportSource, work: Path) -> None:
     for folder in (directory, source.layout.path):
         saving.copy_tokenizer(folder, work)
     fields.pop("quantization_config", None)
-    saving.write_config(work, fields, checkpoint.dtype_name(model.dtype))
+    saving.write_config(work, fields, devices.dtype_name(model.dtype))
 
 
 def _convert_gguf(source: ImportSource, header: gguf.GGUFHeader, work: Path) -> None:
@@ -199,7 +199,7 @@ def _convert_gguf(source: ImportSource, header: gguf.GGUFHeader, work: Path) -> 
         _save_model(load(source), work)
         fields = read_object(work / "config.json")
         fields.pop("quantization_config", None)
-        saving.write_config(work, fields, checkpoint.dtype_name(source.dtype))
+        saving.write_config(work, fields, devices.dtype_name(source.dtype))
         return
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(work)

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from draftlab import provenance
 from draftlab.config.kinds import DRAFTERS
 from draftlab.console import note, progress
 from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
@@ -16,7 +15,7 @@ from draftlab.errors import UserError
 from draftlab.latency.cost_model import Profile, active_params, write_profile
 from draftlab.latency.machine_state import device_name, read_environment, steady_clock, warn_if_busy
 from draftlab.latency.profiler import Grid, LatencyCurves, measure, random_model
-from draftlab.model import Mode, checkpoint, devices, hub, llama, parallel
+from draftlab.model import Mode, devices, hub, llama, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.llama import Llama
@@ -24,6 +23,7 @@ from draftlab.model.modes import check_mode, load, resolve, set_threads, with_mo
 from draftlab.model.shape import Shape
 from draftlab.model.size import ApproximateSize, read_size
 from draftlab.output import Output
+from draftlab.runs import provenance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,9 +204,7 @@ def profile_models(
             advance=lambda rounds: advance(rounds, ""),
         )
     dtypes = sorted({running.dtype, torch.float32, torch.bfloat16}, key=str)
-    tflops = {
-        checkpoint.dtype_name(dtype): matmul_tflops(dtype, running.device) for dtype in dtypes
-    }
+    tflops = {devices.dtype_name(dtype): matmul_tflops(dtype, running.device) for dtype in dtypes}
     profiles = [
         _profile(
             model, decoders[model.name], curves[model.name], running, tflops, output.command_line
@@ -263,7 +261,7 @@ def _profile(
         shape=shape,
         drafter=subject.kind,
         device=device_name(device),
-        dtype=checkpoint.dtype_name(dtype),
+        dtype=devices.dtype_name(dtype),
         mode=running.mode,
         threads=torch.get_num_threads() if device.type == "cpu" else None,
         forward=curves.forward,

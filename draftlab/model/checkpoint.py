@@ -23,6 +23,7 @@ from torch import Tensor
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, Quantised, UserError, one_line
 from draftlab.model import hub
+from draftlab.model.devices import DTYPES, dtype_name, is_fast
 from draftlab.model.hf_files import (
     BUFFERS,
     CONFIG,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and few functions her
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CPU = torch.device("cpu")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 PIECE_BYTES = 1 << 25
 FIELDS: dict[Axis, str] = {
@@ -496,36 +496,6 @@ def _resized(values: list[Any], size: int) -> list[Any]:
     return list(itertools.islice(itertools.cycle(values), size))
 
 
-def resolve_device(name: str) -> torch.device:
-    """Return the device with a name such as "cpu" or "cuda:1". "auto" is a CUDA GPU if there is one, else the CPU.
-
-    Raises:
-        UserError: this machine lacks the device, or torch was built without support for it.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"this machine cannot use the device {name!r} ({str(error).splitlines()[0]}); use --device auto"
-        ) from None
-    return device
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name that a dtype has in configs and options, such as float32."""
-    return str(dtype).removeprefix("torch.")
-
-
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype with a name from DTYPES. "auto" stands for bfloat16 on a GPU, else float32."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return DTYPES[name]
-
-
 def load_model(
     directory: Path, dtype: torch.dtype, device: torch.device = CPU, device_map: str | None = None
 ) -> "PreTrainedModel":
@@ -621,17 +591,6 @@ def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
         f"{name} is stored in {dtype_name(stored)}, which is slow on {where}, so it runs in float32"
     )
     return torch.float32
-
-
-def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether torch multiplies matrices of this dtype at full speed on the device.
-
-    On CPUs with AVX-512, products in float16 take 3 times as long as in float32, and bfloat16 is fast. On CPUs without
-    AVX-512, products in float16 and bfloat16 take 6 to 70 times as long as in float32.
-    """
-    if device.type != "cpu" or dtype.itemsize > 2:
-        return True
-    return dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def new_model(config: dict[str, object], seed: int) -> "PreTrainedModel":

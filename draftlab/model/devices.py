@@ -10,7 +10,49 @@ from draftlab.errors import UserError
 from draftlab.model.cgroups import OWN, Cgroups
 from draftlab.quantities import format_bytes
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SYMMETRIC_BLOCK = 256  # columns of a block of add_lower; products of smaller blocks are slower
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device with a name such as "cpu" or "cuda:1". "auto" is a CUDA GPU if there is one, else the CPU.
+
+    Raises:
+        UserError: this machine lacks the device, or torch was built without support for it.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"this machine cannot use the device {name!r} ({str(error).splitlines()[0]}); use --device auto"
+        ) from None
+    return device
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that a dtype has in configs and options, such as float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype with a name from DTYPES. "auto" stands for bfloat16 on a GPU, else float32."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return DTYPES[name]
+
+
+def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether torch multiplies matrices of this dtype at full speed on the device.
+
+    On CPUs with AVX-512, products in float16 take 3 times as long as in float32, and bfloat16 is fast. On CPUs without
+    AVX-512, products in float16 and bfloat16 take 6 to 70 times as long as in float32.
+    """
+    if device.type != "cpu" or dtype.itemsize > 2:
+        return True
+    return dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def staged(values: Sequence[object], device: torch.device) -> torch.Tensor:

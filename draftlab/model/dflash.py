@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, hub
+from draftlab.model import checkpoint, devices, hub
 from draftlab.model.devices import staged
 from draftlab.model.eagle import (
     WEIGHTS,
@@ -394,7 +394,7 @@ def new_json(
 
 def write(folder: Path, content: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
     """Write config.json and the weights of a head. content: Content of config.json, see saving.portable_config."""
-    write_config(folder, content, checkpoint.dtype_name(weights["fc.weight"].dtype))
+    write_config(folder, content, devices.dtype_name(weights["fc.weight"].dtype))
     save_finite(
         folder / WEIGHTS, {name: weight.cpu().contiguous() for name, weight in weights.items()}
     )

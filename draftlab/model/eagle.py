@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftlab.errors import UserError, one_line
-from draftlab.model import checkpoint, hub
+from draftlab.model import checkpoint, devices, hub
 from draftlab.model.checkpoint import check_finite, check_weight
 from draftlab.model.hf_files import FULL, SLIDING, context_of
 from draftlab.model.llama import ROPE_KINDS
@@ -559,7 +559,7 @@ def write(
         if layout == "native"
         else _speculators_json(config, target, k, verifier)
     )
-    write_config(folder, content, checkpoint.dtype_name(head.weights["fc.weight"].dtype))
+    write_config(folder, content, devices.dtype_name(head.weights["fc.weight"].dtype))
 
 
 def _target_embedding(target: Path, config: HeadShape) -> Tensor:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, Quantised, UserError
-from draftlab.model import Mode, checkpoint, llama, native_cpu, parallel, precision
+from draftlab.model import Mode, checkpoint, devices, llama, native_cpu, parallel, precision
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import RECURRENT, HFDecoder, has_layers
@@ -126,7 +126,7 @@ def resolve(
         choice = precision.choose(dtype, device, "eager", target, threads=threads)
         resolved = resolve_mode(mode, device, choice.dtype, models, threads=threads, int8=int8)
     else:
-        named = checkpoint.DTYPES.get(dtype)
+        named = devices.DTYPES.get(dtype)
         resolved = resolve_mode(mode, device, named, models, threads=threads, int8=int8)
         choice = precision.choose(dtype, device, resolved, target, threads=threads)
     reason = choice.reason
@@ -134,7 +134,7 @@ def resolve(
         runs = "eager" if hosted else resolved
         reason = precision.slowness(choice.dtype, device, runs, threads)
     if reason:
-        note(f"dtype {checkpoint.dtype_name(choice.dtype)}: {reason}")
+        note(f"dtype {devices.dtype_name(choice.dtype)}: {reason}")
     return resolved, choice
 
 

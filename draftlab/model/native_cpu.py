@@ -27,14 +27,14 @@ import torch
 from filelock import FileLock
 from torch import Tensor
 
-from draftlab import provenance
-from draftlab.atomic import replacing, write_atomic
 from draftlab.console import note
 from draftlab.errors import UserError, one_line
-from draftlab.model import checkpoint
+from draftlab.model import devices
 from draftlab.model.decoder import Tree, end_of_pass
 from draftlab.model.llama import Block, Cache, Llama
 from draftlab.model.processor import instructions, processor_model, read_cpuinfo
+from draftlab.runs import provenance
+from draftlab.runs.atomic import replacing, write_atomic
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-std=c++17", "-shared", "-fPIC")
@@ -119,7 +119,7 @@ class NativeLlama(Llama):
         }
         self.any_width = (
             int8
-            or not checkpoint.is_fast(model.embed.dtype, model.device)
+            or not devices.is_fast(model.embed.dtype, model.device)
             or (model.embed.dtype == torch.bfloat16 and pairs_only)
         )
         self._run: Callable[..., int] = getattr(library(), f"run_{'int8_' if int8 else ''}{dtype}")
@@ -348,7 +348,7 @@ def check(device: torch.device, dtype: torch.dtype) -> str:
     Raises:
         UserError: the device is not the CPU, or the dtype is neither float32 nor bfloat16.
     """
-    name = checkpoint.dtype_name(dtype)
+    name = devices.dtype_name(dtype)
     if device.type != "cpu" or name not in ("float32", "bfloat16"):
         raise UserError(
             f"mode native runs only float32 and bfloat16 on a CPU, not {name} on {device.type}; --mode eager has no "

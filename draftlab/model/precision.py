@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from draftlab.atomic import write_atomic
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.model import Mode, checkpoint, llama, native_cpu
+from draftlab.model import Mode, checkpoint, devices, llama, native_cpu
 from draftlab.model.processor import instructions, processor_model, read_cpuinfo
 from draftlab.model.shape import Shape
 from draftlab.quantities import format_number
 from draftlab.reading import read_object
+from draftlab.runs.atomic import write_atomic
 
 # 63 million weights, 126 MB in 16 bits, which exceed the caches that a core can use
 SHAPE = Shape(
@@ -87,7 +87,7 @@ def choose(
     threads: int | None = None,
     passes: Mapping[int, int] = DECODING,
 ) -> Choice:
-    """Return the dtype with a name from checkpoint.DTYPES, or the dtype that "auto" stands for.
+    """Return the dtype with a name from devices.DTYPES, or the dtype that "auto" stands for.
 
     "auto" is bfloat16 on a GPU. On a CPU in mode native it is the dtype in which a checkpoint is stored, if passes are
     at least as fast in it as in float32, and else float32. In mode eager on a CPU it is float32: there, logits in 16
@@ -99,11 +99,11 @@ def choose(
         passes: Number of passes by their tokens.
     """
     if name != "auto":
-        return Choice(checkpoint.DTYPES[name])
+        return Choice(devices.DTYPES[name])
     if device.type != "cpu":
-        return Choice(checkpoint.resolve_dtype(name, device), "the default on a GPU")
+        return Choice(devices.resolve_dtype(name, device), "the default on a GPU")
     stored = torch.bfloat16 if directory is None else _stored(directory)
-    wanted = checkpoint.dtype_name(stored)
+    wanted = devices.dtype_name(stored)
     source = "as most checkpoints are stored" if directory is None else "as stored"
     if wanted == "float32":
         return Choice(torch.float32, source)
@@ -129,17 +129,17 @@ def choose(
 def reads_fast(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether torch reads text in a dtype at least as fast as in float32. On a CPU, passes of it are timed.
 
-    A dtype that is emulated here, see checkpoint.is_fast, is not timed.
+    A dtype that is emulated here, see devices.is_fast, is not timed.
     """
-    if device.type != "cpu" or dtype.itemsize > 2 or not checkpoint.is_fast(dtype, device):
-        return checkpoint.is_fast(dtype, device)
-    ratio = speeds("eager").over_float32(checkpoint.dtype_name(dtype), READING)
+    if device.type != "cpu" or dtype.itemsize > 2 or not devices.is_fast(dtype, device):
+        return devices.is_fast(dtype, device)
+    ratio = speeds("eager").over_float32(devices.dtype_name(dtype), READING)
     return ratio * NOISE >= 1
 
 
 def slowness(dtype: torch.dtype, device: torch.device, mode: Mode, threads: int | None) -> str:
     """Return text about how slow decoding is in a dtype here, or "" if it is not slower than in float32."""
-    name = checkpoint.dtype_name(dtype)
+    name = devices.dtype_name(dtype)
     if device.type != "cpu" or name == "float32" or name not in DTYPES[mode]:
         return ""
     ratio = speeds(mode, threads).over_float32(name)
@@ -155,9 +155,7 @@ def _stored(directory: Path) -> torch.dtype:
     if any(directory.glob("*.safetensors")):
         return checkpoint.stored_dtype(directory)
     config = checkpoint.read_config(directory)
-    return checkpoint.DTYPES.get(
-        str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16
-    )
+    return devices.DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
 
 
 def speeds(mode: Mode, threads: int | None = None) -> Speeds:
@@ -235,7 +233,7 @@ def _on_threads(threads: int) -> Iterator[None]:
 @torch.inference_mode()
 def _measure(mode: Mode, clock: Callable[[], float]) -> Milliseconds:
     """Return the milliseconds of the fastest pass of each dtype and width. Rounds of all passes are interleaved."""
-    models = {dtype: _model(mode, checkpoint.DTYPES[dtype]) for dtype in DTYPES[mode]}
+    models = {dtype: _model(mode, devices.DTYPES[dtype]) for dtype in DTYPES[mode]}
     fastest = {dtype: dict.fromkeys(DECODING, math.inf) for dtype in models}
     started, (least, most) = time.perf_counter(), ROUNDS
     for number in range(most + 1):

@@ -10,11 +10,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftlab.atomic import replacing
 from draftlab.errors import UserError, one_line
-from draftlab.model.checkpoint import dtype_name, is_finite, read_by_transformers
+from draftlab.model.checkpoint import is_finite, read_by_transformers
+from draftlab.model.devices import dtype_name
 from draftlab.model.hf_files import CONFIG, FULL, SLIDING, context_of
 from draftlab.reading import read_json, read_object
+from draftlab.runs.atomic import replacing
 from draftlab.trust import check_own
 
 TOKENIZER_FILES = (

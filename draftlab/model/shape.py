@@ -15,9 +15,9 @@ from typing import Annotated, Literal, NamedTuple, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
-from draftlab.atomic import write_atomic
 from draftlab.errors import OtherArchitecture, UserError, one_line
 from draftlab.reading import read_yaml, reading
+from draftlab.runs.atomic import write_atomic
 
 Axis = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn"]
 BlockOption = Literal[

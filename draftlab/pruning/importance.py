@@ -14,7 +14,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from draftlab.atomic import differing
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import CPU, check_weight
 from draftlab.model.devices import add_lower, exact_dtype, exact_products, mirror_lower
@@ -22,6 +21,7 @@ from draftlab.model.saving import write_tensors
 from draftlab.model.shape import Shape
 from draftlab.pruning.walk import Walk
 from draftlab.reading import reading
+from draftlab.runs.atomic import differing
 
 CONTENT = "content of "  # start of the keys under which a file of scores has fingerprints
 SAMPLED_TOKENS = 512  # number of tokens whose residual streams are compared around each layer

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from draftlab import provenance
-from draftlab.atomic import check_writable
 from draftlab.console import note, progress
 from draftlab.data import open_batches, open_heldout
 from draftlab.inputs import text_inputs
@@ -28,6 +26,8 @@ from draftlab.pruning.importance import CONTENT, Calibration, calibrate, load_sc
 from draftlab.pruning.refit import Agreement, Lockstep, Refit
 from draftlab.pruning.source import Source
 from draftlab.pruning.walk import Walk
+from draftlab.runs import provenance
+from draftlab.runs.atomic import check_writable
 from draftlab.target_outputs.outputs import heldout_numbers
 from draftlab.target_outputs.store import heldout_part, read_texts
 from draftlab.training.vocabulary import special_ids

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, families, precision
+from draftlab.model import checkpoint, devices, families, precision
 from draftlab.model.shape import Shape
 from draftlab.pruning.cut import Cut, Untied, keep_all
 from draftlab.pruning.walk import Walk
@@ -139,7 +139,7 @@ class Source:
     def planned_dtype(self) -> torch.dtype:
         """Return `dtype` as config.json predicts it. No weights are read."""
         stored = str(self.config.get("dtype") or self.config.get("torch_dtype") or "float32")
-        dtype = checkpoint.DTYPES[stored]
+        dtype = devices.DTYPES[stored]
         return dtype if precision.reads_fast(dtype, self.device) else torch.float32
 
     @cached_property

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from draftlab.errors import UserError
 from draftlab.intervals import FEWEST, Interval
 from draftlab.model.shape import format_count
-from draftlab.provenance import Stage
 from draftlab.quantities import format_duration, format_number
 from draftlab.reading import command_words
 from draftlab.results.ranking import (
@@ -33,6 +32,7 @@ from draftlab.results.tables import (
     page_template,
     speedup_text,
 )
+from draftlab.runs.provenance import Stage
 from draftlab.shell import typed
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from draftlab import intervals
 from draftlab.config.base import MAX_K
 from draftlab.intervals import Interval, Timing, Timings
 from draftlab.model.shape import Shape
-from draftlab.provenance import Stage
 from draftlab.quantities import format_number
 from draftlab.reading import FileModel, read_model
 from draftlab.results.decoding import (
@@ -31,6 +30,7 @@ from draftlab.results.decoding import (
     request_timings,
 )
 from draftlab.results.step_costs import StepCosts
+from draftlab.runs.provenance import Stage
 from draftlab.sampling import FILTERS, Filter, SamplingParams
 
 if TYPE_CHECKING:

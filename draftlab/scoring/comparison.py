@@ -10,21 +10,22 @@ from typing import Any
 
 import torch
 
-from draftlab import provenance, turns
 from draftlab.config.kinds import DrafterSpec, RunFacts
 from draftlab.config.server_rules import DecodingRule
 from draftlab.console import note
+from draftlab.data import turns
+from draftlab.data.prompts import Prompts
 from draftlab.errors import UserError, about
 from draftlab.exporting.hf import as_quantized, parse_quantized_name
 from draftlab.model import Mode, checkpoint, devices, hub, llama, parallel
 from draftlab.model.checkpoint import max_model_len
 from draftlab.model.modes import engine_runs
 from draftlab.model.size import read_size
-from draftlab.prompts import Prompts
-from draftlab.provenance import Stage, lineage
 from draftlab.quantities import format_bytes, format_number
 from draftlab.results.decoding import share_of_equal_texts
 from draftlab.results.score import SAMPLING, PromptRecord
+from draftlab.runs import provenance
+from draftlab.runs.provenance import Stage, lineage
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.lm_eval import Tasks, check_chat_template
 from draftlab.target_outputs.store import MANIFEST, distinct_4grams, read_texts

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from draftlab.atomic import append_line, write_atomic
 from draftlab.console import note
 from draftlab.engine.generate import Step
+from draftlab.runs.atomic import append_line, write_atomic
 from draftlab.scoring.throughput import Place, Run, TimedStep
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from draftlab.console import note
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, hub
+from draftlab.model import devices, hub
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
 from draftlab.model.modes import load, with_mode
@@ -49,7 +49,7 @@ class Models:
 
     def weights(self, model: Decoder) -> str:
         """Return the precision of a model's weights: int8, the checkpoint's quantisation, or the engine's dtype."""
-        return model.weights_dtype or checkpoint.dtype_name(self.engine.dtype)
+        return model.weights_dtype or devices.dtype_name(self.engine.dtype)
 
     def draft(self, directory: Path) -> Decoder:
         return self.running(directory, self.engine.draft_int8)

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import functional as F
 
-from draftlab import provenance
-from draftlab.atomic import remove_state
 from draftlab.console import note, note_if_slow, progress
 from draftlab.engine.batch_generate import answer_turns
 from draftlab.engine.drafters.context import DrafterContext, DrafterRun
@@ -29,7 +27,7 @@ from draftlab.latency.machine_state import (
     with_waiting,
 )
 from draftlab.latency.profiler import AFTER, Grid, LatencyCurves, PassTimer
-from draftlab.model import checkpoint, hub
+from draftlab.model import devices, hub
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
 from draftlab.model.modes import set_threads
@@ -47,6 +45,8 @@ from draftlab.results.score import (
     Score,
     TaskResult,
 )
+from draftlab.runs import provenance
+from draftlab.runs.atomic import remove_state
 from draftlab.scoring.comparison import Comparison, with_rounded_drafts
 from draftlab.scoring.journal import Journal, Memo
 from draftlab.scoring.models import Models
@@ -386,7 +386,7 @@ class Measurement:
         return Conditions(
             **comparison.requests.conditions(),
             device=device_name(engine.device),
-            dtype=checkpoint.dtype_name(engine.dtype),
+            dtype=devices.dtype_name(engine.dtype),
             mode=engine.mode,
             threads=torch.get_num_threads(),
             context=comparison.context,
@@ -422,7 +422,7 @@ class Measurement:
     def _draft_weights(self, name: str, run: DrafterRun) -> str | None:
         engine = self.comparison.engine
         if "heads_sha256" in run.facts:
-            return "int8" if engine.draft_int8 else checkpoint.dtype_name(engine.dtype)
+            return "int8" if engine.draft_int8 else devices.dtype_name(engine.dtype)
         rounded = parse_quantized_name(name)[1] if name in self.comparison.drafts else None
         return rounded or (None if run.model is None else self.models.weights(run.model))
 

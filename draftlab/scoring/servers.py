@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from draftlab import provenance, turns
 from draftlab.console import note, progress
+from draftlab.data import turns
 from draftlab.data.bad_rows import BadRows
 from draftlab.engine.clocks import Clock
 from draftlab.errors import UserError
@@ -28,11 +28,12 @@ from draftlab.latency.machine_state import (
     warn_if_busy,
     with_waiting,
 )
-from draftlab.model import checkpoint, hub
+from draftlab.model import checkpoint, devices, hub
 from draftlab.output import Output
 from draftlab.reading import FileModel, reading
 from draftlab.results.decoding import Counters, ServedGeneration
 from draftlab.results.score import Conditions, Environment, Model, Score, TaskResult
+from draftlab.runs import provenance
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.comparison import Requests
 from draftlab.scoring.lm_eval import Tasks
@@ -471,9 +472,9 @@ def _draft_tasks(comparison: ServedComparison) -> list[TaskResult]:
             "name the draft's directory by --draft"
         )
         return []
-    device = checkpoint.resolve_device("auto")
+    device = devices.resolve_device("auto")
     return comparison.tasks.of_checkpoint(
-        Path(comparison.draft), checkpoint.resolve_dtype("auto", device), device
+        Path(comparison.draft), devices.resolve_dtype("auto", device), device
     )
 
 

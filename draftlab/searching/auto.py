@@ -13,15 +13,15 @@ from typing import Any
 
 import yaml
 
-from draftlab.atomic import write_atomic
 from draftlab.config.kinds import StudentSpec
 from draftlab.drafters.eagle import EagleSpec
 from draftlab.drafters.fallback import FALLBACK_LOOKUP_MAX, FallbackSpec
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, hub
+from draftlab.model import checkpoint, devices, hub
 from draftlab.model.modes import resolve_mode
 from draftlab.results.report import html
 from draftlab.results.score import Score, read_score, score_files
+from draftlab.runs.atomic import write_atomic
 from draftlab.searching import verdict
 from draftlab.searching.plan import (
     ANSWER_TOKENS,
@@ -194,7 +194,7 @@ class AutoRun:
                 arm = Arm(kind=ready.kind, draft=ready.path, drafter=drafter, shape=ready.name)
                 candidates.append(arm)
         if "prompt-lookup" in kinds:
-            device = checkpoint.resolve_device(self.plan.machine.device).type
+            device = devices.resolve_device(self.plan.machine.device).type
             drafter = lookup_of(self.request.server, device)
             candidates.append(Arm(kind="prompt-lookup", drafter=drafter))
         if "ready" in (step.name for step in self.plan.steps):
@@ -274,7 +274,7 @@ class AutoRun:
     def _int8(self) -> bool:
         """Return whether target and drafts run with weights rounded to 8 bits: without a server, in mode native."""
         machine = self.plan.machine
-        device, dtype = checkpoint.resolve_device(machine.device), checkpoint.DTYPES[machine.dtype]
+        device, dtype = devices.resolve_device(machine.device), devices.DTYPES[machine.dtype]
         native = resolve_mode("auto", device, dtype, [self.request.target]) == "native"
         return self.request.server is None and native
 

@@ -92,7 +92,7 @@ class Costs:
 
     @property
     def bytes_per_weight(self) -> int:
-        return checkpoint.DTYPES[self.machine.dtype].itemsize
+        return devices.DTYPES[self.machine.dtype].itemsize
 
     @property
     def start(self) -> float:
@@ -180,7 +180,7 @@ def measure_machine(
     started, used = time.perf_counter(), time.process_time()
     with note_if_slow("measuring matrix products and memory bandwidth of this machine"):
         # where torch is slow in the dtype, the compiled engine runs it, and is as fast in it as in float32
-        timed = dtype if checkpoint.is_fast(dtype, device) else torch.float32
+        timed = dtype if devices.is_fast(dtype, device) else torch.float32
         tflops = matmul_tflops(timed, device)
         bandwidth = bandwidth_gbs(size.params(), timed, device)
         training_tflops = tflops if trained == timed else matmul_tflops(trained, device)
@@ -188,9 +188,9 @@ def measure_machine(
     return Machine(
         device=str(device),
         cores=torch.get_num_threads(),
-        dtype=checkpoint.dtype_name(dtype),
+        dtype=devices.dtype_name(dtype),
         tflops=tflops,
-        training_dtype=checkpoint.dtype_name(trained),
+        training_dtype=devices.dtype_name(trained),
         training_tflops=training_tflops,
         gigabytes_per_second=bandwidth,
         slowdown=max(1.0, wall / busy) if device.type == "cpu" else 1.0,
@@ -455,7 +455,7 @@ def make_plan(
     if request.server == "llama.cpp":
         gguf.library()
     weights = size.weight_bytes(costs.bytes_per_weight)
-    dtype = checkpoint.DTYPES[machine.dtype]
+    dtype = devices.DTYPES[machine.dtype]
     remedy = devices.less_memory(dtype, "a smaller target, or a larger device")
     devices.check_fits({"weights of the target": weights}, torch.device(machine.device), remedy)
     refused = {draft.name: _refused(draft.artifact, request.server) for draft in request.ready}

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from draftlab import data
-from draftlab.atomic import write_atomic
 from draftlab.data.instructions import mixed
+from draftlab.data.prompts import FROM_DATA_TOKENS, prompt_rows
 from draftlab.data.sources import split_key, unit_hash
 from draftlab.data.text import TextRow
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
-from draftlab.prompts import FROM_DATA_TOKENS, prompt_rows
+from draftlab.runs.atomic import write_atomic
 
 # numbers of prompts for the choice, for the measurement and, at least, for training; search replays at most 48
 CHOOSE, MEASURE, LEAST_TRAINED = 48, 24, 24

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from draftlab.acceptance.expected import chain
-from draftlab.atomic import remove_state
 from draftlab.config.kinds import StudentSpec
 from draftlab.console import note
 from draftlab.latency.cost_model import CostModel, read_profile
@@ -29,6 +28,7 @@ from draftlab.model.shape import Shape, resolve, write_shape_file
 from draftlab.output import Output
 from draftlab.results.ranking import rank
 from draftlab.results.score import read_score
+from draftlab.runs.atomic import remove_state
 from draftlab.searching.schedule import (
     MAX_PASS_SHARE,
     MAX_WIDE_SHARE,

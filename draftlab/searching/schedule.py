@@ -13,17 +13,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from draftlab import provenance
-from draftlab.atomic import write_atomic
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.intervals import Interval
 from draftlab.model.families import shape_name
 from draftlab.model.shape import Shape
-from draftlab.provenance import Record
 from draftlab.quantities import format_number
 from draftlab.reading import FileModel, read_model
 from draftlab.results.score import RATES, Seconds
+from draftlab.runs import provenance
+from draftlab.runs.atomic import write_atomic
+from draftlab.runs.provenance import Record
 
 FILE = "search.json"
 # a candidate's pass takes at most this fraction of the time of the target's pass; with K = 1 and 3 of 4 tokens

@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import Field
 
-from draftlab.atomic import write_atomic
 from draftlab.config.kinds import DrafterSpec
 from draftlab.drafters.model import DraftModelSpec
 from draftlab.errors import UserError
@@ -25,6 +24,7 @@ from draftlab.results.ranking import NO_DRAFT
 from draftlab.results.report import Decision
 from draftlab.results.score import Score, Seconds
 from draftlab.results.tables import Table
+from draftlab.runs.atomic import write_atomic
 from draftlab.searching.plan import Plan, Request, in_words, not_tried, streams
 from draftlab.searching.schedule import StepRunner, record_of
 from draftlab.servers.kinds import Launch

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from pydantic import ConfigDict, Field, model_validator
 
-from draftlab import provenance, turns
 from draftlab.console import note
 from draftlab.data import (
     Batch,
@@ -24,14 +23,16 @@ from draftlab.data import (
     note_repeated,
     open_batches,
     open_heldout,
+    turns,
 )
 from draftlab.data.bad_rows import BadRows
+from draftlab.data.prompts import Prompt, Prompts, selection
 from draftlab.dates import asks_for_date, run_date
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.output import Output
-from draftlab.prompts import Prompt, Prompts, selection
 from draftlab.reading import open_bytes, parse_json, read_lines, reading
+from draftlab.runs import provenance
 from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import RowError, ServedCompletion, TokenId, completion, top_k
 from draftlab.target_outputs.outputs import TEMPERATURES, TargetOutput, split

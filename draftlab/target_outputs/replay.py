@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from pydantic import Field, NonNegativeInt
 
-from draftlab import provenance
 from draftlab.acceptance import expected
 from draftlab.acceptance.expected import Counts, Texts
 from draftlab.acceptance.lookup_logprobs import score_copies_by_k
@@ -30,13 +29,14 @@ from draftlab.engine.drafters.ngram import TextDrafter
 from draftlab.engine.drafters.parallel import mask_token
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.intervals import Interval, by_conversation, ratio_intervals
-from draftlab.model import checkpoint, hub, llama, modes
+from draftlab.model import checkpoint, devices, hub, llama, modes
 from draftlab.model.decoder import Decoder
 from draftlab.model.parallel import pard_token
 from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
 from draftlab.reading import FileModel, read_model
 from draftlab.results.decoding import AcceptanceMetrics
+from draftlab.runs import provenance
 from draftlab.sampling import FinishReason, SamplingParams
 from draftlab.target_outputs.outputs import TargetOutput
 from draftlab.target_outputs.store import LOOP, StoredOutputs, distinct_4grams
@@ -373,7 +373,7 @@ def replay_draft(
     return Replay(
         draft=spec.name,
         draft_sha256=provenance.fingerprint(read[0]) if read else "",
-        dtype=checkpoint.dtype_name(drafting.dtype),
+        dtype=devices.dtype_name(drafting.dtype),
         target=manifest.target,
         target_sha256=manifest.target_sha256,
         outputs_sha256=provenance.fingerprint(store.directory),

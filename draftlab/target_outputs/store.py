@@ -19,8 +19,6 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from draftlab import provenance
-from draftlab.atomic import check_free, differing, remove_temporary_files, replacing, write_atomic
 from draftlab.config.outputs import MANIFEST, check_store
 from draftlab.config.shared import LossOn
 from draftlab.console import note, note_once
@@ -28,6 +26,14 @@ from draftlab.dates import resume_date
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint, saving
 from draftlab.reading import FileModel, read_model, reading
+from draftlab.runs import provenance
+from draftlab.runs.atomic import (
+    check_free,
+    differing,
+    remove_temporary_files,
+    replacing,
+    write_atomic,
+)
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.outputs import StoredLogprobs, TargetOutput
 from draftlab.trust import folder_name

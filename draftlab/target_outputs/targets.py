@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab import provenance
 from draftlab.acceptance.token_logprobs import logits_in_parts, max_positions
 from draftlab.console import note, progress
 from draftlab.data import Batch
+from draftlab.data.prompts import Prompt
 from draftlab.data.text import chat_ids
 from draftlab.engine.batch_generate import (
     GIGABYTE,
@@ -27,11 +27,11 @@ from draftlab.engine.batch_generate import (
     load_generator,
 )
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, hub
+from draftlab.model import checkpoint, devices, hub
 from draftlab.model.decoder import Decoder
 from draftlab.model.tokenizer import known_ids
-from draftlab.prompts import Prompt
 from draftlab.reading import reading
+from draftlab.runs import provenance
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Probe, Server
 from draftlab.servers.kinds import Completion, RowError, ServedCompletion
@@ -96,7 +96,7 @@ class LocalTarget:
             target=hub.checkpoint_name(self.directory),
             vocab=self.vocab,
             target_sha256=provenance.fingerprint(self.directory),
-            dtype=INT8 if self.int8 else checkpoint.dtype_name(dtype),
+            dtype=INT8 if self.int8 else devices.dtype_name(dtype),
             batch_size=self.batch_size,
             logprobs="sampled",
             temperatures=TEMPERATURES,

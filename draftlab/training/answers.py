@@ -5,16 +5,16 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftlab import provenance, workspace
 from draftlab.config.outputs import OutputsBuildConfig
 from draftlab.config.shared import ChatMode
 from draftlab.console import note
+from draftlab.data.prompts import Prompts, file_prompts
 from draftlab.dates import fixed_date
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
 from draftlab.model.tokenizer import known_ids
 from draftlab.output import Output
-from draftlab.prompts import Prompts, file_prompts
+from draftlab.runs import provenance, workspace
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs import build
 from draftlab.target_outputs.outputs import TEMPERATURES

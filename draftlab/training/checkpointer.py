@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from draftlab.atomic import replacing, run_identity, sync
 from draftlab.console import LAUNCHER, is_main_process, launched, note, processes
 from draftlab.errors import UserError, one_line
-from draftlab.model.checkpoint import resolve_device
+from draftlab.model.devices import resolve_device
 from draftlab.reading import reading
+from draftlab.runs.atomic import replacing, run_identity, sync
 from draftlab.trust import trusts_remote_code
 
 BEST, CONTENT, WRITING = "best.pt", "state.pt", "writing"

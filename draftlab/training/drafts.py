@@ -11,7 +11,7 @@ from draftlab.acceptance.token_logprobs import max_positions
 from draftlab.console import note
 from draftlab.data import parse_mixture
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, hub, parallel, saving
+from draftlab.model import checkpoint, devices, hub, parallel, saving
 from draftlab.model.checkpoint import Weights
 from draftlab.model.hf_files import write_head_ids
 from draftlab.model.size import read_size, training_cost
@@ -241,7 +241,7 @@ def _with_target(
     """
     dtype, seq_len = training_dtype(job.loop.dtype), job.text.seq_len
     operations = 2 * (Weights(target).parameters + student.num_parameters()) * seq_len
-    note(f"loading {hub.checkpoint_name(target)} as teacher in {checkpoint.dtype_name(dtype)}")
+    note(f"loading {hub.checkpoint_name(target)} as teacher in {devices.dtype_name(dtype)}")
     teacher = checkpoint.load_model(target, dtype, device_map=job.hardware.device_map)
     rows = affordable(HELDOUT_ROWS, operations, job.hardware.resolved)
     fitting = max_positions(checkpoint.vocab_size(target), job.hardware.memory) // seq_len

@@ -29,7 +29,7 @@ class Hardware:
 
     @property
     def resolved(self) -> "torch.device":
-        from draftlab.model.checkpoint import resolve_device
+        from draftlab.model.devices import resolve_device
 
         return resolve_device(self.device)
 

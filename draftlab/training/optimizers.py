@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftlab.model import checkpoint
+from draftlab.model import devices
 from draftlab.model.devices import symmetric_product
 from draftlab.training.loop import Loop
 
@@ -56,9 +56,7 @@ def optimizers_for(
 
     if loop.optimizer == "adamw" or not matrices:
         return [adamw(matrices + others, vectors)]
-    kind = (
-        torch.optim.Muon if checkpoint.is_fast(torch.bfloat16, matrices[0].device) else Float32Muon
-    )
+    kind = torch.optim.Muon if devices.is_fast(torch.bfloat16, matrices[0].device) else Float32Muon
     muon = kind(
         matrices, lr=loop.lr, weight_decay=loop.weight_decay, adjust_lr_fn="match_rms_adamw"
     )
@@ -119,6 +117,6 @@ def orthogonal(
 def training_dtype(name: str) -> torch.dtype:
     """Return the dtype to train in. "auto" means bfloat16 where that is fast, and otherwise float32."""
     if name != "auto":
-        return checkpoint.DTYPES[name]
+        return devices.DTYPES[name]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.bfloat16 if checkpoint.is_fast(torch.bfloat16, device) else torch.float32
+    return torch.bfloat16 if devices.is_fast(torch.bfloat16, device) else torch.float32

@@ -12,13 +12,13 @@ from accelerate import tracking
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
-from draftlab.atomic import append_line, check_space, remove_state, write_atomic
 from draftlab.config.kinds import StudentSpec
 from draftlab.console import note, progress
 from draftlab.errors import UserError
 from draftlab.output import Output
-from draftlab.provenance import LOG_FILE
 from draftlab.reading import reading
+from draftlab.runs.atomic import append_line, check_space, remove_state, write_atomic
+from draftlab.runs.provenance import LOG_FILE
 from draftlab.training.checkpointer import process_state, select_device
 from draftlab.training.loop import Hardware, Loop
 from draftlab.training.trainer import Constraint, EvalRecord, StepRecord, TrainingSetup, train

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from builders import assert_rounds, build, generation_of
-from errors import raises_option
+from helpers.builders import assert_rounds, build, generation_of
+from helpers.errors import raises_option
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,7 +97,7 @@ def test_counts_are_the_enumeration(chances, k, spare):
 
 
 def table(seed: int, v: int) -> Callable[[tuple[int, ...]], np.ndarray]:
-    """A next-token distribution for every prefix, some ids impossible."""
+    """Return a next-token distribution for every prefix, some ids impossible."""
 
     def of(prefix: tuple[int, ...]) -> np.ndarray:
         rng = np.random.default_rng([seed, *prefix])
@@ -182,7 +182,7 @@ def jackknife(pairs: np.ndarray) -> float:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> tuple[Llama, Llama]:
-    """A target and the same with noise, which agrees with it now and then."""
+    """Return a target and the same with noise, which agrees with it now and then."""
     root = tmp_path_factory.mktemp("pair")
     models = {"target": build("llama", 1), "draft": build("llama", 1)}
     torch.manual_seed(5)
@@ -200,7 +200,7 @@ PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250], [0, 90, 91, 92, 93, 94, 95, 7]]
 
 
 def greedy_chances(pair: tuple[Llama, Llama], texts: list[list[int]]) -> list[np.ndarray]:
-    """Of every token after the first, which comes with the prefill."""
+    """Return the chance of every token but the first, which comes with the prefill."""
     given = [(np.array(p), np.array(t)) for p, t in zip(PROMPTS, texts, strict=True)]
     return [
         expected.chances(f.logprobs, np.zeros(len(f.logprobs)))[1:]

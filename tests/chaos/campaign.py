@@ -53,7 +53,7 @@ MEASURED = ("profile", "score", "search")  # times decide outputs: the names of 
 WITHOUT_OUT = ("run", "init")
 PRINTING = {"check", "design", "env", "outputs info", "predict", "report"}
 UNTRIED = {  # commands that write
-    "auto": "its steps are commands that are tried, in a directory that a killed run takes up again (tests/auto)"
+    "auto": "its steps are commands that are tried, in a directory that a killed run takes up again (tests/searching)"
 }
 # name -> command with the outputs that it reads; --out is added
 COMMANDS: dict[str, str] = {
@@ -257,7 +257,7 @@ class Campaign:
 
 def make_models(folder: Path) -> None:
     """Write a random model of five layers with a small tokenizer, and its expansion to twenty layers."""
-    from builders import SIZES, TOKENIZER_TEXT, build
+    from helpers.builders import SIZES, TOKENIZER_TEXT, build
 
     from benchmarks.expand import expand
     from benchmarks.tiny_target import train_tokenizer

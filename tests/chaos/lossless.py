@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import PASS_ROUNDING, build
+from helpers.builders import PASS_ROUNDING, build
 from scipy.stats import chi2
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -33,7 +33,7 @@ LEAST = 5 / (BATCH * BATCHES)  # probability of a text that is expected five tim
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose next token follows mostly from the last, and the same with noise."""
+    """Return a target whose next token follows mostly from the last, and the same with noise."""
     folder = tmp_path_factory.mktemp("lossless")
     model = build("llama", 1, num_hidden_layers=4)
     with torch.no_grad():
@@ -66,10 +66,21 @@ def drafter(request: pytest.FixtureRequest, folder: Path, target: llama.Llama) -
         return ParallelDrafter(draft, None)
     # the head's attention reads its last token alone, and copies the token's embedding to the output
     config = HeadShape(
-        hidden=64, heads=8, kv_heads=8, head_dim=8, ffn=88, eps=1e-6, context=256, vocab=307, draft_vocab=307,
-        rope={"rope_type": "default", "rope_theta": 10000.0}, target_hidden=64, layer_ids=(1, 2, 3),
-        norm_before_residual=False, sliding_window=1,
-    )  # fmt: skip
+        hidden=64,
+        heads=8,
+        kv_heads=8,
+        head_dim=8,
+        ffn=88,
+        eps=1e-6,
+        context=256,
+        vocab=307,
+        draft_vocab=307,
+        rope={"rope_type": "default", "rope_theta": 10000.0},
+        target_hidden=64,
+        layer_ids=(1, 2, 3),
+        norm_before_residual=False,
+        sliding_window=1,
+    )
     torch.manual_seed(3)
     weights = {
         name: torch.ones(size) if name.endswith("norm.weight") else 0.005 * torch.randn(size)

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import SIZES
-from hub_server import Hub, running_hub
+from helpers.builders import SIZES
+from helpers.hub_server import Hub, point_at, running_hub
+from helpers.sentencepiece_files import CONFIG, train_sentencepiece
+from helpers.small_files import write_functions, write_rows
+from helpers.typed import call
 from safetensors.torch import save_file
-from small_files import write_functions, write_rows
-from test_hub import point_at
-from test_sentencepiece import CONFIG, train_sentencepiece
 from transformers import LlamaConfig, LlamaForCausalLM
-from typed import call
 
 from draftlab.model import checkpoint
 
@@ -23,13 +22,18 @@ VOCAB = 480
 
 
 def stand_in(out: Path, layers: int, seed: int) -> Path:
-    """A random LLaMA laid out as huggyllama's: float16 in two shards, rotary buffers, pickles, a slow tokenizer."""
+    """Return a random LLaMA laid out as huggyllama's: float16 in two shards, pickles, a slow tokenizer."""
     torch.manual_seed(seed)
     out.mkdir(parents=True)
     sizes = SIZES | {
-        "num_hidden_layers": layers, "num_key_value_heads": 8, "head_dim": 8, "vocab_size": VOCAB, "bos_token_id": 1,
-        "eos_token_id": 2, "pad_token_id": None,
-    }  # fmt: skip
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "head_dim": 8,
+        "vocab_size": VOCAB,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes)).half()
     tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
     tensors |= {

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import save_neox
+from helpers.builders import save_neox
+from helpers.published_heads import written
+from helpers.small_files import edit, write_functions, write_workspace
 from safetensors.numpy import save_file
-from small_files import edit, write_functions, write_workspace
-from test_heads import written
 from typer.testing import CliRunner
 
 from benchmarks.tiny_target import train_tokenizer
@@ -21,7 +21,7 @@ RUNNER = CliRunner()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, family_dirs, tokenizer_dir) -> Path:
-    """A workspace with a draft, and with files that are wrong in one way each."""
+    """Return a workspace with a draft, and with files that are wrong in one way each."""
     space = tmp_path_factory.mktemp("space")
     write_workspace(family_dirs["llama"], write_functions(space / "text.txt", 40), space)
     for name in COPIES.split():
@@ -89,7 +89,7 @@ FILES = {
     "broken-outputs/manifest.json": "{}",
     "program": "#!/bin/sh\nexit 1\n",
 }
-LINES = (Path(__file__).parents[1] / "data/bad_input.txt").read_text().splitlines()
+LINES = (Path(__file__).parents[1] / "files/bad_input.txt").read_text().splitlines()
 CASES = [line.split(" => ") for line in LINES if " => " in line]
 
 

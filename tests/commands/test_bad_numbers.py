@@ -7,7 +7,7 @@ from typing import Any, Union, get_args, get_origin
 
 import pytest
 import yaml
-from errors import raises_option
+from helpers.errors import raises_option
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.testing import CliRunner
@@ -22,7 +22,7 @@ from draftlab.registry import Registry
 from draftlab.training.losses import parse_loss
 from draftlab.training.reweighing import parse_reference
 
-MODES = yaml.safe_load((Path(__file__).parents[1] / "data/every_option.yaml").read_text())
+MODES = yaml.safe_load((Path(__file__).parents[1] / "files/every_option.yaml").read_text())
 NEVER = ("nan", "inf", "-inf", "-1", "1" + "0" * 30, "1e30", "text")
 HUGE = str(LARGEST)
 # the smallest settings of commands that every_option.yaml does not have

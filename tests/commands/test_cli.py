@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from small_files import write_functions, write_rows, write_workspace
-from typed import call
+from helpers.commands import DISTILL, PRUNE, SCORE
+from helpers.small_files import write_rows
+from helpers.typed import call
 
-from draftlab import cli, data, workspace
+from draftlab import cli, data
 from draftlab.commands import COMMANDS
 from draftlab.commands.distill import DistillConfig
 from draftlab.commands.score import ScoreConfig
@@ -22,46 +22,7 @@ from draftlab.errors import UserError
 from draftlab.model import native_cpu
 from draftlab.model.shape import parse_numbers
 from draftlab.results.score import read_score
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, family_dirs) -> Path:
-    """A workspace around the small llama, with a draft that was cut from it."""
-    folder = tmp_path_factory.mktemp("made")
-    write_workspace(family_dirs["llama"], write_functions(folder / "text.txt", repeats=9), folder)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        call(PRUNE)
-    return folder
-
-
-@pytest.fixture
-def space(tmp_path, monkeypatch, made) -> Path:
-    """The workspace alone."""
-    shutil.copy(made / "draftlab.yaml", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def drafted(space, made) -> Path:
-    """The workspace with its draft."""
-    shutil.copytree(made / "runs", space / "runs")
-    return space
-
-
-def refused(command: str, *arguments: str) -> str:
-    """The one line a user error gives, after notes on the draft that was taken and on the time that loading takes."""
-    result = call(command, *arguments, code=1)
-    assert result.stdout == ""
-    line = result.stderr.splitlines()[-1]
-    assert line.startswith("error: ")
-    return line
-
-
-PRUNE = "prune --layers 2 --width 32 --calibration-tokens 128 --seq-len 32"
-DISTILL = "distill --steps 2 --batch-size 2 --seq-len 16 --training-dtype float32"
-SCORE = "score --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1 --k 1,2"
+from draftlab.runs import workspace
 
 
 def test_the_three_commands_work_as_typed_in_a_workspace(space):

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
-from errors import raises_option
+from helpers.errors import raises_option
 
 from draftlab.commands import COMMANDS
 

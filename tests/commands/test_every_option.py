@@ -15,11 +15,11 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 import torch
 import yaml
-from builders import TOKENIZER_TEXT, build, save_neox
-from loopback_servers import SmallVLLM, running
+from helpers.builders import TOKENIZER_TEXT, build, save_neox
+from helpers.loopback_servers import SmallVLLM, running
+from helpers.small_files import copy_tokenizer, with_template, write_prompts, write_rows
 from pydantic.fields import FieldInfo
 from safetensors.torch import load_file
-from small_files import copy_tokenizer, with_template, write_prompts, write_rows
 
 from benchmarks.expand import expand
 from benchmarks.tiny_target import train_tokenizer
@@ -32,7 +32,7 @@ from draftlab.model import checkpoint
 from draftlab.searching.schedule import NoCheapShape
 
 Settings = dict[str, Any]
-MODES = yaml.safe_load((Path(__file__).parents[1] / "data/every_option.yaml").read_text())
+MODES = yaml.safe_load((Path(__file__).parents[1] / "files/every_option.yaml").read_text())
 del MODES["shared"]
 CASES = [(command, mode) for command, modes in MODES.items() for mode in modes]
 TASK = """
@@ -50,7 +50,7 @@ metric_list: [{{metric: acc}}]
 
 @dataclass(frozen=True)
 class World:
-    """What the cases work on. places: Paths of models and files, and addresses of servers, by name."""
+    """The inputs of the cases. places: Paths of models and files, and addresses of servers, by name."""
 
     root: Path
     places: dict[str, str]
@@ -165,9 +165,12 @@ def test_every_option_of_auto_is_read_or_refused(tokenizer_dir, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     target = save_neox(tmp_path / "neox", tokenizer_dir)
     settings = {
-        "target": str(target), "prompt_file": write_prompts(Path("prompts.jsonl"), 96), "server": "vllm",
-        "out": Path("auto"), "verify_with": Path(shutil.which("true") or ""),
-    }  # fmt: skip
+        "target": str(target),
+        "prompt_file": write_prompts(Path("prompts.jsonl"), 96),
+        "server": "vllm",
+        "out": Path("auto"),
+        "verify_with": Path(shutil.which("true") or ""),
+    }
     assert unread(auto, settings) == set()
 
 
@@ -193,8 +196,9 @@ def world(
 ) -> Iterator[World]:
     root = tmp_path_factory.mktemp("world")
     source, draft, wordy, chat, pickled = (
-        family_dirs["llama"], *(root / name for name in ("draft", "other_words", "chat", "pickled")),
-    )  # fmt: skip
+        family_dirs["llama"],
+        *(root / name for name in ("draft", "other_words", "chat", "pickled")),
+    )
     build("llama", 1, num_hidden_layers=2).save_pretrained(draft)
     copy_tokenizer(source, draft)
     build("llama", vocab_size=330).save_pretrained(wordy)

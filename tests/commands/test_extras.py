@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from typed import call
+from helpers.typed import call
 
 from draftlab.errors import EXTRAS
 

@@ -5,15 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from errors import raises_option
-from small_files import with_template, write_rows
-from typed import call
+from helpers.errors import raises_option
+from helpers.small_files import with_template, write_rows
+from helpers.typed import call
 
 import draftlab
-from draftlab import data, workspace
+from draftlab import data
 from draftlab.config.shared import newest_draft
 from draftlab.data.text import chat_ids
 from draftlab.model import checkpoint
+from draftlab.runs import workspace
 
 
 @pytest.fixture

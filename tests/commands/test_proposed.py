@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from small_files import write_functions, write_workspace
-from typed import call
+from helpers.small_files import write_functions, write_workspace
+from helpers.typed import call
 from typer.testing import Result
 
 from draftlab.commands.outputs import ReplayConfig
@@ -18,7 +18,7 @@ NAMES = ["a b", "größe", 'it\'s "so"', "$(touch x)`y`;&", "-dash", "~", "#1*?"
 
 
 def proposed(result: Result) -> list[str]:
-    """The words of the command that the last line on stderr proposes."""
+    """Return the words of the command that the last line on stderr proposes."""
     *_, last = result.stderr.splitlines()
     line = last.removeprefix("next: ")
     assert line != last
@@ -63,12 +63,12 @@ def test_a_chain_of_proposed_commands_reads_what_was_written(
 
 
 def for_small_heads(words: list[str]) -> list[str]:
-    """The arguments of a command, with another format in place of vLLM's, whose heads are larger than the test's."""
+    """Return the arguments of a command, with another format in place of vLLM's, whose heads are larger."""
     return ["hf" if word == "vllm" else word for word in words[1:]]
 
 
 def typed_path(path: Path) -> str:
-    """The path as an argument that is no option."""
+    """Return the path as an argument that is no option."""
     return f"./{path}"
 
 

@@ -6,8 +6,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from small_files import with_template, write_rows
-from typed import call
+from helpers.small_files import with_template, write_rows
+from helpers.typed import call
 
 from draftlab.model import hub
 
@@ -27,7 +27,7 @@ def walk():
 
 
 def unanswered(number):
-    """A question, with a system prompt or an earlier turn in some."""
+    """Return a question, with a system prompt or an earlier turn in some."""
     asked = f"How do I sort list number {number} of {number % 7} items in Python?"
     earlier = [("user", "How do I sort?"), ("assistant", f"def sort_{number}(items):\n    pass\n")]
     turns = [("system", "You are brief.")] * (number % 3 == 0) + earlier * (number % 4 == 0)
@@ -36,7 +36,7 @@ def unanswered(number):
 
 @pytest.fixture
 def chat_model(tmp_path):
-    """The embedded target with a chat template."""
+    """Return the embedded target with a chat template."""
     return with_template(hub.locate("tiny"), tmp_path / "models" / "chatty")
 
 

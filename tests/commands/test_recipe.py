@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from small_files import write_functions, write_workspace
+from helpers.small_files import write_functions, write_workspace
 
-from draftlab import provenance, shipped
+from draftlab import shipped
 from draftlab.recipe import read_recipe, run
+from draftlab.runs import provenance
 
 ROOT = Path(__file__).parents[2]
 KNOWN = {  # on the hub, shipped, or made before the recipe

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from reference import COMMANDS, Facts, differences, record
+from helpers.reference import COMMANDS, Facts, differences, record
 
 EXPECTED: dict[str, Facts] = json.loads(
-    (Path(__file__).parents[1] / "data" / "reference.json").read_text()
+    (Path(__file__).parents[1] / "files" / "reference.json").read_text()
 )
 # of the masks, a tie falls either way: of 600 neurons one differs between CPUs; torch 2.9 moves the head by 0.0025
 TOLERANCE = {"masked": 0.02, "head": 0.004}

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from head_texts import random_weights
-from test_dflash import NATIVE, written
-from test_dspark import DSPARK
-from test_peagle import PEAGLE
-from test_peagle import written as written_peagle
+from helpers.dflash_heads import DSPARK, NATIVE, written
+from helpers.head_texts import random_weights
+from helpers.peagle_heads import PEAGLE
+from helpers.peagle_heads import written as written_peagle
 
 from draftlab.commands import COMMANDS
 from draftlab.engine.drafters.context import DrafterContext
@@ -39,14 +38,22 @@ def context(family_dirs: dict[str, Path], corpus: Path) -> DrafterContext:
 
     place = family_dirs["llama"]
     return DrafterContext(
-        load(place), place, load, family_dirs["qwen3"], data=str(corpus), sampling=SamplingParams(max_tokens=12),
-        ks=[2], mode="eager", clock=time.process_time, device=torch.device("cpu"),
-    )  # fmt: skip
+        load(place),
+        place,
+        load,
+        family_dirs["qwen3"],
+        data=str(corpus),
+        sampling=SamplingParams(max_tokens=12),
+        ks=[2],
+        mode="eager",
+        clock=time.process_time,
+        device=torch.device("cpu"),
+    )
 
 
 @pytest.fixture(scope="module")
 def parallel_draft(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A parallel draft that was trained for four tokens."""
+    """Return a parallel draft that was trained for four tokens."""
     folder = tmp_path_factory.mktemp("parallel") / "draft"
     shutil.copytree(family_dirs["llama"], folder)
     file = folder / "config.json"
@@ -56,25 +63,25 @@ def parallel_draft(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPa
 
 @pytest.fixture(scope="module")
 def dflash_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random DFlash head."""
+    """Return a random DFlash head."""
     return written(tmp_path_factory.mktemp("dflash") / "head", family_dirs["llama"], NATIVE)
 
 
 @pytest.fixture(scope="module")
 def dspark_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random DSpark head."""
+    """Return a random DSpark head."""
     return written(tmp_path_factory.mktemp("dspark") / "head", family_dirs["llama"], DSPARK, dspark)
 
 
 @pytest.fixture(scope="module")
 def peagle_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random P-EAGLE head."""
+    """Return a random P-EAGLE head."""
     return written_peagle(tmp_path_factory.mktemp("peagle") / "head", family_dirs["llama"], PEAGLE)
 
 
 @pytest.fixture(scope="module")
 def eagle_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random EAGLE-3 head."""
+    """Return a random EAGLE-3 head."""
     folder = tmp_path_factory.mktemp("eagle")
     config = eagle.head_config(family_dirs["llama"], None, 100)
     weights = random_weights(config.sizes(), 0, 0.1)
@@ -87,7 +94,7 @@ def eagle_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFa
 def stored(
     family_dirs: dict[str, Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """What the target wrote."""
+    """Return a store of the target's texts."""
     out = tmp_path_factory.mktemp("stored") / "answers"
     sizes: dict[str, Any] = {"num_prompts": 6, "prompt_tokens": 12, "max_new_tokens": 24}
     COMMANDS["outputs build"](

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import build
-from built import built
+from helpers.builders import build
+from helpers.built import built
 
 from draftlab.acceptance.expected import Counts, chain, texts_of
 from draftlab.acceptance.token_logprobs import score_tokens
@@ -26,14 +26,18 @@ KS = (1, 2, 4)
 VOCAB = 307
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 5, 250], [0, 90, 91, 92]]
 MODEL_KINDS = ["model", "fallback", "fallback:draft_tokens=2,min_match=3x1x5"]
-COPIES = ["prompt-lookup:prompt_lookup_max=2", "latest-lookup", "ngram-gpu", "ngram-simple:size_n=2",
+COPIES = [
+    "prompt-lookup:prompt_lookup_max=2",
+    "latest-lookup",
+    "ngram-gpu",
+    "ngram-simple:size_n=2",
     "suffix",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
 def noisy(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target with noise, which agrees with it now and then."""
+    """Return the target with noise, which agrees with it now and then."""
     folder = tmp_path_factory.mktemp("noisy") / "draft"
     build("llama", noise=0.3).save_pretrained(folder)
     return folder

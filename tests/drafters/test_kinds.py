@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from built import PROMPTS, built, check_output
-from second_device import DEVICE, SecondDevice
+from helpers.built import PROMPTS, built, check_output
+from helpers.second_device import DEVICE, SecondDevice
 from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab.config.kinds import DRAFTERS, parse_drafter
@@ -49,14 +49,19 @@ def test_every_drafter_decodes_what_the_target_would(
 
 
 def test_a_rule_of_ones_choice_is_the_one_that_verifies(context):
-    """By the match rule, with the same draws, sampling differs from Leviathan's."""
+    """With the same draws, the match rule samples other tokens than Leviathan's rule."""
     found = [
         measure_throughput(
-            context.target, {"model": (built(context, "model").drafter, [3])}, PROMPTS,
-            sampling=SamplingParams(max_tokens=12, temperature=1.0), repeats=1, advance=lambda done: None, rule=rule,
+            context.target,
+            {"model": (built(context, "model").drafter, [3])},
+            PROMPTS,
+            sampling=SamplingParams(max_tokens=12, temperature=1.0),
+            repeats=1,
+            advance=lambda done: None,
+            rule=rule,
         ).tokens["model", 3]
         for rule in (None, None, match)
-    ]  # fmt: skip
+    ]
     assert found[0] == found[1] != found[2]
 
 
@@ -91,9 +96,17 @@ def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_di
 
     def drafters(target: Decoder, draft: Decoder) -> dict[str, Drafter]:
         work = DrafterContext(
-            target, place, lambda path: draft, place, data=context.data, sampling=SamplingParams(max_tokens=12), ks=[2],
-            mode="eager", clock=time.process_time, device=CPU,
-        )  # fmt: skip
+            target,
+            place,
+            lambda path: draft,
+            place,
+            data=context.data,
+            sampling=SamplingParams(max_tokens=12),
+            ks=[2],
+            mode="eager",
+            clock=time.process_time,
+            device=CPU,
+        )
         return {text: built(work, text).drafter for text in ASKED}
 
     for target, draft in ((hosted, context.target), (context.target, hosted)):
@@ -118,9 +131,17 @@ def test_drafts_and_heads_keep_their_device_beside_a_target_of_transformers(
 
     def texts(device: torch.device) -> list[list[list[int]]]:
         work = DrafterContext(
-            target, place, lambda path: modes.load(path, torch.float32, device), family_dirs["qwen3"],
-            data=context.data, sampling=sampling, ks=[3], mode="eager", clock=time.process_time, device=device,
-        )  # fmt: skip
+            target,
+            place,
+            lambda path: modes.load(path, torch.float32, device),
+            family_dirs["qwen3"],
+            data=context.data,
+            sampling=sampling,
+            ks=[3],
+            mode="eager",
+            clock=time.process_time,
+            device=device,
+        )
         drafters = [built(work, text).drafter for text in asked]
         return [
             output_tokens(speculative_decode(target, drafter, PROMPTS, 3, sampling))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from outside import draftlab, example, install
+from helpers.outside import draftlab, example, install
 
 GROUP = "draftlab.drafters"
 BROKEN = {

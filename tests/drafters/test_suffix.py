@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from drafter_laws import check_greedy, check_rows, save_models
+from helpers.drafter_laws import check_greedy, check_rows, save_models
 
 from draftlab.config.kinds import parse_drafter
 from draftlab.engine.drafters.suffix import Memory, SuffixDrafter
 
 # drafts of arctic-inference 0.3.0 (its C++ tree, by its own bindings) for random texts of twelve tokens
 # in which no two tokens followed equally often: the order of equals is that of its lists
-GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "arctic_suffix.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "files" / "arctic_suffix.json").read_text())
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=range(len(GOLDEN)))

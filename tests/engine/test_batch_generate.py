@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import assert_rounds
+from helpers.builders import assert_rounds
 from transformers import AutoModelForCausalLM, OPTConfig, OPTForCausalLM
 
 from draftlab.acceptance import token_logprobs
@@ -25,10 +25,16 @@ def opt() -> OPTForCausalLM:
     torch.manual_seed(0)
     return OPTForCausalLM(
         OPTConfig(
-            vocab_size=307, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=128, word_embed_proj_dim=32, init_std=0.5,
+            vocab_size=307,
+            hidden_size=32,
+            ffn_dim=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=128,
+            word_embed_proj_dim=32,
+            init_std=0.5,
         )
-    ).eval()  # fmt: skip
+    ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +65,14 @@ def test_greedy_text_is_what_transformers_writes(name, models, family_dirs, opt,
     for prompt, text in zip(PROMPTS, ours, strict=True):
         ids = torch.tensor([prompt])
         whole = theirs.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=20, max_new_tokens=20,
-            eos_token_id=[], pad_token_id=2,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=20,
+            max_new_tokens=20,
+            eos_token_id=[],
+            pad_token_id=2,
+        )
         assert text.ids.tolist() == whole[0, len(prompt) :].tolist()
         assert text.finish_reason == "length"
         assert not text.logprobs.any()

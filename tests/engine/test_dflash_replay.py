@@ -7,9 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import assert_rounds
-from drafter_laws import PROMPTS, VOCAB, dflash_drafter, dspark_drafter, replay_errors, save_models
-from errors import raises_option
+from helpers.builders import assert_rounds
+from helpers.drafter_laws import (
+    PROMPTS,
+    VOCAB,
+    dflash_drafter,
+    dspark_drafter,
+    replay_errors,
+    save_models,
+)
+from helpers.errors import raises_option
 
 from draftlab.acceptance.block_logprobs import score_blocks
 from draftlab.engine.drafters.dflash import DFlashDrafter
@@ -27,12 +34,16 @@ def target(tmp_path_factory) -> Llama:
 
 
 def head_of(target: Llama, **changes: Any) -> DFlash:
-    """A head of random weights with a full and a sliding layer."""
+    """Return a head of random weights with a full and a sliding layer."""
     head = dflash_drafter(target).head
     return DFlash(
-        head.config.model_copy(update=changes), head.weights, head.embed, head.head, head.ids,
+        head.config.model_copy(update=changes),
+        head.weights,
+        head.embed,
+        head.head,
+        head.ids,
         (1 / 10000 ** (torch.arange(0, 12, 2) / 12), 1.0),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,7 +52,7 @@ def head_of(target: Llama, **changes: Any) -> DFlash:
     ids=["plain", "anchor", "half causal", "causal"],
 )
 def test_replay_has_the_log_probabilities_that_the_drafter_draws_with(target, changes):
-    """At every token and age, at two K, of more tokens than one pass scores."""
+    """They are compared at every token and age, at two K, over more tokens than one pass scores."""
     head, sampling = head_of(target, **changes), SamplingParams(temperature=0.8)
     texts = output_tokens(decode(target, PROMPTS, replace(sampling, max_tokens=45)))
     pairs = [(np.array(p), np.array(t)) for p, t in zip(PROMPTS, texts, strict=True)]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from drafter_laws import (
+from helpers.drafter_laws import (
     PROMPTS,
     VOCAB,
     check_greedy,

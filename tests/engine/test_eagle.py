@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from builders import assert_rounds, build, recording
-from drafter_laws import PROMPTS, check_greedy_replay, replay_errors
-from head_texts import random_weights
-from plain_eagle import VARIANTS, PlainHead, target_and_head
+from helpers.builders import assert_rounds, build, recording
+from helpers.drafter_laws import PROMPTS, check_greedy_replay, replay_errors
+from helpers.head_texts import random_weights
+from helpers.plain_eagle import VARIANTS, PlainHead, target_and_head
 
 from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.engine.drafters.eagle import EagleDrafter
@@ -27,7 +27,7 @@ from draftlab.sampling import SamplingParams
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def folder(request, family_dirs, tmp_path_factory) -> Path:
-    """A random head of each variant; one is in speculators' layout."""
+    """Return a random head of each variant; one is in speculators' layout."""
     out, target = tmp_path_factory.mktemp("head"), family_dirs["llama"]
     config = eagle.head_config(target, None, 120, **VARIANTS[request.param])
     weights = random_weights(config.sizes(), 0)
@@ -105,7 +105,7 @@ def scored(pair, pairs, sampling):
 
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_replay_expects_what_greedy_decoding_counts(near_head, k):
-    """After acceptances of every length."""
+    """The texts have acceptances of every length."""
     check_greedy_replay(near_head[0], EagleDrafter(*near_head), partial(scored, near_head), k)
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from builders import build
-from drafter_laws import Bigrams
-from enumeration import probabilities
+from helpers.builders import build
+from helpers.drafter_laws import Bigrams
+from helpers.enumeration import probabilities
+from helpers.prompts import PROMPT, RAGGED
+from helpers.second_device import DEVICE, Elsewhere, SecondDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from second_device import DEVICE, Elsewhere, SecondDevice
 from torch import Tensor
 
 from draftlab.config.server_rules import SERVER_RULES, DecodingRule, chosen_rule
@@ -32,8 +33,6 @@ from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.native_cpu import NativeLlama
 from draftlab.registry import REJECTION
 from draftlab.sampling import SamplingParams
-
-PROMPT = [0, 17, 44, 101, 9, 250, 31]
 
 
 def as_llama(family: str, seed: int, directory, **changes) -> llama.Llama:
@@ -66,7 +65,7 @@ def drafts(tmp_path_factory, target):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_sampled_step_of_chains_waits_once_for_the_device(monkeypatch, deterministic):
-    """It decides what it decides on the CPU, where the rule is verified row by row."""
+    """The result is the CPU's, where the rule is verified row by row."""
     rng, sampling = torch.Generator().manual_seed(3), SamplingParams(max_tokens=9, temperature=1.0)
     logits, counts = torch.randn(64, 4, 7, generator=rng), [0, 1, 2, 3] * 16
     q = torch.softmax(torch.randn(64, 3, 7, generator=rng), -1)
@@ -120,18 +119,9 @@ def test_draw_gives_the_first_id_whose_cumulative_sum_exceeds_u(vocab):
     assert draw(p, u).tolist() == wanted
 
 
-RAGGED = [
-    PROMPT,
-    [0],
-    [0, 90, 91, 92, 93, 4, 5, 6, 7, 8, 9, 11, 12],
-    [0, 5, 250],
-    [0, 77, 3, 3, 3, 3, 3, 180],
-]
-
-
 @pytest.fixture(scope="module")
 def alone(target):
-    """What each ragged prompt becomes by itself, greedily."""
+    """Return the greedy text of each ragged prompt, decoded alone."""
     return [
         output_tokens(decode(target, [prompt], SamplingParams(max_tokens=24)))[0]
         for prompt in RAGGED
@@ -153,7 +143,7 @@ def test_greedy_batches_equal_each_prompt_alone(target, drafts, alone, rows):
 
 
 def test_what_a_row_samples_depends_on_its_number_and_the_seed(target, drafts):
-    """Not on its place in a batch."""
+    """Its place in a batch does not matter."""
 
     def written(rows: list[int], k: int, numbers: list[int], seed: int = 3) -> list[list[int]]:
         sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=seed, max_tokens=16)

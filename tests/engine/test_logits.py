@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from errors import raises_option
+from helpers.errors import raises_option
 
 from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
 from draftlab.engine.verify import check_logits, distribution, draw

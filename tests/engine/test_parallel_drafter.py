@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from builders import rounding
-from drafter_laws import PROMPTS, check_greedy_replay, replay_errors, save_models
-from errors import raises_option
+from helpers.builders import rounding
+from helpers.drafter_laws import PROMPTS, check_greedy_replay, replay_errors, save_models
+from helpers.errors import raises_option
 
 from draftlab.acceptance.token_logprobs import score_offsets
 from draftlab.engine.drafters.parallel import ParallelDrafter, model_drafter, offset_logits

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from builders import rounding
-from enumeration import (
+from helpers.builders import rounding
+from helpers.enumeration import (
     CHAIN,
     DRAFTS,
     DRAFTS_OF_FOUR,
@@ -19,6 +19,7 @@ from enumeration import (
     error,
     greedy_with_softmax_q,
     length_of,
+    leviathan,
     most_probable,
     one_draw_for_all_offsets,
     probabilities,
@@ -31,31 +32,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftlab.config.server_rules import SERVER_RULES, rule_of
-from draftlab.engine.verify import (
-    Tokens,
-    Uniforms,
-    Verdict,
-    block,
-    distribution,
-    match,
-    rule_named,
-    verify,
-)
+from draftlab.engine.verify import Tokens, Uniforms, Verdict, block, distribution, match, rule_named
 from draftlab.registry import SERVERS
 from draftlab.sampling import SamplingParams
-
-
-def leviathan(p: Tensor, tokens: Tokens, chance) -> Verdict:
-    """The engine's rule (Leviathan et al. 2023, algorithm 1); a draw is below its threshold if the coin falls well."""
-    if not tokens.ids:
-        return [], p[0]
-    q, u = torch.stack([tokens.drawn_from(n, p) for n in range(len(tokens.ids))]), []
-    for n, token in enumerate(tokens.ids):
-        accept = (p[n][token] / q[n][token]).clamp_max(1)
-        u.append(accept / 2 if chance.coin(accept) else (1 + accept) / 2)
-    accepted, rest = verify(p, q, torch.tensor(tokens.ids), torch.stack(u))
-    return list(range(accepted)), rest
-
 
 LOSSLESS = {
     "leviathan, a chain": (leviathan, sampled, CHAIN),
@@ -194,7 +173,7 @@ CUTS = SamplingParams(temperature=0.7, top_k=3, top_p=0.8)
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=1.0), CUTS])
 @pytest.mark.parametrize("server", SERVER_RULES)
 def test_each_servers_rule_is_lossless_and_accepts_a_token_as_its_formula_says(server, sampling):
-    """With the target's and the draft's filters of the server, all in float64."""
+    """The filters of target and draft are the server's, in float64."""
     server_rule = rule_of(server)
     own = server_rule.target_sampling(sampling)
     p, q = filtered(FOUR, own), filtered(DRAFTS_OF_FOUR, server_rule.draft_sampling(own))
@@ -213,7 +192,7 @@ def filtered(rows: list[Tensor], sampling: SamplingParams) -> list[Tensor]:
 
 
 def test_a_draft_of_vllm_is_accepted_as_one_that_the_temperature_alone_changes():
-    """By hand, at top-k 1: the target has one possible token, and the draft draws it with its own chance."""
+    """At top-k 1 the target has one possible token, and the draft draws it with its own probability."""
     rule = rule_of("vllm")
     own = rule.target_sampling(SamplingParams(temperature=1.0, top_k=1))
     p, q = filtered(FOUR, own), filtered(DRAFTS_OF_FOUR, rule.draft_sampling(own))

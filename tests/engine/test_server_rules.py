@@ -32,7 +32,7 @@ from draftlab.errors import UserError
 from draftlab.sampling import SamplingParams
 
 V = 300
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parents[1] / "files"
 
 
 def random_logits(seed: int) -> Tensor:
@@ -62,7 +62,7 @@ def as_transformers(logits: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def agrees(found: Tensor, wanted: Tensor) -> None:
-    """The same ids are possible, with the same probabilities."""
+    """Check that the same ids are possible, with the same probabilities."""
     assert found.gt(0).equal(wanted.gt(0))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
@@ -86,9 +86,14 @@ def test_the_draft_is_filtered_as_in_transformers_assisted_generation(seed, monk
     """The scores that its assistant drafts with in its first step, against the assistant's own logits."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
     target, draft = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
     draft.lm_head.weight.data *= 12
     draft.generation_config.update(
@@ -109,9 +114,17 @@ def test_the_draft_is_filtered_as_in_transformers_assisted_generation(seed, monk
     )
     sampling = SamplingParams(temperature=0.6, top_k=20, top_p=0.8, min_p=0.02)
     target.generate(  # pyright: ignore[reportAttributeAccessIssue]
-        torch.tensor([[1, 2, 3, 4]]), assistant_model=draft, max_new_tokens=4, do_sample=True, pad_token_id=0,
-        eos_token_id=None, temperature=0.6, top_k=20, top_p=0.8, min_p=0.02,
-    )  # fmt: skip
+        torch.tensor([[1, 2, 3, 4]]),
+        assistant_model=draft,
+        max_new_tokens=4,
+        do_sample=True,
+        pad_token_id=0,
+        eos_token_id=None,
+        temperature=0.6,
+        top_k=20,
+        top_p=0.8,
+        min_p=0.02,
+    )
     rule = rule_of("transformers")
     own = rule.draft_sampling(rule.target_sampling(sampling))
     ids, scores = seen[0]
@@ -155,8 +168,14 @@ def test_min_p_is_refused_where_the_server_cannot_use_it_with_a_draft(rule):
 
 @pytest.mark.parametrize(
     ("rule", "sent", "used"),
-    [("vllm", 1e-6, 0.01), ("vllm", 0.009, 0.01), ("vllm", 0.0, 0.0), ("sglang", 9e-7, 0.0), ("sglang", 2e-6, 2e-6)],
-)  # fmt: skip
+    [
+        ("vllm", 1e-6, 0.01),
+        ("vllm", 0.009, 0.01),
+        ("vllm", 0.0, 0.0),
+        ("sglang", 9e-7, 0.0),
+        ("sglang", 2e-6, 2e-6),
+    ],
+)
 def test_temperatures_near_zero_are_those_of_the_server(rule, sent, used):
     """vllm/sampling_params.py (_MAX_TEMP) and sglang/srt/sampling/sampling_params.py (_SAMPLING_EPS)."""
     assert rule_of(rule).target_sampling(SamplingParams(temperature=sent)).temperature == used
@@ -173,7 +192,7 @@ def random_text(seed: int) -> list[int]:
 def looked_up(
     function: Callable[[list[int], int, int], list[int]], seeds: range
 ) -> list[tuple[int, list[int], list[int]]]:
-    """The texts whose drafts differ. function: takes a text, the longest n-gram and K."""
+    """Return the texts whose drafts differ. function: takes a text, the longest n-gram and K."""
     differ = []
     for seed in seeds:
         text, longest, k = random_text(seed), 1 + seed % 5, 1 + seed % 8
@@ -263,7 +282,7 @@ def definitions(package: str, path: str, names: tuple[str, ...]) -> list[ast.Fun
 
 @pytest.fixture(scope="module")
 def vllm_kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The Triton kernels of vLLM's rejection sampler, in a file: Triton's interpreter reads their source there."""
+    """Return the Triton kernels of vLLM's rejection sampler, in a file whose source Triton's interpreter reads."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("without a GPU, Triton needs TRITON_INTERPRET=1")
@@ -315,9 +334,21 @@ def test_drafted_tokens_are_accepted_and_replaced_as_in_vllm(vllm_kernels, seed)
     )
     emitted = torch.full((requests, k + 1), -1, dtype=torch.int32)
     vllm_kernels.rejection_random_sample_kernel[(requests,)](
-        emitted, ends, ids, q[flat], p[:, :-1][flat], bonus, replaced, u[flat],
-        torch.zeros(requests, dtype=torch.bool), k, width, None, False, False,
-    )  # fmt: skip
+        emitted,
+        ends,
+        ids,
+        q[flat],
+        p[:, :-1][flat],
+        bonus,
+        replaced,
+        u[flat],
+        torch.zeros(requests, dtype=torch.bool),
+        k,
+        width,
+        None,
+        False,
+        False,
+    )
 
     accepted, following = verify_rows(p, q, drafted, u, counts)
     assert int(accepted.sum()) > 0
@@ -337,9 +368,17 @@ def test_greedy_drafts_are_accepted_as_in_vllm(vllm_kernels, seed):
     flat = tuple(torch.tensor([(i, j) for i in range(requests) for j in range(int(counts[i]))]).T)
     emitted = torch.full((requests, k + 1), -1, dtype=torch.int32)
     vllm_kernels.rejection_greedy_sample_kernel[(requests,)](
-        emitted, counts.cumsum(0), drafted[flat].int(), best[:, :-1][flat],
-        best[torch.arange(requests), counts], None, k, None, None, False,
-    )  # fmt: skip
+        emitted,
+        counts.cumsum(0),
+        drafted[flat].int(),
+        best[:, :-1][flat],
+        best[torch.arange(requests), counts],
+        None,
+        k,
+        None,
+        None,
+        False,
+    )
     p = distribution(logits, SamplingParams())
     q = torch.nn.functional.one_hot(drafted, width).float()
     accepted, following = verify_rows(p, q, drafted, torch.rand(requests, k), counts)
@@ -347,7 +386,7 @@ def test_greedy_drafts_are_accepted_as_in_vllm(vllm_kernels, seed):
 
 
 def with_next(drafted: Tensor, accepted: Tensor, following: Tensor) -> list[list[int]]:
-    """The emitted tokens of each request, filled with -1."""
+    """Return the emitted tokens of each request, filled with -1."""
     rows = []
     for ids, n, token in zip(drafted.tolist(), accepted.tolist(), following.tolist(), strict=True):
         rows.append([*ids[:n], token, *[-1] * (len(ids) - n)])
@@ -365,9 +404,12 @@ def test_target_and_draft_are_filtered_as_in_vllm(seed):
         "apply_top_k_only",
     )
     proposer = functions_of(
-        "vllm", "v1/spec_decode/llm_base_proposer.py", "compute_probs_and_sample_next_token",
-        empty_exponential_noise_like=lambda p, fp64: torch.empty_like(p), sample_with_exponential_noise=torch.div,
-    )  # fmt: skip
+        "vllm",
+        "v1/spec_decode/llm_base_proposer.py",
+        "compute_probs_and_sample_next_token",
+        empty_exponential_noise_like=lambda p, fp64: torch.empty_like(p),
+        sample_with_exponential_noise=torch.div,
+    )
     logits, sampling = random_logits(seed), random_sampling(seed, min_p=False)
     rule = rule_of("vllm")
     own = rule.target_sampling(sampling)
@@ -388,11 +430,17 @@ def test_the_target_is_filtered_as_in_sglang(seed):
     """SGLang 0.5.23: its PyTorch path of the filters where drafted tokens are verified."""
     sampler = functions_of("sglang", "srt/layers/sampler.py", "top_p_normalize_probs_torch")
     verifying = functions_of(
-        "sglang", "srt/speculative/dflash_utils.py", "_dflash_top_k_renorm_prob", "_dflash_top_p_renorm_prob",
-        top_k_renorm_prob=None, top_p_renorm_prob=None, is_npu=lambda: False, Optional=None,
+        "sglang",
+        "srt/speculative/dflash_utils.py",
+        "_dflash_top_k_renorm_prob",
+        "_dflash_top_p_renorm_prob",
+        top_k_renorm_prob=None,
+        top_p_renorm_prob=None,
+        is_npu=lambda: False,
+        Optional=None,
         _dflash_npu_top_k_top_p_renorm_prob=lambda *_, **__: None,
         top_p_normalize_probs_torch=sampler.top_p_normalize_probs_torch,
-    )  # fmt: skip
+    )
     logits, sampling = random_logits(seed), random_sampling(seed, min_p=False)
     wanted = torch.softmax(logits / sampling.temperature, -1)
     if sampling.top_k:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from builders import assert_rounds, build
-from errors import raises_option
+from helpers.builders import assert_rounds, build
+from helpers.errors import raises_option
+from helpers.small_files import copy_tokenizer, edit, write_functions
+from helpers.typed import call
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from small_files import copy_tokenizer, edit, write_functions
 from transformers import AutoModelForCausalLM
-from typed import call
 
 from draftlab.importing import adapters
 from draftlab.importing.run import inspect
@@ -62,15 +62,33 @@ FORMS: dict[str, dict[str, Any]] = {
     "resized and saved": {"vocab": 311, "modules_to_save": [EMBEDDING, HEAD]},
     "new tokens": {"vocab": 311, "trainable_token_indices": [307, 308]},
 }
-LAYERS_ONLY = {"rslora", "saved norm", "patterns", "one layer", "first layer", "expression",
-               "fan_in_fan_out", "biases of lora"}  # fmt: skip
-UNTIED = {"modules_to_save", "saved embedding", "saved head", "tokens of both", "head", "embedding", "both",
-          "head, dora", "embedding, dora", "resized and saved"}  # fmt: skip
+LAYERS_ONLY = {
+    "rslora",
+    "saved norm",
+    "patterns",
+    "one layer",
+    "first layer",
+    "expression",
+    "fan_in_fan_out",
+    "biases of lora",
+}
+UNTIED = {
+    "modules_to_save",
+    "saved embedding",
+    "saved head",
+    "tokens of both",
+    "head",
+    "embedding",
+    "both",
+    "head, dora",
+    "embedding, dora",
+    "resized and saved",
+}
 
 
 @pytest.fixture(scope="module")
 def bases(tokenizer_dir, tmp_path_factory) -> dict[str, Path]:
-    """A base whose LM head is tied to its embedding, and one whose head is not."""
+    """Return a base whose LM head is tied to its embedding, and one whose head is not."""
     root = tmp_path_factory.mktemp("bases")
     for name, family in BASES.items():
         build(family, **SIZES).save_pretrained(root / name)
@@ -148,12 +166,16 @@ def untied_bin_file(bases: dict[str, Path], folder: Path) -> str:
 @pytest.mark.parametrize(
     "write",
     [
-        *(adapter_on(form, base) for form in ("modules_to_save", "embedding", "resized") for base in BASES),
+        *(
+            adapter_on(form, base)
+            for form in ("modules_to_save", "embedding", "resized")
+            for base in BASES
+        ),
         adapter_on("lora", "tied", shards="40KB"),
         *(bin_file(base) for base in BASES),
         untied_bin_file,
     ],
-)  # fmt: skip
+)
 def test_what_is_imported_is_what_the_next_commands_take(write, bases, tmp_path):
     out, target, text = tmp_path / "out", bases["tied"], tmp_path / "text.txt"
     write_functions(text)
@@ -205,7 +227,7 @@ def test_every_field_that_peft_writes_by_itself_is_accepted(bases, tmp_path):
 
 
 def test_code_that_an_adapter_names_is_not_imported(bases, tmp_path, monkeypatch):
-    """As peft before 0.20 imported it."""
+    """peft before 0.20 imported it."""
     adapt(bases["untied"], tmp_path / "shared")
     (tmp_path / "evil.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
     monkeypatch.chdir(tmp_path)

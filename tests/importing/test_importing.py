@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import gguf as library
 import pytest
 import torch
-from builders import FAMILIES, assert_rounds, build, logits_by_transformers
-from errors import raises_option
+from helpers.builders import FAMILIES, assert_rounds, build, logits_by_transformers
+from helpers.errors import raises_option
+from helpers.sentencepiece_files import sentencepiece as sentencepiece
+from helpers.small_files import copy_tokenizer, edit
+from helpers.typed import call
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from small_files import copy_tokenizer, edit
-from test_export import sentencepiece as sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -27,9 +28,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.integrations.gguf import read_gguf_metadata
-from typed import call
 
-from draftlab import provenance, workspace
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, gguf_tokenizer
 from draftlab.importing import gguf as importing_gguf
@@ -39,6 +38,7 @@ from draftlab.importing.run import PUBLISHED
 from draftlab.model import checkpoint
 from draftlab.model.hf_files import read_head_ids
 from draftlab.model.sentencepiece import PROBES
+from draftlab.runs import provenance, workspace
 
 TOKENS = "tokenizer.ggml.tokens"
 IDS = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -56,7 +56,7 @@ def through_gguf(source: Path, folder: Path, kind: str = "f32", more: str = "") 
 
 
 def refused(folder: Path, source: Path, more: str = "") -> str:
-    """The one line of an error, which leaves nothing behind."""
+    """Return the one line of an error, which leaves nothing behind."""
     before = sorted(folder.rglob("*"))
     lines = call(f"import {source} --out {folder}/out {more}", code=1).stderr.splitlines()
     assert sorted(folder.rglob("*")) == before
@@ -115,12 +115,17 @@ def test_what_is_stored_is_kept_and_what_is_quantised_becomes_bfloat16(
 def test_llama_3s_rotary_scaling_comes_back_from_its_factors(family_dirs, tmp_path):
     """GGUF keeps the outcome only; of settings that give the same those with low_freq_factor 1 are taken."""
     config = checkpoint.read_config(family_dirs["llama3_tied"]) | {
-        "head_dim": 64, "max_position_embeddings": 131072,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
         "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
         },
-    }  # fmt: skip
+    }
     model = checkpoint.new_model(config, seed=0)
     model.save_pretrained(tmp_path / "wide")
     copy_tokenizer(family_dirs["llama"], tmp_path / "wide")
@@ -152,7 +157,7 @@ def test_a_qwen2_that_gguf_calls_a_llama_keeps_its_biases(family_dirs, tmp_path)
 
 @pytest.mark.parametrize("name", gguf_tokenizer.PRE_TOKENIZERS)
 def test_the_tokenizer_cuts_and_merges_as_before(name, family_dirs, tmp_path):
-    """Of every way to cut text that GGUF has a name for; with bos in front and a chat template."""
+    """The cases are all ways to cut text that GGUF has a name for, with bos in front and a chat template."""
     pre_tokenizer = gguf_tokenizer.PRE_TOKENIZERS[name]
     inner = Tokenizer(models.BPE(ignore_merges=pre_tokenizer.ignore_merges))
     splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in pre_tokenizer.patterns]
@@ -246,7 +251,7 @@ def test_an_array_longer_than_its_file_is_refused(name, count, family_dirs, tmp_
 
 
 def test_a_tokenizer_that_was_read_without_its_bos_token_is_refused(family_dirs, tmp_path):
-    """As transformers before 5.23 reads byte-level tokenizers of GGUF files."""
+    """transformers before 5.23 reads byte-level tokenizers of GGUF files so."""
     gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "f32")
     header, tokenizer = (
         read_header(tmp_path / "a.gguf"),
@@ -278,7 +283,7 @@ def test_several_ids_that_end_a_text_come_along(family_dirs, tmp_path):
 
 @pytest.fixture
 def bins(family_dirs, tmp_path) -> Path:
-    """A checkpoint of two .bin files with an index."""
+    """Return a checkpoint of two .bin files with an index."""
     model = AutoModelForCausalLM.from_pretrained(family_dirs["qwen2"], dtype=torch.float16)
     out = shutil.copytree(family_dirs["qwen2"], tmp_path / "bins")
     (out / "model.safetensors").unlink()
@@ -305,7 +310,7 @@ def test_bin_files_become_safetensors_bit_for_bit(bins, family_dirs, tmp_path):
 
 
 def test_one_old_bin_file_with_a_tied_head_and_a_buffer(family_dirs, tmp_path):
-    """As 2020's repositories have it: not a zip archive, the head beside the embedding, names without a use.
+    """Repositories of 2020 have no zip archive, a head beside the embedding, and names without a use.
 
     accelerate's state of the optimizer lies beside it, whose name comes first in the alphabet.
     """
@@ -496,7 +501,7 @@ def _named(file: Path, name: str, value: str | float | list[str]) -> None:
 
 
 def _change(file: Path, out: Path, name: str, value: str | float | list[str]) -> None:
-    """A copy of a GGUF file with one setting added or exchanged, by the gguf package."""
+    """Write a copy of a GGUF file with one setting added or exchanged, by the gguf package."""
     reader = library.GGUFReader(file)
     fields = {f.name: f for f in reader.fields.values()}
     old = fields["general.architecture"].contents()

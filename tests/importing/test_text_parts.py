@@ -7,34 +7,55 @@ from typing import Any
 
 import pytest
 import torch
-from builders import assert_rounds, logits_by_transformers
-from errors import raises_option
+from helpers.builders import assert_rounds, logits_by_transformers
+from helpers.errors import raises_option
+from helpers.small_files import copy_tokenizer, edit, write_functions
+from helpers.typed import call
 from safetensors.torch import load_file, save_file
-from small_files import copy_tokenizer, edit, write_functions
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
-from typed import call
 
 from draftlab.importing.run import inspect
 from draftlab.model import checkpoint, hub
 
 IDS = torch.randint(3, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 TEXT = {
-    "vocab_size": 307, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 1024, "bos_token_id": 0, "eos_token_id": 1,
+    "vocab_size": 307,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
     "pad_token_id": 2,
-}  # fmt: skip
+}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 VISION = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "image_size": 28,
     "patch_size": 14,
-}  # fmt: skip
+}
 INTERNVL_VISION = VISION | {"image_size": [28, 28], "patch_size": [14, 14]}
 QWEN_VISION = {
-    "depth": 1, "hidden_size": 32, "embed_dim": 32, "intermediate_size": 32, "num_heads": 4, "out_hidden_size": 64,
-    "fullatt_block_indexes": [0], "deepstack_visual_indexes": [],
-}  # fmt: skip
+    "depth": 1,
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "intermediate_size": 32,
+    "num_heads": 4,
+    "out_hidden_size": 64,
+    "fullatt_block_indexes": [0],
+    "deepstack_visual_indexes": [],
+}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "mistral3": (TEXT | {"model_type": "mistral", "sliding_window": None}, VISION | {"model_type": "pixtral"}),
+    "mistral3": (
+        TEXT | {"model_type": "mistral", "sliding_window": None},
+        VISION | {"model_type": "pixtral"},
+    ),
     "llava": (TEXT | {"model_type": "llama"}, VISION | {"model_type": "clip_vision_model"}),
     "llava_next": (TEXT | {"model_type": "qwen2"}, VISION | {"model_type": "clip_vision_model"}),
     "internvl": (TEXT | {"model_type": "qwen3"}, INTERNVL_VISION),
@@ -42,7 +63,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (TEXT | {"rope_parameters": MROPE}, QWEN_VISION),
     "qwen3_vl": (TEXT | {"rope_parameters": MROPE | {"mrope_interleaved": True}}, QWEN_VISION),
     "llama4": (TEXT | {"num_local_experts": 2, "intermediate_size_mlp": 96}, VISION),
-}  # fmt: skip
+}
 
 
 def multimodal(kind: str, tokenizer: Path, out: Path, **fields: Any) -> torch.Tensor:
@@ -102,7 +123,7 @@ def test_the_text_part_is_a_source_and_a_target(kind, tokenizer_dir, tmp_path):
 
 
 def test_a_text_part_that_is_tied_and_flat_settings_of_qwen_are_read(tokenizer_dir, tmp_path):
-    """As Qwen2.5-VL-3B has them: the settings of the text part beside vision_config, and type mrope."""
+    """Qwen2.5-VL-3B has the settings of the text part beside vision_config, and type mrope."""
     whole = tmp_path / "whole"
     wanted = multimodal("qwen2_5_vl", tokenizer_dir, whole, tie_word_embeddings=True)
     config = json.loads((whole / "config.json").read_text())

@@ -1,14 +1,12 @@
 """Costs agree with what was published, curves stay inside what was measured, and files say what is wrong with them."""
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
-
 import numpy as np
 import pytest
 import torch
 import transformers as hf
 import yaml
-from errors import raises_option
+from helpers.errors import raises_option
+from helpers.latencies import profile_of
 
 from draftlab import shipped
 from draftlab.commands.latency import predict
@@ -35,40 +33,6 @@ from draftlab.model.eagle import HeadShape
 from draftlab.model.families import presets
 from draftlab.model.shape import Shape
 from draftlab.reading import read_model
-from draftlab.results.score import Latency
-
-SHAPE = Shape(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=176, vocab=307)
-WIDTHS, BATCHES, CONTEXTS = (1, 2, 5), (1, 4), (16, 64)
-
-
-def latency(width: int, ms: float) -> Latency:
-    return Latency(width=width, median_ms=ms, low_ms=ms, high_ms=ms, n=3)
-
-
-def profile_of(
-    ms: Callable[[int, int, int, int], float],
-    *,
-    widths: Iterable[int] = WIDTHS,
-    batches: Sequence[int] = BATCHES,
-    contexts: Sequence[int] = CONTEXTS,
-    after: Sequence[int] = (1, 2),
-    **changes: object,
-) -> Profile:
-    """Return a profile of a law. ms: By width, batch, context and passes of the same model before it."""
-
-    def point(width: int, batch: int, context: int, before: int = 0) -> dict[str, object]:
-        took = latency(width, ms(width, batch, context, before))
-        return took.model_dump() | {"batch": batch, "context": context}
-
-    places = list(itertools.product(batches, contexts))
-    fields = {
-        "kind": "measured", "name": "m", "sha256": None, "shape": SHAPE, "device": "here", "dtype": "float32",
-        "mode": "eager", "threads": 1, "forward": [point(w, *at) for w in widths for at in places],
-        "steady": [point(1, *at, n) | {"after": n} for n in after for at in places],
-        "prefill": [latency(16, 5), latency(64, 9)], "host": [latency(1, 0.1), latency(5, 0.5)],
-        "bandwidth_gbs": 10, "matmul_tflops": {"float32": 0.1}, "command": "", "versions": {}, "created": "",
-    }  # fmt: skip
-    return Profile.model_validate(fields | changes)
 
 
 @pytest.fixture
@@ -190,13 +154,25 @@ def test_computed_passes_agree_with_gpt_fast(spec, tokens_per_second, within):
 def test_computed_eager_passes_agree_with_opt_under_deepspeed(layers, hidden, ffn, ms):
     """OPT-125M, 350M and 1.3B of arXiv 2603.11053; OPT's two MLP matrices counted as LLaMA's three."""
     shape = Shape(
-        layers=layers, hidden=hidden, heads=hidden // 64, kv_heads=hidden // 64, head_dim=64, ffn=ffn, vocab=50272,
+        layers=layers,
+        hidden=hidden,
+        heads=hidden // 64,
+        kv_heads=hidden // 64,
+        head_dim=64,
+        ffn=ffn,
+        vocab=50272,
         tied=True,
-    )  # fmt: skip
+    )
     found = roofline_profile(
-        ModelSizes(shape=shape), device_of("a100-80gb"), "eager", name="opt", dtype="float16",
-        widths=[1], batches=[1], contexts=[0, 128],
-    )  # fmt: skip
+        ModelSizes(shape=shape),
+        device_of("a100-80gb"),
+        "eager",
+        name="opt",
+        dtype="float16",
+        widths=[1],
+        batches=[1],
+        contexts=[0, 128],
+    )
     assert found.forward[0].median_ms == pytest.approx(ms, rel=0.05)
 
 
@@ -208,13 +184,23 @@ def test_a_cached_token_costs_the_reading_of_its_keys_and_values():
 
 
 def test_a_head_reads_all_it_is_made_of_at_first_and_then_all_but_what_joins_the_states():
-    """What a head of LLaMA-65B would train, by its own table, read at the bandwidth; and a layer's time."""
+    """The time is that of reading a head of LLaMA-65B at the bandwidth, plus a layer's time."""
     shape, device = presets(shipped.folder("widths"))["llama-65b"], device_of("h200")
     head = HeadShape(
-        hidden=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim, ffn=shape.ffn,
-        eps=1e-6, context=2048, rope={}, vocab=shape.vocab, draft_vocab=8000, target_hidden=shape.hidden,
-        layer_ids=(2, 40, 77), norm_before_residual=False,
-    )  # fmt: skip
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        ffn=shape.ffn,
+        eps=1e-6,
+        context=2048,
+        rope={},
+        vocab=shape.vocab,
+        draft_vocab=8000,
+        target_hidden=shape.hidden,
+        layer_ids=(2, 40, 77),
+        norm_before_residual=False,
+    )
     found = parse_profile("llama-65b@h200,graphs,eagle=8000", widths=[1], batches=[1], longest=64)
     assert found.drafter == "eagle"
     assert found.shape is None
@@ -248,23 +234,50 @@ def test_wide_passes_turn_from_reading_to_computing():
 
 CONFIGS = {
     "mixtral-8x7b": hf.MixtralConfig(
-        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2,
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        num_local_experts=8,
+        num_experts_per_tok=2,
     ),
     "gpt-oss-20b": hf.GptOssConfig(
-        vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=24, num_attention_heads=64,
-        num_key_value_heads=8, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_hidden_layers=24,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
     ),
     "glm-4.5-air": hf.Glm4MoeConfig(
-        vocab_size=151552, hidden_size=4096, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=46,
-        num_attention_heads=96, num_key_value_heads=8, head_dim=128, n_routed_experts=128, num_experts_per_tok=8,
-        n_shared_experts=1, first_k_dense_replace=1, attention_bias=True,
+        vocab_size=151552,
+        hidden_size=4096,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_hidden_layers=46,
+        num_attention_heads=96,
+        num_key_value_heads=8,
+        head_dim=128,
+        n_routed_experts=128,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        attention_bias=True,
     ),
     "opt-66b": hf.OPTConfig(
-        vocab_size=50272, hidden_size=9216, ffn_dim=36864, num_hidden_layers=64, num_attention_heads=72,
+        vocab_size=50272,
+        hidden_size=9216,
+        ffn_dim=36864,
+        num_hidden_layers=64,
+        num_attention_heads=72,
         word_embed_proj_dim=9216,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -315,9 +328,15 @@ def test_wrong_mlps_are_refused(mlps, tmp_path):
 def test_devices_are_their_data_sheets_at_the_a100s_share_of_bandwidth():
     """GB, GB/s and dense bf16 TFLOPS. Of the A100's 2,039 GB/s gpt-fast gets 1,663; int4 is computed in bf16."""
     sheets = {
-        "l4": (24, 300, 121), "a10": (24, 600, 125), "l40s": (48, 864, 362), "rtx-4090": (24, 1008, 165.2),
-        "a100-80gb": (80, 2039, 312), "h100": (80, 3350, 989), "h200": (141, 4800, 989), "b200": (180, 7672, 2250),
-    }  # fmt: skip
+        "l4": (24, 300, 121),
+        "a10": (24, 600, 125),
+        "l40s": (48, 864, 362),
+        "rtx-4090": (24, 1008, 165.2),
+        "a100-80gb": (80, 2039, 312),
+        "h100": (80, 3350, 989),
+        "h200": (141, 4800, 989),
+        "b200": (180, 7672, 2250),
+    }
     for name, (gigabytes, gigabytes_per_second, teraflops) in sheets.items():
         found = device_of(name)
         assert found.memory_gb == gigabytes

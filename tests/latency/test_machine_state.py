@@ -17,7 +17,7 @@ from draftlab.results.score import Environment
 
 
 def calls(times: list[float]) -> tuple[bool, int]:
-    """Whether runs of these times become steady, and how many were made."""
+    """Return whether runs of these times become steady, and the number of runs."""
     left: Iterator[float] = iter(times)
     steady = warm_up(lambda: next(left))
     return steady, len(times) - len(list(left))

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from builders import build, generation_of
-from plain_eagle import target_and_head
-from test_cost_model import latency, profile_of
-from test_report import change, conditioned, score
-from typed import call
+from helpers.builders import build, generation_of
+from helpers.latencies import latency, profile_of
+from helpers.plain_eagle import target_and_head
+from helpers.scores import change, conditioned, score
+from helpers.typed import call
 
 from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.acceptance.expected import texts_of
@@ -52,9 +52,14 @@ FREE_HOST = [latency(1, 0.0), latency(9, 0.0)]
 
 def profile(name: str, of: Law, host: list = FREE_HOST, batches: tuple[int, ...] = (1,)) -> Profile:
     return profile_of(
-        lambda w, b, c, n: b * of(w, c, n), name=name, host=host, widths=range(1, 11), batches=batches,
-        contexts=(0, 100), after=range(1, SETTLED + 1),
-    )  # fmt: skip
+        lambda w, b, c, n: b * of(w, c, n),
+        name=name,
+        host=host,
+        widths=range(1, 11),
+        batches=batches,
+        contexts=(0, 100),
+        after=range(1, SETTLED + 1),
+    )
 
 
 def pair(
@@ -107,7 +112,7 @@ class MeteredHead(EagleLlama):
 
 @pytest.fixture(scope="module", params=["model", "parallel", "eagle"])
 def ran(request, tmp_path_factory):
-    """Every prompt decoded on a meter, by K: its steps; and the workload that a replay of the same texts makes."""
+    """Return every prompt decoded on a meter, by K: its steps, and the workload of a replay of the same texts."""
     kind, folder, how = request.param, tmp_path_factory.mktemp("metered"), SamplingParams()
     drafter: Drafter
     if kind == "eagle":
@@ -147,7 +152,7 @@ of_a_model = pytest.mark.parametrize("ran", ["model"], indirect=True)
 
 
 def test_predicted_time_is_the_engines_on_a_metered_clock(ran):
-    """With catching up, growing contexts, short last steps and the turns between models, without both prefills."""
+    """It covers catching up, growing contexts, short last steps and turns between models, but neither prefill."""
     runs, work = ran
     paid = step_costs(*pair(), work, max(KS), 1)
     for k in (0, *KS) if work.kind == "model" else KS:
@@ -258,7 +263,7 @@ ASSUMED = "--context 16 --max-new-tokens 60"
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """The command on profiles of a pair, in an empty working directory."""
+    """Return the command on profiles of a pair, in an empty working directory."""
     monkeypatch.chdir(tmp_path)
     write_profile(profile("draft", DRAFT, batches=(1, 4)), tmp_path / "draft.yaml")
     write_profile(profile("target", TARGET, batches=(1, 4)), tmp_path / "target.yaml")
@@ -270,17 +275,34 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
     runs, work = ran
     texts = [
         ReplayedText(
-            number=i, category="", prompt_tokens=int(prompt), finish_reason="length", chances=[0.0, *row],
+            number=i,
+            category="",
+            prompt_tokens=int(prompt),
+            finish_reason="length",
+            chances=[0.0, *row],
             distinct_4grams=1,
         )
-        for i, (prompt, row) in enumerate(zip(work.prompt_tokens, work.texts.chances.tolist(), strict=True))
-    ]  # fmt: skip
+        for i, (prompt, row) in enumerate(
+            zip(work.prompt_tokens, work.texts.chances.tolist(), strict=True)
+        )
+    ]
     sampling = SamplingParams(max_tokens=NEW)
     replay = Replay(
-        draft="d", draft_sha256="", dtype="float32", target="t", target_sha256=None, outputs_sha256="",
-        tokenizer_sha256="", sampling=sampling, rule="rejection", draft_sampling=sampling, texts=texts, command="",
-        versions={}, created="",
-    )  # fmt: skip
+        draft="d",
+        draft_sha256="",
+        dtype="float32",
+        target="t",
+        target_sha256=None,
+        outputs_sha256="",
+        tokenizer_sha256="",
+        sampling=sampling,
+        rule="rejection",
+        draft_sampling=sampling,
+        texts=texts,
+        command="",
+        versions={},
+        created="",
+    )
     (tmp_path / "replay.json").write_text(replay.model_dump_json())
     (tmp_path / "score.json").write_text(score_of(runs).model_dump_json())
     exact = {row.k: row.speedup.value for row in predict(*pair(), work, KS).rows}

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small_files import edit, write_workspace
-from test_cost_model import SHAPE
+from helpers.latencies import SHAPE
+from helpers.small_files import edit, write_workspace
+from helpers.typed import call
 from torch.profiler import ProfilerActivity, profile
-from typed import call
 
 from draftlab.engine.clocks import clock_for
 from draftlab.engine.timing import WARM_UP_ROUNDS, bandwidth_gbs, matmul_tflops, time_interleaved

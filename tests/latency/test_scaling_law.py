@@ -4,16 +4,17 @@ import json
 
 import numpy as np
 import pytest
-from errors import raises_option
-from test_cost_model import SHAPE, latency, profile_of
-from typed import call
+from helpers.errors import raises_option
+from helpers.latencies import SHAPE, latency, profile_of
+from helpers.typed import call
 
-from draftlab import shipped, workspace
+from draftlab import shipped
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import CostModel, Profile, read_profile
 from draftlab.latency.scaling_law import default_grid, fit, fit_law, grid_shapes, read_law
 from draftlab.model.families import presets
 from draftlab.model.shape import Shape, check, check_within, write_shape_file
+from draftlab.runs import workspace
 
 TINY = presets(shipped.folder("widths"))["tiny-16x256"]
 SHAPES = list(grid_shapes(TINY, [1, 4, 8, 16], [64, 128, 256]).values())
@@ -31,12 +32,14 @@ def made_ms(shape: Shape, overlap: float) -> float:
 def law_profile(
     shape: Shape, overlap: float = 1.0, factor: float = 1.0, **changes: object
 ) -> Profile:
-    """Every pass over w tokens takes w times as long; like passes go before at no gain."""
+    """Return a profile in which a pass over w tokens takes w times as long, and the place of a pass does not matter."""
     ms = factor * made_ms(shape, overlap)
     fields = {
-        "name": f"{shape.layers}x{shape.hidden}", "shape": shape, "prefill": [latency(16, 5 * ms), latency(64, 9 * ms)],
+        "name": f"{shape.layers}x{shape.hidden}",
+        "shape": shape,
+        "prefill": [latency(16, 5 * ms), latency(64, 9 * ms)],
         "host": [latency(1, 0.1), latency(2, 0.2)],
-    }  # fmt: skip
+    }
     return profile_of(
         lambda w, *_: w * ms, widths=(1, 2), batches=(1,), after=(1,), **(fields | changes)
     )

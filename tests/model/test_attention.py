@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import assert_rounds
+from helpers.builders import assert_rounds
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode

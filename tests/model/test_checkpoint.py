@@ -5,15 +5,16 @@ import shutil
 
 import pytest
 import torch
-from builders import SIZES, assert_rounds, build, logits_by_transformers, random_model
-from errors import raises_option
+from helpers.builders import SIZES, assert_rounds, build, logits_by_transformers, random_model
+from helpers.errors import raises_option
+from helpers.sharded import SHARDS, sharded
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, SmolLM3Config
 
-from draftlab import provenance
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama, saving
 from draftlab.model.tokenizer import common_vocabulary
+from draftlab.runs import provenance
 
 
 def test_sharded_checkpoints_load_in_transformers(tmp_path, family_dirs):
@@ -34,23 +35,6 @@ def test_a_shape_is_planned_without_weights(family, family_dirs, tmp_path):
     shape = checkpoint.read_shape(tmp_path)
     assert shape == checkpoint.read_shape(family_dirs[family])
     assert shape.params() == sum(p.numel() for p in build(family).parameters())
-
-
-SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-
-
-def sharded(directory, out):
-    """Write a checkpoint as the hub has it: two shards and an index."""
-    shutil.copytree(directory, out)
-    (out / "model.safetensors").unlink()
-    tensors = load_file(directory / "model.safetensors")
-    names, where = sorted(tensors), {}
-    for file, part in zip(SHARDS, (names[::2], names[1::2]), strict=True):
-        save_file({name: tensors[name] for name in part}, out / file)
-        where |= dict.fromkeys(part, file)
-    index = {"metadata": {}, "weight_map": where}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index))
-    return out
 
 
 def listed(place, name):
@@ -106,7 +90,7 @@ def test_a_broken_checkpoint_is_one_line_that_says_what_and_where(
 def test_a_config_that_contradicts_the_weights_is_named_with_both_values(
     field, value, stored, family_dirs, tmp_path
 ):
-    """stored: the value that the weights of tests/builders.py have."""
+    """stored: the value that the weights of tests/helpers/builders.py have."""
     place = shutil.copytree(family_dirs["llama"], tmp_path / "m")
     configured(place, **{field: value})
     for read in (checkpoint.check, checkpoint.read_shape):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import build
-from errors import raises_option
+from helpers.builders import build
+from helpers.errors import raises_option
 
 from draftlab.model import llama, modes, native_cpu
 
@@ -46,7 +46,7 @@ def logits(directory: Path) -> torch.Tensor:
 
 @pytest.fixture
 def bin_folder(tmp_path, monkeypatch) -> Path:
-    """The only folder on PATH, and no CXX; an empty cache."""
+    """Return the only folder on PATH, and no CXX; an empty cache."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -71,7 +71,7 @@ def compile_small(tmp_path, monkeypatch) -> Callable[[], object]:
 
 
 def script(file: Path, before: str = "") -> None:
-    """A program that runs g++, after other lines of shell."""
+    """Write a program that runs other lines of shell and then g++."""
     file.write_text(f'#!/bin/sh\nPATH={os.defpath}\n{before}\nexec {GCC} "$@"\n')
     file.chmod(0o755)
 
@@ -140,7 +140,7 @@ def test_a_compiler_that_hangs_is_left(bin_folder, compile_small, monkeypatch):
 
 
 def test_a_library_that_cannot_be_loaded_is_no_library(bin_folder, compile_small):
-    """As that of a compiler for another processor."""
+    """A compiler for another processor writes such a library."""
     script(bin_folder / "c++", 'for built; do :; done; echo text > "$built"; exit 0')
     with raises_option("c++"):
         compile_small()
@@ -194,7 +194,7 @@ for mode in ("auto", "native"):
 
 
 def test_where_nothing_can_be_executed_auto_is_eager(tmp_path):
-    """In a mount namespace of its own, whose folders for caches and temporary files are noexec."""
+    """The command runs in a mount namespace whose folders for caches and temporary files are noexec."""
     (tmp_path / "noexec").mkdir()
     alone = ["unshare", "-m", "sh", "-c", NOEXEC, tmp_path / "noexec"]
     if shutil.which("unshare") is None or subprocess.run([*alone, "true"]).returncode:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from builders import LLAMA3_ROPE, SIZES, assert_rounds, logits_by_transformers, random_model
+from helpers.builders import LLAMA3_ROPE, SIZES, assert_rounds, logits_by_transformers, random_model
 from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config
 
 from draftlab.model import checkpoint, dflash, eagle, llama, modes, saving

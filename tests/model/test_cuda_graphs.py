@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from plain_eagle import target_and_head
-from test_engine import RAGGED
+from helpers.plain_eagle import target_and_head
+from helpers.prompts import RAGGED
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from draftlab.engine.drafters.eagle import EagleDrafter

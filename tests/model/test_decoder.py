@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 import torch
-from builders import save_neox
-from errors import raises_option
+from helpers.builders import save_neox
+from helpers.errors import raises_option
 
 from draftlab.model import modes
 

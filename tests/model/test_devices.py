@@ -3,7 +3,7 @@
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
-from builders import build
+from helpers.builders import build
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,25 +1,13 @@
 """DFlash heads: what speculators computes, in both layouts; every part that is not computed is refused by its name."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from builders import assert_rounds
-from errors import raises_option
-from head_texts import (
-    LAYERS,
-    T,
-    V,
-    W,
-    at_anchors,
-    draft_ids,
-    id_tensors,
-    random_text,
-    random_weights,
-    speculators_model,
-)
+from helpers.builders import assert_rounds
+from helpers.dflash_heads import BLOCK, LAYER, NATIVE, SPECULATORS, loaded, written
+from helpers.errors import raises_option
+from helpers.head_texts import T, V, at_anchors, draft_ids, random_text, speculators_model
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,47 +16,15 @@ from draftlab.exporting.artifact import open_artifact
 from draftlab.model import checkpoint, dflash, hub
 from draftlab.model.dflash import DFlash
 
-BLOCK = 5
-LAYER: dict[str, Any] = {
-    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 12, "hidden_act": "silu", "rms_norm_eps": 1e-6, "vocab_size": V,
-    "max_position_embeddings": 256, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "attention_bias": False, "layer_types": ["full_attention", "full_attention"], "sliding_window": None,
-}  # fmt: skip
 SLIDES = {
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 64,
     "use_sliding_window": True,
 }
-SPECULATORS: dict[str, Any] = {
-    "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "draft_vocab_size": W,
-    "block_size": BLOCK, "aux_hidden_state_layer_ids": LAYERS, "mask_token_id": 2, "transformer_layer_config": LAYER,
-    "sliding_window_non_causal": False, "sample_from_anchor": False,
-}  # fmt: skip
-NATIVE = LAYER | {
-    "architectures": ["DFlashDraftModel"], "block_size": BLOCK, "draft_vocab_size": W,
-    "dflash_config": {"mask_token_id": 2, "target_layer_ids": [i - 1 for i in LAYERS]},
-}  # fmt: skip
-
-
-def written(folder: Path, target: Path, content: dict[str, Any], kind: Any = dflash) -> Path:
-    """A head of random weights. kind: The module of its kind, dflash or dspark."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(content))
-    sizes = kind.check(folder, target).sizes() | {"lm_head.weight": (W, 64)}
-    save_file(random_weights(sizes) | id_tensors(), folder / "model.safetensors")
-    return folder
-
-
-def loaded(folder: Path, target: Path, kind: Any = dflash) -> Any:
-    weights = checkpoint.Weights(target)
-    return kind.load(
-        folder, target, weights["model.embed_tokens.weight"], weights["lm_head.weight"]
-    )
 
 
 def drafted(head: DFlash, states: Tensor, text: Tensor, at: int) -> Tensor:
-    """The logits of a whole block after the first tokens of a text, of which the token at a place is the last."""
+    """Return the logits of a whole block after the first tokens of a text, which end with a given token."""
     cache = head.new_cache(1, T)
     head.read(states[:, :at], torch.arange(at).unsqueeze(0), cache)
     cache.used = [at]

@@ -6,36 +6,31 @@ from typing import Any
 
 import pytest
 import torch
-from builders import PASS_TERMS, assert_rounds, rounding
-from errors import raises_option
-from head_texts import T, at_anchors, draft_ids, random_text, speculators_model
-from test_dflash import BLOCK, NATIVE, SPECULATORS, loaded, written
+from helpers.builders import PASS_TERMS, assert_rounds, rounding
+from helpers.dflash_heads import BLOCK, DSPARK, MARKOV, NATIVE, loaded, written
+from helpers.errors import raises_option
+from helpers.head_texts import T, at_anchors, draft_ids, random_text, speculators_model
 from torch import Tensor
 
 import draftlab
 from draftlab.model import dspark
 
-MARKOV: dict[str, Any] = {
-    "markov_rank": 8, "markov_head_type": "vanilla", "enable_confidence_head": True,
-    "confidence_head_with_markov": True, "sample_from_anchor": True,
-}  # fmt: skip
-DSPARK = SPECULATORS | {
-    "architectures": ["DSparkSpeculator"],
-    "speculators_model_type": "dspark",
-    **MARKOV,
-}
-
-
 # speculators' probability of the first two ids of a head at each place of a block, in thousandths, by kind and anchor;
 # the slow test below prints them
 GOLDEN: dict[tuple[str, bool], list[list[float]]] = {
-    ("vanilla", True): [[14.1, 10.04], [21.97, 16.15], [18.3, 16.2], [23.25, 16.78], [20.49, 12.93]],
+    ("vanilla", True): [
+        [14.1, 10.04],
+        [21.97, 16.15],
+        [18.3, 16.2],
+        [23.25, 16.78],
+        [20.49, 12.93],
+    ],
     ("vanilla", False): [[16.63, 11.62], [21.92, 16.14], [18.25, 16.18], [23.2, 16.76]],
     ("gated", True): [[9.7, 17.49], [11.53, 20.27], [10.33, 19.81], [12.16, 21.22], [11.13, 17.79]],
     ("gated", False): [[9.92, 17.17], [11.53, 20.27], [10.32, 19.82], [12.13, 21.26]],
     ("rnn", True): [[35.62, 23.59], [23.56, 22.28], [23.84, 21.76], [27.74, 26.93], [24.03, 22.13]],
     ("rnn", False): [[26.3, 26.4], [23.23, 21.41], [23.6, 20.89], [27.49, 25.82]],
-}  # fmt: skip
+}
 AT = 7  # number of tokens before the block
 CASES = [(kind, anchor) for kind in ("vanilla", "gated", "rnn") for anchor in (True, False)]
 
@@ -56,7 +51,7 @@ def dspark_head(folder: Path, target: Path, kind: str, anchor: bool) -> Any:
 
 
 def block_of(head: Any) -> tuple[Tensor, list[float]]:
-    """The logits of a block after AT tokens, [M, W], and the head's confidence at each place, if it is fed the text."""
+    """Return the logits of a block after AT tokens, [M, W], and the head's confidence at each position of the text."""
     ids, states = random_text(T)
     cache = head.new_cache(1, T)
     head.read(states[:, :AT], torch.arange(AT).unsqueeze(0), cache)
@@ -135,5 +130,9 @@ def test_a_floor_of_confidence_needs_a_confidence_head(target, tmp_path):
     drafter = f"dspark:heads={tmp_path / 'head'},least_confidence=0.5"
     with raises_option("confidence"):
         draftlab.score(
-            target=str(target), drafter=[drafter], data="stdlib", num_prompts=1, out=tmp_path / "out"
-        )  # fmt: skip
+            target=str(target),
+            drafter=[drafter],
+            data="stdlib",
+            num_prompts=1,
+            out=tmp_path / "out",
+        )

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from errors import raises_option
-from head_texts import draft_ids, random_weights
-from plain_eagle import VARIANTS
+from helpers.errors import raises_option
+from helpers.head_texts import draft_ids, random_weights
+from helpers.plain_eagle import VARIANTS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -28,7 +28,7 @@ def head(target) -> Head:
 
 @pytest.fixture
 def folder(head, target, tmp_path) -> Path:
-    """A head in the native layout."""
+    """Return a head in the native layout."""
     eagle.write(tmp_path, head, "native", target=target, k=3)
     return tmp_path
 
@@ -67,7 +67,7 @@ def test_speculators_layout_brings_an_embedding_that_is_the_targets_or_the_heads
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_of_all_ids_without_lm_head_has_the_targets(tied, family_dirs, tmp_path):
-    """As SGLang and vLLM load such heads."""
+    """SGLang and vLLM load such heads so."""
     target = family_dirs["qwen2_tied" if tied else "llama"]
     shape = eagle.head_config(target, None, 307)
     head = Head(

@@ -68,7 +68,7 @@ def test_members_hold_the_budget_and_can_be_cut_from_the_source(source, kind, sh
 
 @pytest.fixture(scope="module")
 def every_cut() -> dict[int, list[int]]:
-    """By depth, the totals of all cuts of the tiny target: each width, each ffn in steps of 8."""
+    """Return by depth the totals of all cuts of the tiny target: each width, each ffn in steps of 8."""
     cuts = {}
     for layers in (1, 4, 9, 16):
         bases = [
@@ -146,9 +146,13 @@ def test_every_member_splits_over_the_devices(devices, multiple, layers):
     source = NAMED["llama-3.1-8b"]
     try:
         shapes = family(
-            source, budget=1_300_000_000, kind="total", depths=[layers], multiple_of=multiple,
+            source,
+            budget=1_300_000_000,
+            kind="total",
+            depths=[layers],
+            multiple_of=multiple,
             tensor_parallel=devices,
-        )  # fmt: skip
+        )
     except UserError:
         return
     assert all(devices in s.tensor_parallel() for s in shapes)

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import assert_rounds
-from enumeration import emitted, greedy_with_softmax_q, joint, sampled
-from errors import raises_option
-from test_rejection_rules import leviathan
+from helpers.builders import assert_rounds
+from helpers.enumeration import emitted, greedy_with_softmax_q, joint, leviathan, sampled
+from helpers.errors import raises_option
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -38,10 +37,18 @@ from draftlab.sampling import SamplingParams
 
 V = 307
 SIZES = {
-    "vocab_size": V, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "bos_token_id": 0, "eos_token_id": 1,
+    "vocab_size": V,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
     "pad_token_id": 2,
-}  # fmt: skip
+}
 EXPERTS = {
     "num_experts": 4,
     "num_local_experts": 4,

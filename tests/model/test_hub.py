@@ -1,23 +1,22 @@
 """Hub names, through huggingface_hub itself and a hub on this machine: what is fetched, what is said if it cannot."""
 
-import shutil
 import socket
 import time
 from pathlib import Path
 
 import pytest
-from errors import raises_option
-from hub_server import Hub, running_hub
+from helpers.errors import raises_option
+from helpers.hub_server import Hub, point_at
+from helpers.published_heads import written
+from helpers.sharded import SHARDS
+from helpers.small_files import write_prompts
 from huggingface_hub import constants
-from small_files import write_prompts
-from test_checkpoint import SHARDS, sharded
-from test_heads import written
 from typer.testing import CliRunner
 
-from draftlab import workspace
 from draftlab.cli import app
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
+from draftlab.runs import workspace
 
 PLAIN = [
     f"{name}.json"
@@ -29,44 +28,6 @@ PLAIN = [
         "tokenizer_config",
     ]
 ]
-
-
-@pytest.fixture(scope="module")
-def served(family_dirs, tmp_path_factory) -> Hub:
-    """lab/sharded as Mistral lays its repositories out, and others that are no plain checkpoint."""
-    root = tmp_path_factory.mktemp("repos")
-    newer, older = sharded(family_dirs["llama"], root / "sharded"), root / "older"
-    (newer / "consolidated.safetensors").write_bytes(b"another layout")
-    (newer / "original").mkdir()
-    (newer / "original/params.json").write_text("{}")
-    (newer / "pytorch_model.bin").write_bytes(b"a pickle")
-    shutil.copytree(family_dirs["llama"], older)
-    (root / "gguf").mkdir()
-    (root / "gguf/m-Q4_K_M.gguf").write_text("{}")
-    repos = {
-        "models/lab/gguf": {"main": root / "gguf"},
-        "models/lab/sharded": {"main": newer, "v0.1": older},
-        "models/lab/gated": {"main": older},
-    }
-    with running_hub(repos, gated=frozenset({"lab/gated"})) as running:
-        yield running
-
-
-@pytest.fixture
-def cache(served, tmp_path, monkeypatch) -> Path:
-    """An empty cache of the hub's, for this test."""
-    served.fetched.clear()
-    point_at(served.url, tmp_path, monkeypatch)
-    return tmp_path
-
-
-def point_at(url, cache, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
 def files(served: Hub) -> list[str]:

@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import pytest
 import torch
-from builders import FAMILIES, OTHER_BLOCKS, assert_rounds
-from errors import raises_option
+from helpers.builders import FAMILIES, OTHER_BLOCKS, assert_rounds
+from helpers.errors import raises_option
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
@@ -76,7 +76,7 @@ def _model(directory):
 
 @torch.inference_mode()
 def test_a_tree_gives_what_each_of_its_paths_gives(family_dirs):
-    """Behind rows of different lengths; and the cache keeps a path as if nothing else had been there."""
+    """The rows have different lengths, and the cache keeps a path as if it had been alone."""
     model, parents = _model(family_dirs["qwen3"]), (0, 0, 1, 2, 2, 5, 0)
     tree = IDS[:, 20:28]
     cache = model.new_cache(2, 64)

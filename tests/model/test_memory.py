@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from errors import raises_option
+from helpers.errors import raises_option
 
 from draftlab.model.cgroups import Cgroups
 from draftlab.model.checkpoint import CPU
@@ -13,7 +13,7 @@ from draftlab.model.devices import check_fits, free_bytes
 
 
 def group(place: Path, **files: object) -> None:
-    """A directory of the cgroup file system. files: names with _ for the first dot."""
+    """Make a directory of the cgroup file system. files: names with _ for the first dot."""
     place.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (place / name.replace("_", ".", 1)).write_text(f"{text}\n")

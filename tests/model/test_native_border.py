@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from builders import build
-from head_texts import random_weights
+from helpers.builders import build
+from helpers.head_texts import random_weights
 from torch import Tensor
 
 from draftlab.model import eagle, llama
@@ -85,12 +85,12 @@ def wrong(change: Callable[[Call, Draw], None]) -> Callable[[Call, Draw], None]:
 
 
 def outside(draw: Draw, size: int) -> int:
-    """A number below 0 or not below `size`."""
+    """Return a number below 0 or not below `size`."""
     return draw(-INT64, -1) if draw(0, 1) else draw(size, INT64 - 1)
 
 
 def other_size(values: Tensor, draw: Draw, dims: int | None = None) -> Tensor:
-    """The tensor with one row less, or one more, in one of its first dimensions."""
+    """Return the tensor with one row less, or one more, in one of its first dimensions."""
     dim = draw(0, (dims or values.ndim) - 1)
     if draw(0, 1):
         return torch.cat([values, values.narrow(dim, 0, 1)], dim)
@@ -98,7 +98,7 @@ def other_size(values: Tensor, draw: Draw, dims: int | None = None) -> Tensor:
 
 
 def strided(values: Tensor) -> Tensor:
-    """The same values with other strides."""
+    """Return the same values with other strides."""
     return values.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
@@ -215,7 +215,7 @@ def layer_states(call: Call, draw: Draw) -> None:
 
 @wrong
 def states(call: Call, draw: Draw) -> None:
-    """A model that is no head reads none, and a head reads one for each token."""
+    """Return states for a head, one for each token, or None for another model."""
     if call.states is None:
         call.states = torch.zeros(B, T, call.model.shape.hidden)
     else:
@@ -272,7 +272,7 @@ def test_a_parent_is_an_earlier_token(parents):
 
 
 def altered(model: Llama, **values: object) -> Llama:
-    """A Llama that shares the model's weights, except for these."""
+    """Return a Llama that shares the model's weights, except for these."""
     other = copy.copy(model)
     other.__class__ = Llama
     vars(other).update(values)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import FAMILIES, OTHER_BLOCKS, assert_rounds, build
-from errors import raises_option
-from test_engine import PROMPT
+from helpers.builders import FAMILIES, OTHER_BLOCKS, assert_rounds, build
+from helpers.errors import raises_option
+from helpers.prompts import PROMPT
 from transformers import AutoModelForCausalLM
 
 from draftlab.model import llama, native_cpu
@@ -53,11 +53,23 @@ def directories(tmp_path_factory) -> dict[str, Path]:
     models = {
         "usual": build("qwen3"),
         "odd": build("qwen3", hidden_size=50, intermediate_size=77, head_dim=34, vocab_size=301),
-        "odd with biases": build("llama_biases", hidden_size=39, intermediate_size=131, num_attention_heads=3,
-                                 num_key_value_heads=1, head_dim=70),
-        "many inputs": build("llama_biases", hidden_size=51, intermediate_size=4130, num_attention_heads=3,
-                             num_key_value_heads=1, head_dim=34),
-    }  # fmt: skip
+        "odd with biases": build(
+            "llama_biases",
+            hidden_size=39,
+            intermediate_size=131,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            head_dim=70,
+        ),
+        "many inputs": build(
+            "llama_biases",
+            hidden_size=51,
+            intermediate_size=4130,
+            num_attention_heads=3,
+            num_key_value_heads=1,
+            head_dim=34,
+        ),
+    }
     saved = {name: tmp_path_factory.mktemp("native") for name in models}
     for name, model in models.items():
         model.bfloat16().save_pretrained(saved[name])
@@ -128,7 +140,7 @@ def test_on_arm_it_is_as_exact(family_dirs, tmp_path):
         tmp_path / "driver",
         [flag for flag in native_cpu.FLAGS if flag not in ("-shared", "-fPIC")],
     )
-    driver = Path(__file__).parents[1].joinpath("native_driver.cpp")
+    driver = Path(__file__).parents[1].joinpath("helpers/native_driver.cpp")
     subprocess.run([compiler, *flags, "-static", str(driver), "-o", str(program)], check=True)
     if emulator is None:
         pytest.skip("compiled; no qemu-aarch64-static to run it")
@@ -144,7 +156,7 @@ def test_on_arm_it_is_as_exact(family_dirs, tmp_path):
 
 
 def described(model: NativeLlama, ids: list[int], widths: list[int]) -> bytes:
-    """A model and a text as native_driver.cpp reads them."""
+    """Return a model and a text as native_driver.cpp reads them."""
     held = [(t.data_ptr(), t.nbytes) for t in model._tensors]
     tensors = b"".join(struct.pack("<QQ", *place) + ctypes.string_at(*place) for place in held)
     told = model._model
@@ -170,7 +182,7 @@ def test_threads_change_no_bits(family_dirs, dtype):
 
 
 def test_int8_is_the_model_with_its_matrices_rounded_by_output(family_dirs):
-    """To 127 steps of each output's largest weight; embedding and norms stay as they are."""
+    """Weights are rounded to 127 steps of each output's largest weight; embedding and norms stay as they are."""
     rounded = AutoModelForCausalLM.from_pretrained(family_dirs["qwen2"], dtype=torch.float32)
     with torch.no_grad():
         for name, weights in rounded.named_parameters():

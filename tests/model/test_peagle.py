@@ -2,28 +2,18 @@
 
 import json
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders import assert_rounds
-from drafter_laws import VOCAB, peagle_drafter, replay_errors, save_models
-from errors import raises_option
-from head_texts import (
-    LAYERS,
-    T,
-    V,
-    W,
-    draft_ids,
-    id_tensors,
-    random_text,
-    random_weights,
-    speculators_model,
-)
+from helpers.builders import assert_rounds
+from helpers.dflash_heads import LAYER
+from helpers.drafter_laws import VOCAB, peagle_drafter, replay_errors, save_models
+from helpers.errors import raises_option
+from helpers.head_texts import T, V, draft_ids, random_text, speculators_model
+from helpers.peagle_heads import MASK, PEAGLE, K, written
 from safetensors.torch import save_file
-from test_dflash import LAYER
 
 import draftlab
 from draftlab.acceptance.chain_logprobs import score_chains
@@ -33,33 +23,12 @@ from draftlab.model import eagle_llama, hub, llama, peagle
 from draftlab.registry import SERVERS
 from draftlab.sampling import SamplingParams
 
-MASK, K = 2, 4
-PEAGLE: dict[str, Any] = {
-    "architectures": ["PEagleSpeculator"], "speculators_model_type": "peagle", "draft_vocab_size": W,
-    "eagle_aux_hidden_state_layer_ids": LAYERS, "mask_token_id": MASK, "norm_before_residual": True,
-    "transformer_layer_config": LAYER | {"model_type": "llama", "head_dim": 8},
-}  # fmt: skip
 SLIDING = {
     "layer_types": ["sliding_attention"] * 2,
     "sliding_window": 8,
     "use_sliding_window": True,
 }
 QWEN = {"transformer_layer_config": LAYER | {"head_dim": 8} | SLIDING}
-
-
-def written(folder: Path, target: Path, content: dict[str, Any]) -> Path:
-    """A head of random weights."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(content))
-    layers = content.get("transformer_layer_config", content)
-    shape = peagle.PEagleShape(
-        hidden=64, heads=8, kv_heads=4, head_dim=8, ffn=88, eps=1e-6, context=256, rope={}, vocab=V, draft_vocab=W,
-        target_hidden=64, layer_ids=tuple(LAYERS), norm_before_residual=True, layers=2, mask_token_id=MASK,
-        norm_before_fc=content.get("norm_before_fc", False), fc_norm=content.get("fc_norm", False),
-        qk_norm=layers["model_type"] == "qwen3",
-    )  # fmt: skip
-    save_file(random_weights(shape.sizes()) | id_tensors(), folder / "model.safetensors")
-    return folder
 
 
 @pytest.mark.slow
@@ -69,7 +38,7 @@ def written(folder: Path, target: Path, content: dict[str, Any]) -> Path:
     ids=["plain", "norms", "qwen slides"],
 )
 def test_speculators_computes_the_same_logits(target, tmp_path, fields, monkeypatch):
-    """At every anchor and depth of a text."""
+    """The logits are compared at every anchor and depth of a text."""
     content = PEAGLE | fields
     folder, (ids, states) = written(tmp_path / "head", target, content), random_text(T + 1)
     model = speculators_model("peagle", "PEagle", folder, target, content)
@@ -81,10 +50,12 @@ def test_speculators_computes_the_same_logits(target, tmp_path, fields, monkeypa
     monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **given: (anchors, depths))
     with torch.no_grad():
         model(
-            hidden_states=states, input_ids=ids[:, 1:], document_ids=torch.zeros(1, T, dtype=torch.long),
+            hidden_states=states,
+            input_ids=ids[:, 1:],
+            document_ids=torch.zeros(1, T, dtype=torch.long),
             verifier_last_hidden_states=torch.zeros(1, T, 64),
             loss_config=import_module("speculators.losses").resolve_loss_config("kl_div", "eager"),
-        )  # fmt: skip
+        )
     hosted = llama.load(target, torch.float32)
     head = peagle.load(folder, target, hosted, hosted.device)
     assert head.mask is not None
@@ -101,7 +72,7 @@ def test_speculators_computes_the_same_logits(target, tmp_path, fields, monkeypa
 
 
 def test_the_compiled_head_drafts_from_the_distributions_of_the_eager_one(target, tmp_path):
-    """In rows of different lengths beside each other."""
+    """The batch has rows of different lengths."""
     folder = written(tmp_path / "head", target, PEAGLE | QWEN)
     model = llama.load(target, torch.float32)
     generator = torch.Generator().manual_seed(5)

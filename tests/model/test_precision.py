@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import build
-from errors import raises_option
+from helpers.builders import build
+from helpers.errors import raises_option
 
-from draftlab.model import checkpoint, modes, native_cpu, precision
+from draftlab.model import devices, modes, native_cpu, precision
 from draftlab.model.precision import DECODING, READING, Speeds
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Iterator[Path]:
-    """An empty cache folder of a user whose models are small, so that they are timed in a moment."""
+    """Yield an empty cache folder of a user whose models are small, so that they are timed in a moment."""
     small = {"layers": 1, "hidden": 64, "heads": 1, "kv_heads": 1, "ffn": 64, "vocab": 64}
     monkeypatch.setattr(precision, "SHAPE", precision.SHAPE.model_copy(update=small))
     monkeypatch.setattr(precision, "SECONDS", 0.01)
@@ -34,11 +34,11 @@ def cache(tmp_path, monkeypatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory) -> dict[str, Path]:
-    """The same checkpoint in each dtype."""
+    """Return the same checkpoint in each dtype."""
     root = tmp_path_factory.mktemp("stored")
-    for dtype in checkpoint.DTYPES:
-        build("llama").to(checkpoint.DTYPES[dtype]).save_pretrained(root / dtype)
-    return {dtype: root / dtype for dtype in checkpoint.DTYPES}
+    for dtype in devices.DTYPES:
+        build("llama").to(devices.DTYPES[dtype]).save_pretrained(root / dtype)
+    return {dtype: root / dtype for dtype in devices.DTYPES}
 
 
 def write(cache: Path, mode: str, ratios: dict[str, float]) -> None:
@@ -113,7 +113,7 @@ def test_the_stored_dtype_is_taken_where_it_is_at_least_as_fast(
     directory = None if kept is None else stored[kept]
     models = [] if directory is None else [directory]
     found, choice = modes.resolve(mode, "auto", CPU, directory, models)
-    assert (found, checkpoint.dtype_name(choice.dtype)) == (mode, chosen)
+    assert (found, devices.dtype_name(choice.dtype)) == (mode, chosen)
     assert f"dtype {chosen}: {choice.reason}" in capsys.readouterr().err
     assert choice.reason
 
@@ -158,7 +158,7 @@ def test_without_weights_the_config_names_the_stored_dtype(cache, stored, tmp_pa
 def test_a_dtype_that_is_named_is_not_replaced_and_nothing_is_timed_to_choose_it(
     mode, cache, stored
 ):
-    for name, dtype in checkpoint.DTYPES.items():
+    for name, dtype in devices.DTYPES.items():
         chosen = precision.choose(name, CPU, mode, stored["bfloat16"], passes=READING)
         assert (chosen.dtype, chosen.reason) == (dtype, "")
     assert not list(cache.glob("speeds-*"))
@@ -168,7 +168,7 @@ def test_a_dtype_that_is_named_is_not_replaced_and_nothing_is_timed_to_choose_it
 def test_text_is_read_in_16_bits_where_passes_are_faster(ratio, faster, cache):
     """On a CPU that emulates bfloat16, they never are, and nothing is timed."""
     write(cache, "eager", {"bfloat16": ratio})
-    wanted = faster and checkpoint.is_fast(torch.bfloat16, CPU)
+    wanted = faster and devices.is_fast(torch.bfloat16, CPU)
     assert precision.reads_fast(torch.bfloat16, CPU) == wanted
     assert precision.reads_fast(torch.float32, CPU)
     assert precision.reads_fast(torch.bfloat16, torch.device("cuda"))

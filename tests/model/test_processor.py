@@ -42,7 +42,7 @@ CPU revision\t: 1
     ],
 )
 def test_an_arm_processor_is_named_by_its_parts(cores, features, name):
-    """As in /proc/cpuinfo, which has no names there. A Raspberry Pi adds the name of the board."""
+    """/proc/cpuinfo has no names of Arm processors. A Raspberry Pi adds the name of the board."""
     text = "".join(
         ARM.format(2 * at + twin, features, *part)
         for at, part in enumerate(cores)

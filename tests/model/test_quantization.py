@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from builders import build
-from errors import raises_option
+from helpers.builders import build
+from helpers.errors import raises_option
 from safetensors.torch import load_file, save_file
 
 from draftlab import shipped
@@ -33,7 +33,7 @@ def configured(place: Path, quantization: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> tuple[Path, Path]:
-    """A model, and the same with its matrices in blocks of 8-bit floats."""
+    """Return a model, and the same with its matrices in blocks of 8-bit floats."""
     source, rounded = (tmp_path_factory.mktemp("models") / name for name in ("source", "rounded"))
     model: Any = build("llama", hidden_size=128, intermediate_size=256, num_hidden_layers=2)
     model.to(torch.bfloat16).save_pretrained(source)

@@ -4,34 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from errors import raises_option
-from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-from sentencepiece.sentencepiece_model_pb2 import ModelProto
+from helpers.errors import raises_option
+from helpers.sentencepiece_files import CONFIG, TEXT, train_sentencepiece
+from sentencepiece import SentencePieceProcessor
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.model.sentencepiece import PROBES, as_sentencepiece
-
-TEXT = [
-    *PROBES,
-    "def parse(line):\n    if not line:\n        return None\n    return [int(part) for part in line.split(',')]\n",
-]
-
-
-def train_sentencepiece(out: Path, vocab: int = 480, normalization: str = "identity") -> None:
-    """A model as LLaMA's: byte fallback, white space kept, and runs of it with the first ids and the last scores."""
-    SentencePieceTrainer.train(
-        sentence_iterator=iter("".join(TEXT * 20).split("\n")), model_prefix=str(out / "tokenizer"), vocab_size=vocab,
-        model_type="bpe", byte_fallback=True, split_digits=True, allow_whitespace_only_pieces=True, num_threads=1,
-        remove_extra_whitespaces=False, normalization_rule_name=normalization, minloglevel=2,
-    )  # fmt: skip
-    file = out / "tokenizer.model"
-    proto = ModelProto.FromString(file.read_bytes())
-    for piece in proto.pieces:
-        if set(piece.piece) == {"▁"}:
-            piece.score = -1e9
-    file.write_bytes(proto.SerializeToString())
-    (out / "tokenizer.vocab").unlink()
+from draftlab.model.sentencepiece import as_sentencepiece
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +18,6 @@ def alone(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("alone")
     train_sentencepiece(out)
     return out
-
-
-CONFIG = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False}
 
 
 @pytest.mark.parametrize("config", [CONFIG, None])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from errors import raises_option
+from helpers.errors import raises_option
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from builders import assert_rounds
-from head_texts import LAYERS, T, V, W, draft_ids, random_text, random_weights
-from plain_eagle import VARIANTS
+from helpers.builders import assert_rounds
+from helpers.head_texts import LAYERS, T, V, W, draft_ids, random_text, random_weights
+from helpers.plain_eagle import VARIANTS
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -47,7 +47,7 @@ def logits_here(head: Head, target: Path, ids: Tensor, states: Tensor) -> list[T
 
 
 def assert_alike(here: list[Tensor], there: list[Tensor], window: int | None) -> None:
-    """The later steps are compared up to the window's edge: there the window moves on with the chain's start only."""
+    """Check that both are alike. Later steps are compared up to the window's edge."""
     for step in range(STEPS):
         places = T - 1 - step if window is None or step == 0 else min(T - 1 - step, window - step)
         assert_rounds(here[step][:places], there[step][:places])
@@ -71,7 +71,7 @@ def test_a_head_written_here_has_the_same_logits_there(target, tmp_path, text, v
 
 
 def trained_there(target: Path, text: tuple[Tensor, Tensor], **fields: Any) -> Any:
-    """A head of theirs, of the layer that their trainer makes for a target, after twenty steps on one text."""
+    """Return a head of theirs, of the layer that their trainer makes for a target, after twenty steps on one text."""
     config = AutoConfig.from_pretrained(target)
     config.num_hidden_layers, config.tie_word_embeddings = 1, False
     if window := fields.pop("sliding_window", None):
@@ -80,10 +80,16 @@ def trained_there(target: Path, text: tuple[Tensor, Tensor], **fields: Any) -> A
     t2d[draft_ids()] = True
     torch.manual_seed(0)
     model = core.Eagle3DraftModel.from_training_args(
-        config, t2d, draft_ids() - torch.arange(W), draft_vocab_size=W, ttt_steps=STEPS,
-        verifier_name_or_path=str(target), target_layer_ids=LAYERS, draft_attn_impl="sdpa",
+        config,
+        t2d,
+        draft_ids() - torch.arange(W),
+        draft_vocab_size=W,
+        ttt_steps=STEPS,
+        verifier_name_or_path=str(target),
+        target_layer_ids=LAYERS,
+        draft_attn_impl="sdpa",
         **{"norm_before_residual": False} | fields,
-    )  # fmt: skip
+    )
     losses = import_module("speculators.losses")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     ids, states = text
@@ -91,9 +97,13 @@ def trained_there(target: Path, text: tuple[Tensor, Tensor], **fields: Any) -> A
     documents = torch.zeros(1, T, dtype=torch.long)
     for _ in range(20):
         _, loss, _ = model(
-            hidden_states=states, input_ids=ids[:, 1:], document_ids=documents, ttt_steps=STEPS,
-            verifier_last_hidden_states=last, loss_config=losses.resolve_loss_config("kl_div", "eager"),
-        )  # fmt: skip
+            hidden_states=states,
+            input_ids=ids[:, 1:],
+            document_ids=documents,
+            ttt_steps=STEPS,
+            verifier_last_hidden_states=last,
+            loss_config=losses.resolve_loss_config("kl_div", "eager"),
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

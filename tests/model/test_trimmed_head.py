@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from builders import assert_rounds
+from helpers.builders import assert_rounds
 from safetensors import safe_open
 
 from draftlab.exporting import hf
@@ -20,7 +20,7 @@ from draftlab.model.native_cpu import NativeLlama
 
 @pytest.fixture
 def halved(family_dirs, tmp_path) -> Path:
-    """The small llama, of whose ids every second one counts."""
+    """Return the small llama, of whose ids every second one counts."""
     return halve(family_dirs["llama"], tmp_path / "halved")
 
 

@@ -4,9 +4,8 @@ import json
 import re
 
 import pytest
-from test_ranking import BUSY, IDLE, kept
-from test_report import Page, change, conditioned, plain, score
-from typed import call
+from helpers.scores import BUSY, IDLE, Page, change, conditioned, kept, plain, score
+from helpers.typed import call
 
 from draftlab.errors import UserError
 from draftlab.results.ranking import grouped, overall, rank
@@ -19,7 +18,7 @@ FLOAT, ROUNDED = 25.0, 37.5
 
 
 def rounded(name: str = "a@int8", speed: float = 1.4) -> Score:
-    """The target in int8 alone makes 37.5 tokens/s, 1.5 times the 25 of float32; the draft makes 50 * speed."""
+    """Return the target in int8 alone makes 37.5 tokens/s, 1.5 times the 25 of float32; the draft makes 50 * speed."""
     quick = [plain(i, 0.4) for i in range(PROMPTS)]
     other = {"float32": [plain(i, 0.6) for i in range(PROMPTS)]}
     base = change(score(name, speed=speed), plain=quick, other_plain=other, environment=IDLE)

@@ -5,8 +5,9 @@ import math
 
 import numpy as np
 import pytest
+from helpers.scores import PROMPTS, change, plain, score, speculative
+from helpers.simulated import drawn, timed
 from scipy import stats
-from test_report import PROMPTS, change, plain, score, speculative
 
 from draftlab.intervals import (
     FEWEST,
@@ -22,19 +23,6 @@ from draftlab.intervals import (
 )
 from draftlab.results.ranking import missed_thresholds, rank, score_warnings, verdict_lines
 from draftlab.results.score import PromptRecord, Score
-
-TOKENS = 100.0
-
-
-def timed(seconds: np.ndarray) -> np.ndarray:
-    """Return timings of answers of 100 tokens, [..., 2]."""
-    return np.stack([np.full(seconds.shape, TOKENS), seconds], -1)
-
-
-def drawn(n: int, ks: int = 1, gain: float = 1.2, spread: float = 0.2, seed: int = 0) -> Timings:
-    rng = np.random.default_rng(seed)
-    seconds = rng.lognormal(0, 0.3, n)
-    return Timings(timed(seconds / gain * rng.lognormal(0, spread, (ks, n))), timed(seconds))
 
 
 @pytest.mark.parametrize("n", [2, 5, 30])

@@ -1,16 +1,20 @@
 """A ranking says what its numbers allow: paired where prompts are the same, and told apart only where that holds."""
 
 import json
-from pathlib import Path
 
 import pytest
-from test_cost_model import latency
-from test_report import (
+from helpers.latencies import latency
+from helpers.scores import (
+    BUSY,
+    IDLE,
     PROMPTS,
     UNEVEN,
+    at,
     board,
     change,
     conditioned,
+    kept,
+    later,
     model,
     plain,
     rendered,
@@ -18,7 +22,7 @@ from test_report import (
     speculative,
     without_host,
 )
-from typed import call
+from helpers.typed import call
 
 from draftlab.errors import UserError
 from draftlab.results.decoding import Counters, ServedGeneration
@@ -31,24 +35,7 @@ from draftlab.results.ranking import (
     speedup_ratio,
 )
 from draftlab.results.report import html, json_rows
-from draftlab.results.score import Environment, FollowingLatency, PromptRecord, Score
-
-
-def later(ms: float, after: int = 1) -> FollowingLatency:
-    return FollowingLatency(**latency(1, ms).model_dump(), after=after)
-
-
-def at(name: str, seconds: list[float]) -> Score:
-    """5 steps of 3 tokens on average for each prompt, in so many seconds; plain decoding differs by prompt."""
-    runs = [speculative(i, [4, 2, 0, 3, 1], 4, s) for i, s in enumerate(seconds)]
-    return change(score(name), plain=UNEVEN, speculative={4: runs})
-
-
-def kept(folder: Path, *scores: Score) -> list[Path]:
-    for one in scores:
-        (folder / one.name).mkdir(parents=True)
-        (folder / one.name / "score.json").write_text(one.model_dump_json())
-    return [folder / one.name for one in scores]
+from draftlab.results.score import PromptRecord, Score
 
 
 def test_drafts_that_differ_by_the_same_share_everywhere_are_told_apart_by_pairing(tmp_path):
@@ -156,10 +143,6 @@ def test_a_parallel_draft_implies_one_pass_over_the_last_steps_tokens_and_the_ma
     wide = change(base.draft, parallel=True, latency=passes)
     found = change(base, target=target, draft=wide).implied_speedup(k)
     assert found == pytest.approx(base.tokens_per_pass(k) / (0.1 * width + 2.0))
-
-
-IDLE = Environment(system="s", processor="p", cores=2, busy_cores=0.0, governor=None, driver=None)
-BUSY = IDLE.model_copy(update={"busy_cores": 1.5})
 
 
 @pytest.mark.parametrize(

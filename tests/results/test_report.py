@@ -4,119 +4,26 @@ import io
 import re
 from dataclasses import replace
 from html import escape
-from html.parser import HTMLParser
-from typing import Any
 
 import pytest
+from helpers.scores import (
+    ACC,
+    PROMPTS,
+    Page,
+    board,
+    change,
+    conditioned,
+    rendered,
+    score,
+    speculative,
+)
 from rich.console import Console
 
-from draftlab.model.shape import Shape
-from draftlab.provenance import Stage
-from draftlab.results.decoding import Generation
 from draftlab.results.ranking import grouped, score_warnings
-from draftlab.results.report import (
-    export_command,
-    html,
-    json_rows,
-    markdown,
-    ranking_table,
-    target_named,
-)
-from draftlab.results.score import (
-    Conditions,
-    FollowingLatency,
-    Latency,
-    Model,
-    PromptRecord,
-    Score,
-    TaskResult,
-)
-from draftlab.results.tables import Table, TerminalTable
-
-PROMPTS = 12
-ACC = TaskResult(
-    task="py_choice", metric="acc", value=0.612, stderr=0.014, n=200, higher_is_better=True
-)
-CONDITIONS = Conditions(
-    device="cpu", dtype="float32", target_weights="float32", draft_weights="float32", mode="eager", threads=1,
-    temperature=0, data="standard library", prompts=PROMPTS, prompt_tokens=32, max_tokens=16, repeats=1, context=64,
-    seed=0, selection="theirs",
-)  # fmt: skip
-
-
-def model(name: str, layers: int, ms: float, tasks: list[TaskResult]) -> Model:
-    shape = Shape(layers=layers, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=512)
-    latency = [Latency(width=1, median_ms=ms, low_ms=0.9 * ms, high_ms=1.2 * ms, n=30)]
-    later = [FollowingLatency(**latency[0].model_dump(), after=number) for number in (1, 2)]
-    return Model(
-        name=name,
-        sha256=f"{layers:064x}",
-        shape=shape,
-        latency=latency,
-        following=later,
-        tasks=tasks,
-    )
-
-
-def plain(prompt: int, seconds: float) -> Generation:
-    """16 tokens of equal time: the prefill's, and 15 in steps that draft nothing."""
-    nothing = speculative(prompt, [0] * 15, 0, seconds)
-    return change(nothing, draft_seconds=0, verify_seconds=seconds, host_seconds=0)
-
-
-def speculative(
-    prompt: int, accepted: list[int], k: int, seconds: float, cut: int = 0
-) -> Generation:
-    """Time is one third drafting, one half verifying, one sixth host; the first cut steps emit one token less."""
-    emitted = [a + 1 - (i < cut) for i, a in enumerate(accepted)]
-    return Generation(
-        prompt=prompt, tokens=1 + sum(emitted), drafted=[k] * len(accepted), accepted=accepted, emitted=emitted,
-        prefill_seconds=seconds / 15, draft_seconds=seconds / 3, verify_seconds=seconds / 2, host_seconds=seconds / 6,
-    )  # fmt: skip
-
-
-def change(base: Any, **fields: object) -> Any:
-    return base.model_copy(update=fields)
-
-
-def without_host(base: Score) -> Score:
-    """Return the score with the time of the host counted as time of the target's passes."""
-
-    def moved(runs: list[Generation]) -> list[Generation]:
-        return [
-            change(g, host_seconds=0, verify_seconds=g.verify_seconds + g.host_seconds)
-            for g in runs
-        ]
-
-    speculative = {k: moved(base.generations(k)) for k in base.speculative}
-    return change(base, plain=moved(base.plain), speculative=speculative)
-
-
-UNEVEN = [plain(i, 0.3 + 0.1 * i) for i in range(PROMPTS)]
-
-
-def score(
-    name: str = "wide",
-    *,
-    speed: float = 1.0,
-    layers: int = 2,
-    tasks: tuple[TaskResult, ...] = (ACC,),
-) -> Score:
-    """Twice as fast at K = 4 (3 tokens per pass, half accepted) and 1.2 times at K = 1, both multiplied by speed."""
-    runs = {
-        1: [speculative(i, [1] * 7 + [0], 1, 0.5 / speed) for i in range(PROMPTS)],
-        4: [speculative(i, [4, 2, 0, 3, 1], 4, 0.3 / speed) for i in range(PROMPTS)],
-    }
-    return Score(
-        name=name, target=model("target", 12, 20.0, []), draft=model(f"runs/{name}", layers, 2.5, list(tasks)),
-        conditions=CONDITIONS, plain=[plain(i, 0.6) for i in range(PROMPTS)], speculative=runs, equal_texts=1.0,
-        prompts=[PromptRecord(tokens=32, conversation=i) for i in range(PROMPTS)], distinct_4grams=0.8,
-        command=f"draftlab score {name}", versions={}, created="2026-01-02T03:04:05Z",
-    )  # fmt: skip
-
-
-def conditioned(base: Score, **fields: object) -> Score:
-    return change(base, conditions=base.conditions.model_copy(update=fields))
+from draftlab.results.report import export_command, html, json_rows, markdown, target_named
+from draftlab.results.score import PromptRecord, Score
+from draftlab.results.tables import Table
+from draftlab.runs.provenance import Stage
 
 
 def with_cuts(steps_cut: int, of: int) -> Score:
@@ -125,41 +32,6 @@ def with_cuts(steps_cut: int, of: int) -> Score:
         for i in range(PROMPTS)
     ]
     return change(score(), speculative={4: runs})
-
-
-class Page(HTMLParser):
-    """Tags, attributes and text of a page; fails where a tag closes another."""
-
-    VOID = frozenset({"meta", "br"})
-
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.text = ""
-        self.feed(source)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def rendered(table: Table | TerminalTable, width: int) -> str:
-    console = Console(width=width, force_terminal=True, color_system=None)
-    with console.capture() as capture:
-        console.print(table.terminal() if isinstance(table, Table) else table)
-    return capture.get()
 
 
 def markdown_rows(text: str) -> list[dict[str, str]]:
@@ -174,11 +46,6 @@ def markdown_rows(text: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize("command", ["draftlab score --target 'x", "draftlab score --target \\"])
 def test_a_command_that_another_recorded_names_no_target(command):
     assert target_named(score("a").model_copy(update={"command": command})) is None
-
-
-def board(*scores: Score) -> Table:
-    (group,) = grouped(list(scores))
-    return ranking_table(group)
 
 
 def draft_rows(text: str) -> list[dict[str, str]]:
@@ -240,7 +107,7 @@ def test_a_draft_with_a_long_name_has_its_numbers_in_a_narrow_table():
 
 
 def cells_of(table: Table) -> set[str]:
-    """All words of all cells. Intervals are written as in terminals, 1.9-2.1 in place of (1.9 to 2.1)."""
+    """Return all words of all cells. Intervals are written as in terminals, 1.9-2.1 in place of (1.9 to 2.1)."""
     cells = " ".join(cell for row in table.rows for cell in row)
     return set(re.sub(r"\((\S+) to (\S+)\)", r"\1-\2", cells).split())
 
@@ -325,14 +192,28 @@ def test_a_steps_time_is_its_phases():
 def test_json_has_vllms_names_and_the_records_numbers():
     row = json_rows([score()])[1]
     counts = {
-        "num_spec_steps": 5 * PROMPTS, "num_draft_tokens": 20 * PROMPTS, "num_accepted_draft_tokens": 10 * PROMPTS,
-        "draft_acceptance_rate": 0.5, "mean_acceptance_length": 3.0, "per_position_acceptance": [0.8, 0.6, 0.4, 0.2],
-        "acceptance_histogram": [PROMPTS] * 5, "kv_bytes_per_token": 512, "accuracy": 0.612, "identical": True,
-    }  # fmt: skip
+        "num_spec_steps": 5 * PROMPTS,
+        "num_draft_tokens": 20 * PROMPTS,
+        "num_accepted_draft_tokens": 10 * PROMPTS,
+        "draft_acceptance_rate": 0.5,
+        "mean_acceptance_length": 3.0,
+        "per_position_acceptance": [0.8, 0.6, 0.4, 0.2],
+        "acceptance_histogram": [PROMPTS] * 5,
+        "kv_bytes_per_token": 512,
+        "accuracy": 0.612,
+        "identical": True,
+    }
     measured = {
-        "speedup": 2, "speedup_low": 2, "speedup_high": 2, "output_tps": 50, "plain_output_tps": 25,
-        "draft_share": 1 / 3, "verify_share": 1 / 2, "host_share": 1 / 6, "break_even_length": 1.5,
-    }  # fmt: skip
+        "speedup": 2,
+        "speedup_low": 2,
+        "speedup_high": 2,
+        "output_tps": 50,
+        "plain_output_tps": 25,
+        "draft_share": 1 / 3,
+        "verify_share": 1 / 2,
+        "host_share": 1 / 6,
+        "break_even_length": 1.5,
+    }
     assert {name: row[name] for name in counts} == counts
     assert {name: row[name] for name in measured} == pytest.approx(measured)
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.scores import CONDITIONS, change, model, score, speculative, without_host
 from scipy.stats import t as student
-from test_report import CONDITIONS, change, model, score, speculative, without_host
 
 from draftlab.results.decoding import Generation, share_of_equal_texts
 from draftlab.results.ranking import category_rows, missed_thresholds, rank, verdict_lines
@@ -27,7 +27,7 @@ def arm(prefill: float, decoding: float, k: int = 0) -> list[Generation]:
 
 
 def drafted(name: str, prefill: float, decoding: dict[int, float], **fields: object) -> Score:
-    """A draft of a target that answers in 1 s after a prefill of 0.5 s."""
+    """Return a draft of a target that answers in 1 s after a prefill of 0.5 s."""
     speculative = {k: arm(prefill, seconds, k) for k, seconds in decoding.items()}
     return change(score(name), plain=arm(0.5, 1.0), speculative=speculative, **fields)
 

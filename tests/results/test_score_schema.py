@@ -3,21 +3,13 @@
 import random
 
 import pytest
+from helpers.scores import generation, score
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_report import score
 
 from draftlab import intervals
 from draftlab.results.decoding import Generation, count_acceptance, decode_timings
 from draftlab.results.score import Environment, Score
-
-
-def generation(prompt=0, drafted=[], accepted=[], emitted=None, seconds=1.0) -> Generation:  # noqa: B006
-    emitted = [a + 1 for a in accepted] if emitted is None else emitted
-    return Generation(
-        prompt=prompt, tokens=1 + sum(emitted), drafted=drafted, accepted=accepted, emitted=emitted,
-        prefill_seconds=0.5, draft_seconds=seconds / 4, verify_seconds=seconds / 2, host_seconds=seconds / 4,
-    )  # fmt: skip
 
 
 def speedup(fast: list[Generation], slow: list[Generation]) -> intervals.Interval:
@@ -69,8 +61,14 @@ def test_contradictions_are_refused():
 def test_a_share_of_time_lies_between_0_and_1(share):
     with pytest.raises(ValueError, match="stolen_share"):
         Environment(
-            system="s", processor="p", cores=2, busy_cores=0.0, governor=None, driver=None, stolen_share=share
-        )  # fmt: skip
+            system="s",
+            processor="p",
+            cores=2,
+            busy_cores=0.0,
+            governor=None,
+            driver=None,
+            stolen_share=share,
+        )
 
 
 def test_speed_up_is_a_ratio_of_sums_without_the_prefill():

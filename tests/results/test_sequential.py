@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from helpers.simulated import drawn, timed
 from scipy.stats import norm
-from test_intervals import drawn, timed
 
 from draftlab.intervals import Interval, Timings, best_of, speedup
 from draftlab.sequential import _levels_of, is_decided, levels, looks_of

@@ -1,11 +1,10 @@
 """A step is the sum of its passes: the first draft pass after the target's, later ones after the draft's own."""
 
 import pytest
+from helpers.latencies import latency
+from helpers.scores import PROMPTS, at, change, later, speculative, without_host
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cost_model import latency
-from test_ranking import at, later
-from test_report import PROMPTS, change, speculative, without_host
 
 from draftlab.results.step_costs import StepCosts
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from builders import FAMILIES, PASS_ROUNDING, logits_by_transformers
-from errors import raises_option
+from helpers.builders import FAMILIES, PASS_ROUNDING, logits_by_transformers
+from helpers.errors import raises_option
 
 from benchmarks.expand import expand, larger
 from draftlab.model.checkpoint import read_shape
@@ -24,7 +24,7 @@ logits = partial(logits_by_transformers, ids=IDS)
 
 
 def error(ours: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference, relative to the largest logit."""
+    """Return the largest difference, relative to the largest logit."""
     return float((ours - expected).abs().max() / expected.abs().max())
 
 

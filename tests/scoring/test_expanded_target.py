@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from small_files import write_functions
+from helpers.small_files import write_functions
 
 from benchmarks import expanded_target
 from draftlab.model import checkpoint
@@ -24,9 +24,20 @@ def test_the_text_and_acceptance_are_the_sources_at_another_cost(
         write_shape_file(shape.model_copy(update=LARGER | {"layers": layers}), file, "a test")
     text = write_functions(tmp_path / "text.txt", 40, 60)
     expanded_target.main(
-        cut=Path(source), source=str(source), target=str(target), drafts=f"{draft},{shallow}", k="3", data=text,
-        prompts=2, prompt_tokens=12, new_tokens=16, mode=mode, dtype="float32", device="cpu", room=1e7,
-    )  # fmt: skip
+        cut=Path(source),
+        source=str(source),
+        target=str(target),
+        drafts=f"{draft},{shallow}",
+        k="3",
+        data=text,
+        prompts=2,
+        prompt_tokens=12,
+        new_tokens=16,
+        mode=mode,
+        dtype="float32",
+        device="cpu",
+        room=1e7,
+    )
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (found["layers"], found["of_layers"]) == (7, 7)
     ((name, (row,)),) = found["rows"].items()  # one layer does not contain five

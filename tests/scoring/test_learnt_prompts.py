@@ -4,11 +4,11 @@ import shutil
 import time
 from pathlib import Path
 
-from small_files import write_prompts
+from helpers.small_files import write_prompts
 
 import draftlab
-from draftlab import provenance
 from draftlab.results.ranking import score_warnings
+from draftlab.runs import provenance
 from draftlab.target_outputs.store import read_texts
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from builders import PASS_ROUNDING, build
-from errors import raises_option
+from helpers.builders import PASS_ROUNDING, build
+from helpers.errors import raises_option
+from helpers.loopback_servers import SmallVLLM, running
+from helpers.small_files import edit, with_template, write_rows
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
-from loopback_servers import SmallVLLM, running
-from small_files import edit, with_template, write_rows
 
 from draftlab.commands import COMMANDS
 from draftlab.model.checkpoint import load_model, load_tokenizer
@@ -58,7 +58,7 @@ aggregate_metric_list: [{metric: acc, aggregation: mean, weight_by_size: true}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A task of every kind of request, and a group of two of them."""
+    """Return a task of every kind of request, and a group of two of them."""
     out = tmp_path_factory.mktemp("tasks")
     rows = [{"question": f"return self.{'x' * n}", "answer": n % 3} for n in range(7)]
     write_rows(out / "rows.jsonl", rows)
@@ -73,14 +73,14 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def chat(family_dirs, tmp_path_factory) -> Path:
-    """A small model whose tokenizer has a chat template."""
+    """Return a small model whose tokenizer has a chat template."""
     return with_template(family_dirs["llama"], tmp_path_factory.mktemp("chat") / "llama")
 
 
 def golden(
     directory: Path, names: list[str], folder: Path, **settings: Any
 ) -> dict[tuple[str, str], list[float]]:
-    """The values of every item, and that of the task last, by lm-eval's own model and evaluator."""
+    """Return the values of every item, and that of the task last, by lm-eval's own model and evaluator."""
     model = {"pretrained": str(directory), "dtype": "float32"}
     index = TaskManager(include_path=folder, include_defaults=False)
     found: Any = simple_evaluate(

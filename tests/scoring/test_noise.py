@@ -1,7 +1,7 @@
 """The figures of benchmarks.noise are those of its scores."""
 
 import pytest
-from test_report import UNEVEN, change, score
+from helpers.scores import UNEVEN, change, score
 
 from benchmarks.noise import result
 from draftlab.results.score import Score

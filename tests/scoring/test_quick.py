@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_files import write_rows
-from test_cli import made, refused, space  # noqa: F401
-from test_score_schema import generation
-from typed import call
+from helpers.commands import made, refused, space  # noqa: F401
+from helpers.scores import generation
+from helpers.small_files import write_rows
+from helpers.typed import call
 
 from draftlab import intervals
 from draftlab.engine.generate import Step
@@ -114,7 +114,7 @@ def test_min_speedup_times_every_draft(asked):
 
 def test_an_interrupted_score_goes_on_from_what_it_timed(asked, space):
     """The state of the interrupted run is made here: a score whose last lines are taken away."""
-    from draftlab.atomic import state_directory
+    from draftlab.runs.atomic import state_directory
     from draftlab.scoring import run
 
     asked += " --num-prompts 8"  # a single look
@@ -220,9 +220,14 @@ def test_a_swap_is_the_ratio_of_predicted_seconds_at_the_two_k(asked):
 
 def run_of(prompt: int) -> Run:
     step = Step(
-        row=0, drafted=1, accepted=1, tokens=[5, 6], draft_seconds=0.1, verify_seconds=0.2,
+        row=0,
+        drafted=1,
+        accepted=1,
+        tokens=[5, 6],
+        draft_seconds=0.1,
+        verify_seconds=0.2,
         host_seconds=0.3,
-    )  # fmt: skip
+    )
     return Run(prompt, TimedStep(step, 1), [TimedStep(step, 2, 0.5)])
 
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from builders import build
+from helpers.builders import build
 
 from draftlab.engine.drafters.parallel import model_drafter
 from draftlab.engine.generate import decode, output_tokens
@@ -40,7 +40,7 @@ def timed(models, drafters, repeats=2, **settings):
 
 
 def test_batches_emit_the_same_tokens_and_share_their_time(models, measured):
-    """On a clock that counts its readings, four a pass, all rows together take three ticks a pass."""
+    """The clock counts its readings, four a pass: all rows together take three ticks a pass."""
     ticks = itertools.count()
     other = {"other": ("draft", [4])}
     found = timed(models, other, repeats=1, batch=3, clock=lambda: next(ticks))

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from builders import PASS_ROUNDING, build
-from small_files import copy_tokenizer, edit, write_rows
-from test_cli import DISTILL, SCORE, drafted, made, refused, space  # noqa: F401
+from helpers.builders import PASS_ROUNDING, build
+from helpers.commands import DISTILL, SCORE, drafted, made, refused, space  # noqa: F401
+from helpers.small_files import copy_tokenizer, edit, write_rows
+from helpers.typed import call
 from transformers import AutoModelForCausalLM
-from typed import call
 
 from benchmarks.tiny_target import llama_config
-from draftlab import workspace
 from draftlab.latency.cost_model import read_profile
 from draftlab.model import checkpoint, modes
 from draftlab.model.families import presets
 from draftlab.model.hub import EMBEDDED
 from draftlab.results.score import read_score, score_files
+from draftlab.runs import workspace
 from draftlab.scoring.run import compare
 from draftlab.target_outputs.replay import read_replay
 
@@ -46,7 +46,7 @@ def draft(drafted):
 
 @pytest.fixture
 def task(space):
-    """The option of a task whose data are on this disk."""
+    """Return the option of a task whose data are on this disk."""
     write_rows(space / "rows.jsonl", [{"text": "def parse(line): return line"}])
     (space / "own.yaml").write_text(TASK)
     return "--tasks own.yaml"

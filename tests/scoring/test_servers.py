@@ -9,20 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from errors import raises_option
-from loopback_servers import Answering, Observed, SmallVLLM, running
-from small_files import with_template, write_rows, write_workspace
-from test_client import serving_vllm
-from typed import call
+from helpers.errors import raises_option
+from helpers.loopback_servers import Answering, Observed, SmallVLLM, running, serving_vllm
+from helpers.small_files import with_template, write_rows, write_workspace
+from helpers.typed import call
 from typer.testing import Result
 
-from draftlab import provenance, workspace
 from draftlab.commands import COMMANDS
 from draftlab.data import heldout_prompts
 from draftlab.engine.generate import ModelDrafter, speculative_decode
 from draftlab.model import checkpoint, llama
 from draftlab.results.decoding import Counters
 from draftlab.results.score import read_score
+from draftlab.runs import provenance, workspace
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.servers import check_alone
 from draftlab.servers.sglang import SGLang
@@ -38,7 +37,7 @@ def started() -> Iterator[Callable[[Answering], str]]:
 
 @pytest.fixture
 def space(tmp_path, monkeypatch, family_dirs) -> Path:
-    """A workspace around the small llama, and prompts of two kinds."""
+    """Return a workspace around the small llama, and prompts of two kinds."""
     monkeypatch.chdir(tmp_path)
     write_workspace(family_dirs["llama"])
     rows = [
@@ -50,7 +49,7 @@ def space(tmp_path, monkeypatch, family_dirs) -> Path:
 
 
 def small(**options: Any) -> SmallVLLM:
-    """A server of the workspace's target."""
+    """Return a server of the workspace's target."""
     directory = Path(workspace.load().target)
     model = checkpoint.load_model(directory, torch.float32).eval()
     return SmallVLLM(model, checkpoint.load_tokenizer(directory), frozenset(), k=K, **options)
@@ -231,10 +230,15 @@ def test_a_server_that_writes_ids_beyond_the_vocabulary_is_refused(space, starte
 @pytest.mark.parametrize(
     ("steps", "cuts", "fine"),
     [
-        (10, False, True), (13, False, True), (9, False, False), (40, False, False),
-        (8, True, True), (7, True, False), (40, True, False),
+        (10, False, True),
+        (13, False, True),
+        (9, False, False),
+        (40, False, False),
+        (8, True, True),
+        (7, True, False),
+        (40, True, False),
     ],
-)  # fmt: skip
+)
 def test_counters_that_others_moved_are_refused(steps, cuts, fine):
     """Two answers of 20 tokens: 2 with the prefills, 28 accepted, and one of each step; an end cuts at most K + 1.
 
@@ -250,7 +254,7 @@ def test_counters_that_others_moved_are_refused(steps, cuts, fine):
 
 
 def test_sglangs_counters_are_in_its_answers():
-    """By the source of 0.5.23: three steps of 4 drafted tokens accepted 0, 2 and 2."""
+    """The source of 0.5.23 gives three steps of 4 drafted tokens accepted 0, 2 and 2."""
     meta = {"spec_verify_ct": 3, "spec_num_proposed_drafts": 12}
     meta |= {"spec_correct_drafts_histogram": [1, 0, 2]}
     found = SGLang().counters({"meta_info": meta})
@@ -297,8 +301,11 @@ def test_a_real_vllm_accepts_what_is_accepted_here_of_a_dflash_head(tmp_path, fp
     few = {"steps": 20, "batch_size": 8, "seq_len": 64, "training_dtype": "float32"}
     COMMANDS["distill"](student="dflash", target=str(fp32), data="stdlib", **few, out=head)
     speculation = {
-        "method": "dflash", "model": head, "num_speculative_tokens": K, "draft_sample_method": "probabilistic"
-    }  # fmt: skip
+        "method": "dflash",
+        "model": head,
+        "num_speculative_tokens": K,
+        "draft_sample_method": "probabilistic",
+    }
     with serving_vllm(fp32, "--speculative-config", json.dumps(speculation)) as server:
         where = {
             "target": str(fp32),

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from errors import raises_option
-from loopback_servers import SmallVLLM, running
-from small_files import with_template, write_prompts
-from test_dflash import NATIVE, written
+from helpers.dflash_heads import NATIVE, written
+from helpers.errors import raises_option
+from helpers.loopback_servers import SmallVLLM, running
+from helpers.small_files import with_template, write_prompts
 from tokenizers import pre_tokenizers
 
 from draftlab.commands import COMMANDS
@@ -21,13 +21,13 @@ from draftlab.servers.kinds import Finding
 
 @pytest.fixture(scope="module")
 def target(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with a chat template."""
+    """Return a target with a chat template."""
     return with_template(family_dirs["llama"], tmp_path_factory.mktemp("served") / "target")
 
 
 @pytest.fixture(scope="module")
 def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target with noise, which it accepts now and then."""
+    """Return the target with noise, which it accepts now and then."""
     folder = tmp_path_factory.mktemp("served") / "draft"
     shutil.copytree(target, folder)
     noisy(checkpoint.load_model(target, torch.float32), 0.01).save_pretrained(folder)
@@ -47,14 +47,17 @@ def served(target: Path, place: Path | None, **changes: Any) -> SmallVLLM:
         return checkpoint.load_model(path, torch.float32).eval()
 
     whole: dict[str, Any] = {
-        "model": load(target), "tokenizer": checkpoint.load_tokenizer(target), "stops": frozenset(),
-        "draft": None if place is None else load(place), "longest": 256,
-    }  # fmt: skip
+        "model": load(target),
+        "tokenizer": checkpoint.load_tokenizer(target),
+        "stops": frozenset(),
+        "draft": None if place is None else load(place),
+        "longest": 256,
+    }
     return SmallVLLM(**whole | changes)
 
 
 def compared(answering: SmallVLLM, target: Path, draft: Path, **more: Any) -> list[Finding]:
-    """The findings on the layers of serving."""
+    """Return the findings on the layers of serving."""
     prompts = write_prompts(draft.parent / "prompts.jsonl", 6)
     asked = {"draft": str(draft), "target": str(target), "prompt_file": prompts, "servers": "vllm"}
     with running(answering) as url:
@@ -63,7 +66,7 @@ def compared(answering: SmallVLLM, target: Path, draft: Path, **more: Any) -> li
 
 
 def levels(answering: SmallVLLM, target: Path, draft: Path) -> Mapping[str, str]:
-    """The level of each layer of serving, by its name."""
+    """Return the level of each layer of serving, by its name."""
     return {finding.about: finding.level for finding in compared(answering, target, draft)}
 
 
@@ -71,8 +74,14 @@ def test_nothing_differs_from_a_server_of_the_same_draft(target, draft):
     found = levels(served(target, draft), target, draft)
     assert set(found.values()) == {"ok"}
     assert found.keys() == {
-        "server", "tokenizer", "chat template", "context", "target", "precision", "acceptance",
-    }  # fmt: skip
+        "server",
+        "tokenizer",
+        "chat template",
+        "context",
+        "target",
+        "precision",
+        "acceptance",
+    }
 
 
 def test_another_draft_is_an_acceptance_that_differs(target, draft):
@@ -96,7 +105,7 @@ def test_another_template_or_context_is_named(target, draft):
 
 
 def test_another_tokenizer_is_named_and_the_other_layers_are_compared(target, draft):
-    """As llama.cpp, which splits text by the nearest rule that it knows."""
+    """llama.cpp splits text by the nearest rule that it knows."""
     tokenizer = copy.deepcopy(checkpoint.load_tokenizer(target))
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     found = levels(served(target, draft, tokenizer=tokenizer), target, draft)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from builders import build
+from helpers.builders import build
 
 from draftlab import intervals
 from draftlab.engine.drafters.parallel import model_drafter
@@ -65,8 +65,14 @@ def measured_on(
     drafters = {"draft": (model_drafter(draft, target.vocab), [1, 3])}
     sampling, advance = SamplingParams(max_tokens=tokens), lambda done: None
     return measure_throughput(
-        target, drafters, PROMPTS[:prompts], sampling=sampling, repeats=repeats, advance=advance, clock=clock
-    )  # fmt: skip
+        target,
+        drafters,
+        PROMPTS[:prompts],
+        sampling=sampling,
+        repeats=repeats,
+        advance=advance,
+        clock=clock,
+    )
 
 
 def stalling(at: range, seconds: int) -> tuple[Callable[[], float], list[float]]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from builders import PASS_ROUNDING, build
 from datasets import Dataset
+from helpers.builders import PASS_ROUNDING, build
+from helpers.small_files import write_rows
 from lm_eval.tasks.hellaswag.utils import process_docs
-from small_files import write_rows
 
 from benchmarks.tiny_target import train_tokenizer
 from draftlab.data import Document, documents
@@ -26,17 +26,31 @@ CPU = torch.device("cpu")
 ITEMS = 12
 HELLASWAG = [
     {
-        "ind": n, "activity_label": "Coding", "ctx_a": f"def f{n}(self, x): [step] opens the file.", "ctx_b": "then it",
-        "ctx": "both together", "endings": [f"return {n}", "  raise [title] an error", "pass", f"self.x{n} = x"],
-        "label": str(n % 4), "split": "val",
+        "ind": n,
+        "activity_label": "Coding",
+        "ctx_a": f"def f{n}(self, x): [step] opens the file.",
+        "ctx_b": "then it",
+        "ctx": "both together",
+        "endings": [f"return {n}", "  raise [title] an error", "pass", f"self.x{n} = x"],
+        "label": str(n % 4),
+        "split": "val",
     }
     for n in range(6)
-]  # fmt: skip
+]
 ARC = [
-    {"question": {"stem": "Which is a loop?", "choices": [{"text": "for", "label": "A"}, {"text": "if", "label": "B"}]},
-     "answerKey": "A"},
-    {"question": "Which is a test?", "choices": {"text": ["1", "if"], "label": ["1", "2"]}, "answerKey": "2"},
-]  # fmt: skip
+    {
+        "question": {
+            "stem": "Which is a loop?",
+            "choices": [{"text": "for", "label": "A"}, {"text": "if", "label": "B"}],
+        },
+        "answerKey": "A",
+    },
+    {
+        "question": "Which is a test?",
+        "choices": {"text": ["1", "if"], "label": ["1", "2"]},
+        "answerKey": "2",
+    },
+]
 GSM8K = [
     {"question": f"What is {n} + {n}?", "answer": f"It is {n} + {n}.\n#### {2 * n}"}
     for n in range(9)
@@ -70,7 +84,7 @@ def items(docs) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory, docs) -> Path:
-    """A random model with a long window; its tokenizer puts bos in front and joins ')', line break and indentation."""
+    """Return a random model with a long window. Its tokenizer puts bos in front and joins ')' with a line break."""
     out = tmp_path_factory.mktemp("long")
     build("llama", max_position_embeddings=2048, vocab_size=600).save_pretrained(out)
     train_tokenizer([doc.text for doc in docs], 600, out)
@@ -130,15 +144,18 @@ def test_bits_per_byte_is_that_of_a_forward_pass(model, docs):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> dict[str, Path]:
-    """The tasks of make_tasks.py, made of small files, by name."""
+    """Return the tasks of make_tasks.py, made of small files, by name."""
     out = tmp_path_factory.mktemp("tasks")
     for name, rows in (("hellaswag", HELLASWAG), ("arc", ARC), ("gsm8k", GSM8K)):
         write_rows(out / f"{name}.jsonl", rows)
     (out / "wiki.txt").write_text(WIKITEXT)
     for line in (
-        "hellaswag hellaswag.jsonl", "arc arc.jsonl", "gsm8k gsm8k.jsonl --examples gsm8k.jsonl",
-        "next-sentence wiki.txt", "which-article wiki.txt",
-    ):  # fmt: skip
+        "hellaswag hellaswag.jsonl",
+        "arc arc.jsonl",
+        "gsm8k gsm8k.jsonl --examples gsm8k.jsonl",
+        "next-sentence wiki.txt",
+        "which-article wiki.txt",
+    ):
         command = [sys.executable, TASKS / "make_tasks.py", *line.split(), "--out", "."]
         subprocess.run(command, cwd=out, check=True, capture_output=True)
     for file in out.glob("*.yaml"):

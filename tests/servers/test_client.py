@@ -1,24 +1,30 @@
 """Servers say what the model says; what they refuse or cannot do is one clear line.
 
-What vLLM answers was recorded from vLLM 0.32.0 around the embedded target (tests/data/vllm_tiny.json); SGLang's and
+What vLLM answers was recorded from vLLM 0.32.0 around the embedded target (tests/files/vllm_tiny.json); SGLang's and
 llama.cpp's answers follow their source and documentation. Tests marked vllm start a real one: DRAFTLAB_TEST_VLLM
 names its binary.
 """
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from builders import assert_rounds
-from errors import raises_option
-from loopback_servers import DROP, RECORDED, Answering, Observed, replay, running
+from helpers.builders import assert_rounds
+from helpers.errors import raises_option
+from helpers.loopback_servers import (
+    DROP,
+    RECORDED,
+    Answering,
+    Observed,
+    replay,
+    running,
+    serving_vllm,
+)
 from safetensors.numpy import load_file
 
 from draftlab.commands import COMMANDS
@@ -61,7 +67,7 @@ def tiny() -> Callable[[list[int]], torch.Tensor]:
 
 
 def of(log_p: torch.Tensor, ids: list[int]) -> torch.Tensor:
-    """The log-probability of each token."""
+    """Return the log-probability of each token."""
     return log_p.gather(1, torch.tensor(ids)[:, None]).squeeze(1)
 
 
@@ -364,18 +370,6 @@ def test_a_llama_cpp_that_accepted_as_many_tokens_as_it_wrote_is_refused(started
     texts = verifying.TargetTexts(prompts=[[1, 2]], completions=[], tokens=[2], k=1)
     with pytest.raises(UserError):
         verifying.ask(LlamaCpp(), server, texts)
-
-
-@contextmanager
-def serving_vllm(directory: Path, *options: object) -> Iterator[Server]:
-    """A real vLLM around a checkpoint (docs/servers.md)."""
-    program = os.environ.get("DRAFTLAB_TEST_VLLM")
-    if program is None:
-        pytest.skip("DRAFTLAB_TEST_VLLM does not name a vllm binary")
-    flags = "--served-model-name tiny --dtype float32 --max-logprobs 64 --no-enable-prefix-caching --enforce-eager"
-    command = [program, "serve", directory, *flags.split(), *options]
-    with verifying.running(command, verifying.VLLM_ON_CPU | os.environ) as (server, _):
-        yield server
 
 
 @pytest.fixture(scope="session")

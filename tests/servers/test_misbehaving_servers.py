@@ -1,52 +1,26 @@
 """A server that misbehaves gets one line; its values are checked, and its key is kept."""
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from errors import raises_option
-from loopback_servers import running
+from helpers.errors import raises_option
+from helpers.loopback_servers import raw_server, running
 
+from draftlab.data.prompts import Prompt
 from draftlab.errors import UserError
-from draftlab.prompts import Prompt
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import HttpClient, Probe, Server, spec_decode_counters
 from draftlab.servers.kinds import top_k
 from draftlab.target_outputs.outputs import StoredLogprobs
 from draftlab.target_outputs.targets import ServedTarget
 
-Raw = Callable[[BaseHTTPRequestHandler], None]
 GREEDY = SamplingParams(max_tokens=2, temperature=0.0)
 CARD = {"id": "m", "owned_by": "vllm"}
-
-
-@contextmanager
-def raw_server(answer: Raw) -> Iterator[str]:
-    """Yield the URL of a server that writes what it likes to the socket."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            try:
-                answer(self)
-            except OSError:
-                return  # the client has left
-
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.socket.close()
 
 
 def client(url: str, key: str | None = None, **limits: Any) -> HttpClient:

@@ -1,6 +1,6 @@
 """Servers as they answer: drafted and unfinished tokens, refused rows, slots, models, proxies, keys and counters.
 
-llama.cpp's answers were recorded from its C++ server in xllamacpp 2026.10 (tests/data/llama_cpp_answers.json).
+llama.cpp's answers were recorded from its C++ server in xllamacpp 2026.10 (tests/files/llama_cpp_answers.json).
 """
 
 import os
@@ -17,19 +17,19 @@ from urllib.parse import unquote
 
 import pytest
 import torch
-from errors import raises_option
-from loopback_servers import (
+from helpers.errors import raises_option
+from helpers.loopback_servers import (
     LLAMA_CPP,
     RECORDED,
     Answering,
     Observed,
     RecordedLlamaCpp,
     SmallVLLM,
+    raw_server,
     running,
 )
-from small_files import TEMPLATE, with_template, write_prompts
-from test_misbehaving_servers import raw_server
-from typed import call
+from helpers.small_files import TEMPLATE, with_template, write_prompts
+from helpers.typed import call
 
 from draftlab.exporting import verify as verifying
 from draftlab.model import checkpoint, hub
@@ -81,7 +81,7 @@ def recorded(name: str, **timings: int) -> Answering:
     ("name", "timings"), [("drafted", {}), ("drafted", {"draft_n": 0}), ("plain", {"draft_n": 3})]
 )
 def test_log_probabilities_of_drafted_tokens_are_refused(name, timings, k, started):
-    """By the count of drafted tokens, and by the empty list of a token, which has log-probability 0.0."""
+    """The count of drafted tokens shows them, and so does the empty list of a token with log-probability 0.0."""
     server = Server.connect(started(recorded(name, **timings)))
     with raises_option(server.http.url, "draft", kind=DraftedTokens):
         server.generate([[504, 30, 31]], SAMPLED, k=k)
@@ -318,7 +318,7 @@ def test_a_model_may_be_named_by_an_alias(started):
 
 @pytest.fixture
 def proxy(monkeypatch) -> Iterator[tuple[str, list[str]]]:
-    """A proxy of the environment, and what arrived there."""
+    """Yield a proxy of the environment, and what arrived there."""
     seen: list[str] = []
 
     def answer(request: BaseHTTPRequestHandler) -> None:

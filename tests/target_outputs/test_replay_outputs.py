@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import assert_rounds, build, generation_of
-from errors import raises_option
-from loopback_servers import SmallVLLM, running
+from helpers.builders import assert_rounds, build, generation_of
+from helpers.errors import raises_option
+from helpers.loopback_servers import SmallVLLM, running
+from helpers.small_files import copy_tokenizer, edit, write_functions, write_rows, write_workspace
+from helpers.typed import call
 from safetensors.numpy import load_file, save_file
-from small_files import copy_tokenizer, edit, write_functions, write_rows, write_workspace
 from transformers import TopKLogitsWarper, TopPLogitsWarper
-from typed import call
 
-from draftlab import provenance
 from draftlab.commands import outputs
 from draftlab.config.kinds import parse_drafter
 from draftlab.config.server_rules import DecodingRule
+from draftlab.data.prompts import file_prompts
 from draftlab.engine.drafters.ngram import LatestLookupDrafter
 from draftlab.engine.generate import ModelDrafter, decode, speculative_decode
 from draftlab.errors import UserError
@@ -29,7 +29,7 @@ from draftlab.latency.steps import steps
 from draftlab.latency.workload import workload_of_replay
 from draftlab.model import checkpoint
 from draftlab.model.llama import load
-from draftlab.prompts import file_prompts
+from draftlab.runs import provenance
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs import build as building
 from draftlab.target_outputs.batches import open_stored
@@ -60,7 +60,7 @@ LINES = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, tokenizer_dir) -> dict[str, Path]:
-    """A target that is sure now and then, and the same with noise as its draft."""
+    """Return a target that is sure now and then, and the same with noise as its draft."""
     root = tmp_path_factory.mktemp("models")
     made = {"target": build("llama", 1), "draft": build("llama", 1)}
     torch.manual_seed(5)
@@ -100,7 +100,7 @@ def drafting(**changes: Any) -> Drafting:
 
 @pytest.fixture
 def ends(models, greedy_store, tmp_path) -> tuple[int, Path]:
-    """A token, and the target whose texts end with it."""
+    """Return a token, and the target whose texts end with it."""
     token = int(greedy_store.outputs[0].ids[9])
     shutil.copytree(models["target"], tmp_path / "target")
     edit(tmp_path / "target/config.json", eos_token_id=token)
@@ -488,8 +488,10 @@ def test_replay_takes_the_target_from_the_store_and_the_draft_from_draft(
     draft = ("--draft", models["draft"], "--k", 2)
     call("replay answers --drafter fallback --drafter latest-lookup --out replayed", *draft)
     assert {path.name for path in (space / "replayed").iterdir() if path.is_dir()} == {
-        "draft", "fallback", "latest-lookup",
-    }  # fmt: skip
+        "draft",
+        "fallback",
+        "latest-lookup",
+    }
     named = f"replay answers --drafter fallback:draft={models['draft']} --k 2 --out named"
     call(named)
     (alone,) = (space / "named").glob("*/replay.json")

@@ -11,26 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import assert_rounds, build, save_neox
-from errors import raises_option
-from loopback_servers import SmallVLLM, replay, running
+from helpers.builders import assert_rounds, build, save_neox
+from helpers.errors import raises_option
+from helpers.loopback_servers import SmallVLLM, replay, running
+from helpers.small_files import copy_tokenizer, edit, write_prompts, write_rows, write_workspace
+from helpers.stores import build_store
 from safetensors.numpy import load_file, save_file
-from small_files import (
-    copy_tokenizer,
-    edit,
-    write_functions,
-    write_prompts,
-    write_rows,
-    write_workspace,
-)
 
-from draftlab import provenance
 from draftlab.commands import outputs
-from draftlab.commands.base import Outcome
 from draftlab.data import Batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.native_cpu import NativeLlama
+from draftlab.runs import provenance
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs import build as building
@@ -46,20 +39,8 @@ from draftlab.training.teachers import LocalTeacher, ServedTeacher, StoredTeache
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    return write_functions(tmp_path_factory.mktemp("text") / "text.txt", 200, 8)
-
-
-def build_store(target: Path, data: str, out: Path, **changes: Any) -> Outcome:
-    """Outputs to distil from: of 20 sequences of 16 tokens, 8 listed at each place."""
-    sizes: dict[str, Any] = {"num_sequences": 20, "seq_len": 16, "top_logprobs": 8}
-    sizes |= {"prompt_tokens": 4} if changes.get("text") == "target" else {}
-    return outputs.build(**{"target": str(target), "data": data, "out": out} | sizes | changes)
-
-
 def files_of(directory: Path) -> dict[str, bytes]:
-    """All files but the record, which says when."""
+    """Return all files but the record, which says when."""
     files = (f for f in directory.rglob("*") if f.is_file() and f.name != "draftlab.json")
     return {str(f.relative_to(directory)): f.read_bytes() for f in files}
 
@@ -72,7 +53,7 @@ def made(family_dirs, text, tmp_path_factory) -> Path:
 
 
 def whole(target: Path, batch: Batch) -> torch.Tensor:
-    """The target's log-probabilities [n, V] where the batch counts."""
+    """Return the target's log-probabilities [n, V] where the batch counts."""
     teacher = LocalTeacher(checkpoint.load_model(target, torch.float32).eval(), 307, CPU)
     return log_probs(teacher.distributions(batch).logits(slice(None)), 1.0)
 
@@ -140,7 +121,7 @@ Shard = dict[str, np.ndarray]
 
 
 def spoilt(made: Path, out: Path, change: Callable[[Shard], object]) -> Path:
-    """A copy of the cache whose first shard was changed, with a checksum that fits."""
+    """Return a copy of the cache whose first shard was changed, with a checksum that fits."""
     shard = load_file(made / "shard-00000.safetensors")
     change(shard)
     out.mkdir()
@@ -239,7 +220,7 @@ STOPS = frozenset(range(0, 307, 20))
 
 @pytest.fixture(scope="module")
 def small(family_dirs) -> Iterator[Server]:
-    """The small llama on a server that speaks as vLLM does."""
+    """Yield the small llama on a server that speaks as vLLM does."""
     target = family_dirs["llama"]
     model = checkpoint.load_model(target, torch.float32).eval()
     with running(SmallVLLM(model, checkpoint.load_tokenizer(target), STOPS)) as url:
@@ -247,7 +228,7 @@ def small(family_dirs) -> Iterator[Server]:
 
 
 def same_lists(a: Path, b: Path) -> None:
-    """Two stores have the same text, and the same lists for every token that counts."""
+    """Check that two stores have the same text, and the same lists for every token that counts."""
     for part in ("", "heldout"):
         mine, other = (load_file(place / part / "shard-00000.safetensors") for place in (a, b))
         for name in ("ids", "offsets", "prompt_ids", "prompt_offsets", "number"):
@@ -322,7 +303,7 @@ def test_a_token_beyond_the_drafts_vocabulary_is_refused(small, made):
 
 @pytest.fixture(scope="module")
 def log(small, tmp_path_factory) -> Path:
-    """What a server's log holds of 26 requests, some longer and some shorter than 16 tokens."""
+    """Return what a server's log holds of 26 requests, some longer and some shorter than 16 tokens."""
     prompts = [[0, 10 + i, 40 + i, 100 + i][: 2 + i % 3] for i in range(26)]
     written = [
         small.generate([p], SamplingParams(max_tokens=6 + i, seed=i, temperature=1.0), k=8)[0]

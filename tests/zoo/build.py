@@ -45,9 +45,14 @@ NAMES = {
     "mamba2": {"heads": "num_heads", "kv": "n_groups", "ffn": "", "context": ""},
 }
 LLAMA = {
-    "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads", "kv": "num_key_value_heads",
-    "ffn": "intermediate_size", "context": "max_position_embeddings", "vocab": "vocab_size",
-}  # fmt: skip
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv": "num_key_value_heads",
+    "ffn": "intermediate_size",
+    "context": "max_position_embeddings",
+    "vocab": "vocab_size",
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -64,9 +69,16 @@ def small(facts: Facts) -> Sizes:
     pattern = max([len(v) for v in facts.config.values() if isinstance(v, list)], default=1)
     every = int(facts.config.get("sliding_window_pattern", pattern))
     return Sizes(
-        layers=max(LAYERS, every), hidden=hidden, heads=heads, kv=kv, head=head,
-        ffn=max(8, s.ffn * hidden // s.hidden // 8 * 8), vocab=known + spare, tokens=known, context=CONTEXT,
-    )  # fmt: skip
+        layers=max(LAYERS, every),
+        hidden=hidden,
+        heads=heads,
+        kv=kv,
+        head=head,
+        ffn=max(8, s.ffn * hidden // s.hidden // 8 * 8),
+        vocab=known + spare,
+        tokens=known,
+        context=CONTEXT,
+    )
 
 
 def config(facts: Facts) -> dict[str, Any]:
@@ -132,7 +144,7 @@ def _model(directory: Path, facts: Facts) -> PreTrainedModel:
 
 
 def _buffers(facts: Facts) -> dict[str, Tensor]:
-    """What older versions of transformers wrote beside the weights."""
+    """Return the buffers that older versions of transformers wrote."""
     sizes, found = small(facts), {}
     mask = torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.bool).tril()
     for i in range(sizes.layers):
@@ -186,7 +198,7 @@ def _write(facts: Facts, out: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _ends(facts: Facts) -> tuple[int | list[int], list[int]]:
-    """Small ids for those of config.json, and for those of generation_config.json."""
+    """Return small ids for those of config.json, and for those of generation_config.json."""
     ids = words.special(facts.words)
     real = facts.eos if isinstance(facts.eos, list) else [facts.eos]
     named = {end: ids[f"end{i}"] for i, end in enumerate(dict.fromkeys([*real, *facts.stops]))}
@@ -195,7 +207,7 @@ def _ends(facts: Facts) -> tuple[int | list[int], list[int]]:
 
 
 def _shrunk(key: str, value: Any, facts: Facts, sizes: Sizes) -> Any:
-    """A value of the real config.json as the small one has it."""
+    """Return a value of the real config.json as the small one has it."""
     real = facts.sizes
     if isinstance(value, dict):
         return {k: _shrunk(k, v, facts, sizes) for k, v in value.items()}

@@ -14,7 +14,7 @@ YES = "yes"
 
 
 class Sizes(BaseModel):
-    """Of the real checkpoint. head: dimensions of a head; tokens: ids of its tokenizer, vocab: its logits."""
+    """Sizes of the real checkpoint. head: dimensions of a head; tokens: ids of its tokenizer, vocab: its logits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

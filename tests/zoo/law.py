@@ -42,7 +42,7 @@ UNPACKED = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a command came to. words: of its refusal, or of what broke."""
+    """The result of a command. words: Its refusal, or the failure."""
 
     step: str
     expected: str  # WORKS, or words that a refusal must have
@@ -74,7 +74,7 @@ ANSWERS = (
 
 
 def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
-    """By name what to type in a folder with a model M, a text, and a draft that is there or that earlier steps made."""
+    """Return by name the commands to type in a folder with a model M, a text, and maybe a draft."""
     width = (small(facts) if pruned else small(draft_for(facts))).hidden // 2
     there = f"--draft {draft} --target M"
     found = {
@@ -180,12 +180,12 @@ def outcome(step: str, line: str, wanted: str) -> Outcome:
 
 
 def _params(s: Sizes) -> int:
-    """Of a LLaMA of these sizes with a tied head, near enough for a budget."""
+    """Return the parameters of a LLaMA of these sizes with a tied head, near enough for a budget."""
     return s.hidden * (s.vocab + s.layers * (3 * s.ffn + 2 * (s.heads + s.kv) * s.head))
 
 
 def draft_for(facts: Facts) -> Facts:
-    """A small LLaMA of the same tokenizer: the draft of what cannot be cut."""
+    """Return a small LLaMA of the same tokenizer: the draft of what cannot be cut."""
     kind = {"merges.txt": "bytes", "tokenizer.model": "sentencepiece"}.get(facts.words, facts.words)
     ids = words.size(kind)  # type: ignore[arg-type]
     sizes = Sizes(

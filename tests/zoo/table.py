@@ -1,4 +1,4 @@
-"""docs/models.md, from what is expected of each checkpoint: python -m tests.zoo.table > docs/models.md"""
+"""docs/models.md, from what is expected of each checkpoint: python -m zoo.table > docs/models.md"""
 
 from .facts import YES, Facts, zoo
 

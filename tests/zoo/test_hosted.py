@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from builders import assert_rounds
-from errors import raises_option
+from helpers.builders import assert_rounds
+from helpers.errors import raises_option
 
 from draftlab.model import checkpoint
 from draftlab.model.decoder import feed

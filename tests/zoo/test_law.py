@@ -50,19 +50,23 @@ def test_a_small_one_has_the_ratios_of_the_real_one(name, tmp_path):
     facts = zoo()[name]
     have, real, made = small(facts), facts.sizes, build(facts, tmp_path / name)
     assert (have.heads * real.kv, have.hidden * real.heads * real.head) == (
-        real.heads * have.kv, real.hidden * have.heads * have.head
-    )  # fmt: skip
+        real.heads * have.kv,
+        real.hidden * have.heads * have.head,
+    )
     assert (have.vocab > have.tokens) == (real.vocab > real.tokens)
     if "bin" not in facts.files:
         shape = checkpoint.read_shape(made)
         assert (shape.layers, shape.hidden, shape.heads, shape.kv_heads) == (
-            have.layers, have.hidden, have.heads, have.kv
-        )  # fmt: skip
+            have.layers,
+            have.hidden,
+            have.heads,
+            have.kv,
+        )
         assert (shape.head_dim, shape.ffn, shape.vocab) == (have.head, have.ffn, have.vocab)
         assert shape.tied == facts.tied
         assert checkpoint.stored_dtype(made) == getattr(torch, facts.dtype)
 
 
 def test_the_table_says_what_is_expected():
-    """python -m tests.zoo.table > docs/models.md"""
+    """python -m zoo.table > docs/models.md"""
     assert PAGE.read_text() == page()

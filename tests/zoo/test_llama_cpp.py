@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from gguf_files import contents
-from real_llama_cpp import in_float32, llama_server, log_probabilities, tokenize
+from helpers.gguf_files import contents
+from helpers.real_llama_cpp import in_float32, llama_server, log_probabilities, tokenize
 from transformers import AutoModelForCausalLM
 
 from draftlab.exporting import gguf

@@ -26,7 +26,7 @@ CHAT = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}<end>{% end
 
 
 def special(words: Words) -> dict[str, int]:
-    """Ids of bos, pad, and of the three ends of a text, in the order in which a checkpoint names them."""
+    """Return ids of bos, pad, and of the three ends of a text, in the order in which a checkpoint names them."""
     if words in ("bytes", "merges.txt"):
         return {"bos": 0, "pad": 2, "end0": 1, "end1": 3, "end2": 4}
     last = len(tokenizer("sentencepiece").get_vocab())
@@ -43,9 +43,12 @@ def write(words: Words, out: Path, *, chat: bool) -> None:
     byte_level = words in ("bytes", "merges.txt")
     made = tokenizer("bytes" if byte_level else "sentencepiece")
     settings: dict[str, object] = {
-        "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "clean_up_tokenization_spaces": False,
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "clean_up_tokenization_spaces": False,
         "model_max_length": 256,
-    }  # fmt: skip
+    }
     if chat:
         settings["chat_template"] = CHAT
     if words in ("bytes", "sentencepiece"):
@@ -91,7 +94,7 @@ def _bytes() -> Tokenizer:
 
 
 def _pieces() -> Tokenizer:
-    """As LLaMA's tokenizer.json: spaces are ▁, what no piece has is spelled in bytes."""
+    """Return a tokenizer as LLaMA's tokenizer.json: spaces are ▁, what no piece has is spelled in bytes."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=120, show_progress=False)
@@ -132,7 +135,7 @@ def _framed(made: Tokenizer, bos: tuple[str, int]) -> Tokenizer:
 
 
 def _sentencepiece(made: Tokenizer) -> bytes:
-    """The same pieces as SentencePiece's own file, in which the first merges have the largest scores."""
+    """Return the same pieces as SentencePiece's own file, in which the first merges have the largest scores."""
     from transformers.convert_slow_tokenizer import import_protobuf
 
     spec = json.loads(made.to_str())["model"]

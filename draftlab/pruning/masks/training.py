@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftlab.atomic import remove_state
 from draftlab.console import is_main_process, note
 from draftlab.data import open_batches, open_heldout
 from draftlab.model import checkpoint
@@ -20,6 +19,7 @@ from draftlab.pruning.masks.hard_concrete import Masks
 from draftlab.pruning.masks.masked_model import Folded, masked
 from draftlab.pruning.run import Prune, PrunedDraft, Text
 from draftlab.pruning.source import Source
+from draftlab.runs.atomic import remove_state
 from draftlab.training.checkpointer import best_weights
 from draftlab.training.loop import Hardware, Loop
 from draftlab.training.losses import parse_loss

@@ -27,7 +27,7 @@ def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
     import torch
     from safetensors.torch import save_file
 
-    from draftlab.model import checkpoint
+    from draftlab.model import checkpoint, devices
     from draftlab_research.drafting.medusa import read
 
     target = hub.locate(config.target)
@@ -38,7 +38,7 @@ def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
     ]
     tensors: dict[str, torch.Tensor] = {f"blocks.{i}.layers.0.weight": heads[i] for i in range(k)}
     tensors["lm_heads.0.weight"] = shared_head
-    dtype = checkpoint.dtype_name(heads.dtype)
+    dtype = devices.dtype_name(heads.dtype)
     content = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",

@@ -41,9 +41,9 @@ def import_paper_trace(config: ImportPaperTraceConfig, output: Output) -> Outcom
 
 
 def _write(config: ImportPaperTraceConfig, output: Output) -> "Manifest":
-    from draftlab import provenance
+    from draftlab.data.prompts import file_prompts
     from draftlab.model import checkpoint, hub
-    from draftlab.prompts import file_prompts
+    from draftlab.runs import provenance
     from draftlab.sampling import SamplingParams
     from draftlab.target_outputs.build import REPLAY_SHARD
     from draftlab.target_outputs.store import Manifest, logits_of, vocabulary_sha256, write_store

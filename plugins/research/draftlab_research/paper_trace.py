@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from draftlab.data.prompts import Prompt
 from draftlab.engine.batch_generate import Completion
 from draftlab.errors import UserError
-from draftlab.prompts import Prompt
 from draftlab.reading import reading
 from draftlab.target_outputs.outputs import TargetOutput
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from builders import assert_rounds, build
-from enumeration import error, table
-from errors import raises_option
-from plain_eagle import target_and_head
+from helpers.builders import assert_rounds, build
+from helpers.enumeration import error, table
+from helpers.errors import raises_option
+from helpers.plain_eagle import target_and_head
 from torch import Tensor
 
 from draftlab.config.kinds import parse_drafter

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import assert_rounds, recording
-from plain_eagle import target_and_head
+from helpers.builders import assert_rounds, recording
+from helpers.plain_eagle import target_and_head
 
 from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.engine.drafters.eagle import EagleDrafter

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
-from builders import PASS_ROUNDING, build, recording, training_killed_at
+from helpers.builders import PASS_ROUNDING, build, recording, training_killed_at
+from helpers.second_device import DEVICE, SecondDevice, without_second_device
 from safetensors.torch import load_file
-from second_device import DEVICE, SecondDevice, without_second_device
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear, silu
 

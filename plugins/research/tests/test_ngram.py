@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import assert_rounds
-from built import built, facts
-from errors import raises_option
+from helpers.builders import assert_rounds
+from helpers.built import built, facts
+from helpers.errors import raises_option
 from test_drafters_replayed import check_greedy, in_mode
 
 from draftlab.commands import COMMANDS

@@ -10,8 +10,8 @@ import torch
 
 from draftlab.commands import COMMANDS
 from draftlab.config.server_rules import DecodingRule
+from draftlab.data.prompts import Prompt
 from draftlab.errors import UserError
-from draftlab.prompts import Prompt
 from draftlab.target_outputs.replay import Drafting, drafter_of, replay_draft
 from draftlab.target_outputs.store import read_store
 from draftlab_research.import_paper_trace import import_paper_trace

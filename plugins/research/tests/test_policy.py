@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafter_laws import save_models
+from helpers.drafter_laws import save_models
 
 from draftlab.engine.generate import ModelDrafter
 from draftlab.sampling import SamplingParams
@@ -98,9 +98,14 @@ def test_a_row_stops_where_its_next_token_does_not_pay(models):
     """Acceptance probabilities are 1 or 0, so a row drafts on as long as its confidence is in a bin with 1."""
     sure = np.repeat([0.0, 1.0], [len(EDGES) - 6, 7])
     policy = Policy(
-        speed=0.1, verify_ms=np.arange(10.0, 15), draft_ms=1.0, copies=np.zeros((3, LENGTHS, K)), chance=sure,
-        next_chance=sure, draft_gain=1.0,
-    )  # fmt: skip
+        speed=0.1,
+        verify_ms=np.arange(10.0, 15),
+        draft_ms=1.0,
+        copies=np.zeros((3, LENGTHS, K)),
+        chance=sure,
+        next_chance=sure,
+        draft_gain=1.0,
+    )
     texts = [[1, 2, 3], [7, 5, 9], [4, 4, 8]]
     plain = ModelDrafter(models["noisy"])
     plain.reset(3, 32)

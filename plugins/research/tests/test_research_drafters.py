@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from builders import assert_rounds, build
-from drafter_laws import (
+from helpers.builders import assert_rounds, build
+from helpers.drafter_laws import (
     PROMPTS,
     VOCAB,
     Bigrams,
@@ -124,9 +124,14 @@ def adaptive(inner: Stoppable) -> Drafter:
     """Return a drafter with a policy that copies after long matches, and ends drafts after tokens of low confidence."""
     chance = np.repeat([0.1, 0.9], [3, len(EDGES) - 2])
     policy = Policy(
-        speed=0.1, verify_ms=np.arange(10.0, 20), draft_ms=1.0, chance=chance, next_chance=chance, draft_gain=0.1,
+        speed=0.1,
+        verify_ms=np.arange(10.0, 20),
+        draft_ms=1.0,
+        chance=chance,
+        next_chance=chance,
+        draft_gain=0.1,
         copies=np.broadcast_to(np.array([0.05, 0.5, 0.9, 0.9])[:, None], (3, LENGTHS, 9)),
-    )  # fmt: skip
+    )
     return FallbackDrafter(PolicyLookup(policy, 8), PolicyDraft(inner, policy), VOCAB)
 
 

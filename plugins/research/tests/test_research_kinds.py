@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from built import PROMPTS, built, check_output, facts
-from errors import raises_option
+from helpers.built import PROMPTS, built, check_output, facts
+from helpers.errors import raises_option
 from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab.commands import COMMANDS

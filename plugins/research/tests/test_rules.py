@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from builders import rounding
-from enumeration import (
+from helpers.builders import rounding
+from helpers.enumeration import (
     CHAIN,
     DRAFTS,
     DRAFTS_OF_FOUR,

@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftlab import provenance
 from draftlab.engine.generate import Draft, Drafter, TokenIds, draw_each
 from draftlab.errors import UserError
 from draftlab.model.checkpoint import check_weight
 from draftlab.model.llama import Cache, Llama, rms_norm
 from draftlab.model.saving import save_finite
 from draftlab.reading import FileModel, read_model, reading
+from draftlab.runs import provenance
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.tree import Siblings, draft_levels, node_depths
 from draftlab_research.medusa import MANIFEST, TRAINED_BY

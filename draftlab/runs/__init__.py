@@ -1,0 +1,1 @@
+"""What a command writes and remembers: whole outputs, their records, and the defaults of a workspace."""

@@ -1,0 +1,41 @@
+"""Packages outside of draftlab, as installed ones look, and the kinds of docs/extending.md."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+GUIDE = Path(__file__).parents[2] / "docs" / "extending.md"
+
+
+def example(kind: str) -> str:
+    """Return the guide's code that registers a kind by this name."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (found,) = (block for block in blocks if f'("{kind}")' in block)
+    return found
+
+
+def install(site: Path, package: str, modules: dict[str, str], group: str) -> None:
+    """Write what an installed package has: the modules by name, and their entry points."""
+    site.mkdir(exist_ok=True)
+    points = [f"{module.replace('_', '-')} = {module}" for module in modules]
+    for module, text in modules.items():
+        (site / f"{module}.py").write_text(text)
+    info = site / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *points, ""]))
+
+
+def draftlab(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line beside the folder of packages."""
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", ""), *sys.path])
+    environ = os.environ | {"PYTHONPATH": path, "COLUMNS": "400"}
+    return subprocess.run(
+        [sys.executable, "-m", "draftlab", *arguments],
+        cwd=site.parent,
+        env=environ,
+        capture_output=True,
+        text=True,
+    )

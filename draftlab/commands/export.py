@@ -204,9 +204,9 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
         UserError: The draft, target, text, device or server is missing.
     """
     from draftlab.exporting.artifact import check_files, open_checkable
+    from draftlab.exporting.serving_check import PROMPT_TOKENS, PROMPTS, ServedDraft
     from draftlab.exporting.trials import trial_prompts
     from draftlab.model import checkpoint
-    from draftlab.scoring.serving_check import PROMPT_TOKENS, PROMPTS, ServedDraft
     from draftlab.servers.client import Server
     from draftlab.servers.kinds import error
 

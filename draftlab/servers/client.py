@@ -526,18 +526,6 @@ class Server:
             }
         return values
 
-    def grown(self, before: Mapping[str, float]) -> Counters:
-        """Return how much the server's speculative counters grew after the metrics `before` were read.
-
-        Raises:
-            UserError: The server drafted nothing in between, or a counter decreased.
-        """
-        after = self.metrics()
-        counters = spec_decode_counters(before, after)
-        if counters is None:
-            raise UserError(f"{self.http.url} {undrafted(after)}")
-        return counters
-
     def _each(
         self,
         prompts: Sequence[list[int]],

@@ -24,7 +24,7 @@ from draftlab.model import checkpoint, llama
 from draftlab.results.decoding import Counters
 from draftlab.results.score import read_score
 from draftlab.sampling import SamplingParams
-from draftlab.scoring.servers import check_alone
+from draftlab.servers.answers import check_alone
 from draftlab.servers.sglang import SGLang
 
 K, NEW = 3, 9  # the first token comes with the prefill; the others are two steps of K + 1

@@ -91,8 +91,7 @@ class ExportConfig(DraftConfig, OutputConfig):
     to: str = option(
         "hf",
         "Format: hf, a Hugging Face directory; gguf, a GGUF file; speculators, an EAGLE-3 head for vLLM; or the name "
-        "of "
-        f"a server ({', '.join(SERVERS.names())}), for the format of this server with a start script.",
+        f"of a server ({', '.join(SERVERS.names())}), for the format of this server with a start script.",
     )
     outtype: str = option("f16", f"Data type of the matrices in a GGUF file: {', '.join(ROUNDED)}.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(

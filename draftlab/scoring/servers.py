@@ -41,7 +41,8 @@ from draftlab.target_outputs.store import logits_of
 from draftlab.target_outputs.targets import check_ids, check_server_tokenizer
 
 Item = TypeVar("Item")
-PLAIN, SPECULATIVE = "plain", "speculative"
+PLAIN = "plain"
+SPECULATIVE = "speculative"
 PLAIN_FILE = "plain.json"
 OPTIONS = {PLAIN: "--server", SPECULATIVE: "--speculative-server"}
 

@@ -31,7 +31,9 @@ from draftlab.recipe import run
 from draftlab.streams import Unprintable, guard_streams
 from draftlab.trust import printable
 
-EXIT_USER_ERROR, EXIT_USAGE, EXIT_MISSED = 1, 2, 3
+EXIT_USER_ERROR = 1
+EXIT_USAGE = 2
+EXIT_MISSED = 3
 LONGEST_ERROR = 2000  # characters
 LAUNCHED = ("distill", "prune")  # commands that a launcher may run in several processes
 # settings that decide the size of tensors, the most effective first

@@ -32,7 +32,8 @@ FEWEST = 4  # below this number of conversations, an interval is too wide to be 
 # Below this number, kinds of requests that are rare may be missing. No interval can know of them.
 RARE = 12
 ENOUGH = 24
-PARTITIONS, PARTS = 40, 3
+PARTITIONS = 40
+PARTS = 3
 MOST_ROWS = 10_000  # a larger number of conversations is not worth naming
 
 Timing = tuple[float, float]  # tokens, seconds

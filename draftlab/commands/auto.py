@@ -73,8 +73,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
     verify_with: Path | None = option(
         None,
         "Path of the program vllm or llama-server, in which the exported draft is verified. Default: the program on "
-        "the "
-        "PATH, if there is one.",
+        "the PATH, if there is one.",
         reads="nothing",
         acts="always",
     )

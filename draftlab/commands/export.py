@@ -91,8 +91,7 @@ class ExportConfig(DraftConfig, OutputConfig):
     to: str = option(
         "hf",
         "Format: hf, a Hugging Face directory; gguf, a GGUF file; speculators, an EAGLE-3 head for vLLM; or the name "
-        "of "
-        f"a server ({', '.join(SERVERS.names())}), for the format of this server with a start script.",
+        f"of a server ({', '.join(SERVERS.names())}), for the format of this server with a start script.",
     )
     outtype: str = option("f16", f"Data type of the matrices in a GGUF file: {', '.join(ROUNDED)}.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
@@ -204,9 +203,9 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
         UserError: The draft, target, text, device or server is missing.
     """
     from draftlab.exporting.artifact import check_files, open_checkable
+    from draftlab.exporting.serving_check import PROMPT_TOKENS, PROMPTS, ServedDraft
     from draftlab.exporting.trials import trial_prompts
     from draftlab.model import devices
-    from draftlab.scoring.serving_check import PROMPT_TOKENS, PROMPTS, ServedDraft
     from draftlab.servers.client import Server
     from draftlab.servers.kinds import error
 

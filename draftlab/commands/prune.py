@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     from draftlab.pruning.masks.training import MaskTraining
     from draftlab.pruning.run import Prune, PrunedDraft, Text
 
-SHAPE, CALIBRATION = "Shape of the draft", "Calibration and refit"  # panels of --help
+# panels of --help
+SHAPE = "Shape of the draft"
+CALIBRATION = "Calibration and refit"
 SIZES = ("layers", "width", "ffn", "params")
 
 
@@ -73,8 +75,7 @@ class PruneConfig(OutputConfig, CheckpointSettings):
     outputs: Path | None = option(
         None,
         "Stored target outputs (draftlab outputs build) to calibrate on, in place of --data. --vocab then keeps the "
-        "most "
-        "frequent token ids of these outputs.",
+        "most frequent token ids of these outputs.",
         panel=CALIBRATION,
     )
     calibration_tokens: int = advanced_option(
@@ -86,9 +87,8 @@ class PruneConfig(OutputConfig, CheckpointSettings):
     refit: Literal["none", "norms", "layers", "head"] | None = advanced_option(
         None,
         "Weights to adjust after the cut. none: no weights; norms: scale the norms to the smaller width; layers: also "
-        "fit "
-        "o_proj and down_proj to the source's residual stream; head: also fit lm_head to the source's logits. Default: "
-        "layers, or none with --lr, which trains weights away from the source's.",
+        "fit o_proj and down_proj to the source's residual stream; head: also fit lm_head to the source's logits. "
+        "Default: layers, or none with --lr, which trains weights away from the source's.",
         panel=CALIBRATION,
     )
     method: Literal["importance", "masks", "random", "first"] = option(

@@ -135,8 +135,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     int8: Literal["draft", "target", "both"] | None = advanced_option(
         None,
         "Round the weights of this model to 8 bits, with --mode native. Plain decoding is then timed twice: with "
-        "rounded "
-        "and with full weights.",
+        "rounded and with full weights.",
     )
     threads: int | None = shared.threads()
     server: str | None = option(

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from draftlab.results.tables import TerminalTable
     from draftlab.searching.schedule import Search
 
-CANDIDATES, TEXT = "Candidates", "Text of users"  # panels of --help
+# panels of --help
+CANDIDATES = "Candidates"
+TEXT = "Text of users"
 
 
 class SearchConfig(OutputConfig, shared.CheckpointSettings):
@@ -68,8 +70,7 @@ class SearchConfig(OutputConfig, shared.CheckpointSettings):
     first_steps: int = advanced_option(
         30,
         "Number of distillation steps of every candidate in the first round. Later rounds have fewer candidates and "
-        "more "
-        "steps.",
+        "more steps.",
         ge=1,
     )
     dtype: shared.WeightsDtype = shared.dtype(advanced=True)
@@ -261,9 +262,8 @@ def _rung_table(search: "Search") -> "TerminalTable":
     title = f"{Path(search.target).name}: candidates cut from {Path(search.source).name}; the fastest is marked"
     caption = (
         f"{format_duration(search.spent_seconds)}. Predicted: speed-up of decoding without prefill, at the best K, "
-        "from a "
-        "replay and the latency law, after the number of training steps in the table. Measured: speed-up of whole "
-        "requests, with a 95% interval over prompts."
+        "from a replay and the latency law, after the number of training steps in the table. Measured: speed-up of "
+        "whole requests, with a 95% interval over prompts."
     )
     every = [*rows.values(), last]
     return TerminalTable(heads=heads, rows=every, best=best, title=title, caption=caption)

@@ -27,12 +27,11 @@ from draftlab.runs.provenance import RECORD_FILE, read_record
 from draftlab.shell import typed
 from draftlab.trust import printable, without_secrets
 
-OUTPUT, SERVER, TRAINING, CHECKPOINTS = (
-    "Output",
-    "Server",
-    "Training",
-    "Evaluation and checkpoints",
-)  # panels of --help
+# panels of --help
+OUTPUT = "Output"
+SERVER = "Server"
+TRAINING = "Training"
+CHECKPOINTS = "Evaluation and checkpoints"
 Value = TypeVar("Value")
 # text: a data mixture; tasks: lm-eval's tasks; shape: a shape file or its name; path: a text that may be a path;
 # nothing: a Path that is not read

@@ -27,7 +27,8 @@ from draftlab.data.text import (
 from draftlab.errors import UserError
 
 # default number of prompts from a data source, and their length
-FROM_DATA, FROM_DATA_TOKENS = 16, 64
+FROM_DATA = 16
+FROM_DATA_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)

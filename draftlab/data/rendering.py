@@ -22,7 +22,8 @@ from draftlab.reading import reading
 # the tag by which a chat template marks the assistant's text
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # contents of a message and an answer that no chat template changes or contains: characters for private use
-ASKED, PROBE = "\ue001", "\ue000"
+ASKED = "\ue001"
+PROBE = "\ue000"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,8 @@ class HeadSpec(DrafterSpec):
     """Base class of drafters with a head that reads the target's states. heads: Directory of the head."""
 
     format: ClassVar[str]  # name of the kind of head, for messages
-    module: ClassVar[
-        str
-    ]  # module that reads this kind of head, with check(folder, target) and load()
+    # module that reads this kind of head, with check(folder, target) and load()
+    module: ClassVar[str]
     file: ClassVar[str] = "config.json"  # file that every directory of a head has
     remedy: ClassVar[str] = ""  # end of the error message if the directory has no head
 

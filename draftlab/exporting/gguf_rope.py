@@ -19,9 +19,12 @@ from draftlab.reading import reading
 
 Settings = dict[str, int | float | str]  # by name without the architecture
 ROPE_FACTORS = "rope_freqs.weight"
-SHORT, LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+SHORT = "rope_factors_short.weight"
+LONG = "rope_factors_long.weight"
 EVERY_TENSOR = frozenset({ROPE_FACTORS, SHORT, LONG})
-BETA_FAST, BETA_SLOW = 32.0, 1.0  # llama.cpp's constants of YaRN
+# llama.cpp's constants of YaRN
+BETA_FAST = 32.0
+BETA_SLOW = 1.0
 CLOSE = 1e-4  # relative difference of frequencies; llama.cpp computes them in float32
 # fields of rope_parameters that transformers reads, by kind of rotary scaling
 FIELDS = {

@@ -20,9 +20,11 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama_toke
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*")
-SIGNS, SIGNS_AND_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+SIGNS_AND_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -291,9 +293,8 @@ def _tokens(
             continue  # e.g. an image token, which a text model neither reads nor writes
         content = added["content"]
         if byte_fallback and not added["special"]:
-            content = content.replace(
-                SPACE, " "
-            )  # llama.cpp looks for it before it replaces spaces
+            # llama.cpp looks for it before it replaces spaces
+            content = content.replace(SPACE, " ")
         by_id[added["id"]] = content
         if kinds.get(added["id"]) != UNKNOWN:
             kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED

@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -10,11 +10,12 @@ import torch
 from draftlab.console import note
 from draftlab.data.prompts import Prompts
 from draftlab.engine.batch_generate import answer_turns
+from draftlab.errors import UserError
 from draftlab.exporting import gguf, verify
 from draftlab.exporting.artifact import Exportable, Form
 from draftlab.exporting.card import Card, history
+from draftlab.intervals import FEWEST
 from draftlab.model import checkpoint, modes
-from draftlab.model.decoder import Decoder
 from draftlab.model.size import read_size
 from draftlab.output import Output
 from draftlab.results.score import Score
@@ -155,29 +156,18 @@ def _verify(
     server, target = form.server, artifact.target
     assert server is not None  # the settings require it with --verify-with
     ends = checkpoint.eos_token_ids(target)
-
-    def load_target() -> Decoder:
-        return modes.load(target, torch.float32, verifier.device)
-
-    model = load_target()
+    model = modes.load(target, torch.float32, verifier.device)
     turns = SamplingParams(max_tokens=TURN_TOKENS, stop_token_ids=ends)
     prompts = answer_turns(verifier.prompts, target, model, turns)
     rows = [prompt.ids for prompt in prompts.rows]
-    texts = verify.to_sample(rows, NEW_TOKENS, k, verifier.temperature)
-    if verifier.temperature == 0:
-        note(f"generating {len(rows)} texts with the target")
-        sampling = replace(turns, max_tokens=NEW_TOKENS)
-        texts = verify.generate_texts(model, rows, sampling, k)
-        texts = verify.before_end(texts, server, ends)
+    if len(rows) < FEWEST:
+        raise UserError(
+            f"--verify-with: {len(rows)} prompts are too few to compare acceptance; name {FEWEST} or more"
+        )
     del model
     torch.cuda.empty_cache()  # the server needs most of the memory
-
-    def count(texts: verify.TargetTexts) -> verify.Counts:
-        scores = artifact.scores(directory, form, texts, verifier.device)
-        chances = verify.chances_of(scores, texts, load_target, artifact.target_vocab)
-        return verify.counts_of(server, chances, texts)
-
     note(f"drafting over {len(rows)} texts in {verifier.program.name} and in draftlab")
+    vocab = artifact.target_vocab
     # inside the unfinished output, which the next run removes if this run is killed
     inside = written if written.is_dir() else written.parent
     with tempfile.TemporaryDirectory(dir=inside) as folder:
@@ -189,11 +179,29 @@ def _verify(
             draft=written,
             kind=artifact.kind,
             k=k,
-            longest=texts.longest,
+            longest=prompts.longest + NEW_TOKENS,
             method=DEFAULT_SAMPLING.method,
             own_target=form.layout == "speculators",
         )
-        return prompts, verify.verify(server, verifier.program, trial, texts, count)
+        asked = {"tokens": NEW_TOKENS, "temperature": verifier.temperature, "vocab": vocab, "k": k}
+        command = server.command(verifier.program, trial)
+        with verify.running(command, verify.own_environment(server)) as (client, _):
+            answered = verify.ask(client, rows, **asked)
+    found = verify.compare(
+        client,
+        answered,
+        modes.load(target, torch.float32, verifier.device),
+        lambda texts: artifact.scores(directory, form, texts, verifier.device),
+        ends=ends,
+        vocab=vocab,
+        method=trial.method,
+    )
+    if not found.agrees:
+        raise UserError(
+            "--verify-with: the acceptance length in the server is outside the interval that draftlab expects, so the "
+            f"server may run the draft wrongly. {found.line()}"
+        )
+    return prompts, found
 
 
 def choose_sampling(heterogeneous: bool, verified: verify.Verification | None) -> Sampling:
@@ -206,8 +214,8 @@ def choose_sampling(heterogeneous: bool, verified: verify.Verification | None) -
         return Sampling("greedy", "the only method of vLLM for different vocabularies")
     if verified is None or len(verified.by_method) == 1:
         return DEFAULT_SAMPLING
-    lengths = ", ".join(f"{name} {length:.3f}" for name, length in verified.by_method.items())
-    best = max(verified.by_method, key=verified.by_method.__getitem__)
+    lengths = ", ".join(f"{name} {length.value:.3f}" for name, length in verified.by_method.items())
+    best = max(verified.by_method, key=lambda name: verified.by_method[name].value)
     return Sampling(
         best, f"tokens per target pass at temperature {verified.temperature:g}: {lengths}"
     )

@@ -18,8 +18,12 @@ from draftlab.servers.kinds import Finding, error, ok
 
 UNTRAINED = 0.9  # a draft whose cross-entropy divided by log(vocabulary size) is at least this counts as untrained
 USELESS = 1.05  # a head with fewer tokens per target pass counts as useless
-K, TOKENS = 3, 24  # number of drafted tokens per step, and of tokens in each text
-PROMPTS, PROMPT_TOKENS = 8, 96  # number and length of the held-out prompts
+# number of drafted tokens per step, and of tokens in each text
+K = 3
+TOKENS = 24
+# number and length of the held-out prompts
+PROMPTS = 8
+PROMPT_TOKENS = 96
 
 
 def trial_prompts(

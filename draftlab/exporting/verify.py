@@ -1,4 +1,4 @@
-"""Verification of an export: its acceptance in the server must equal its acceptance in draftlab's engine.
+"""Verification of a draft in a server: its acceptance there must equal its acceptance in draftlab's engine.
 
 A damaged draft does not change the text, because the target verifies every token. Only the speed-up is lost. R texts, n
 tokens of a text, K drafted tokens per step.
@@ -24,12 +24,14 @@ from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_tokens
 from draftlab.console import heartbeat
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.errors import UserError
-from draftlab.intervals import FEWEST, Interval, ratio
+from draftlab.intervals import Interval, ratio
 from draftlab.model.decoder import Decoder
 from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
+from draftlab.servers.answers import ServerAnswers, check_alone, read_metrics
 from draftlab.servers.client import SILENT_SECONDS, Server
-from draftlab.servers.kinds import SampleMethod, ServerKind, ServerTrial
+from draftlab.servers.kinds import SampleMethod, ServerKind
+from draftlab.target_outputs.targets import check_ids
 from draftlab.trust import printable
 
 START_SECONDS = 1800
@@ -153,12 +155,10 @@ VLLM_ON_CPU = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetTexts:
-    """Texts of the target on which to compare a server with draftlab.
-
-    At temperature 0, the target writes the texts in draftlab. They are k tokens longer than the compared part, because
-    every step drafts k tokens. Above temperature 0, the server writes the texts, so `completions` are empty until then.
+    """Texts that a server wrote, on which it is compared with draftlab.
 
     Args:
+        completions: The answers. At temperature 0, k tokens of the target follow each answer, see extended.
         tokens: Number of tokens of each text to compare, [R].
         k: Number of tokens drafted per step.
     """
@@ -176,10 +176,6 @@ class TargetTexts:
         ]
 
     @property
-    def longest(self) -> int:
-        return max(map(len, self.prompts)) + max(self.tokens)
-
-    @property
     def draft_sampling(self) -> SamplingParams:
         """Return the sampling parameters in which the log-probabilities of the texts' tokens are computed."""
         return SamplingParams(temperature=self.temperature)
@@ -189,25 +185,51 @@ class TargetTexts:
 Counts = Mapping[SampleMethod, np.ndarray]
 # probability that each token of a text is accepted, [n] or [n, K] for each text, by the draft's sampling method
 Chances = Mapping[SampleMethod, Sequence[np.ndarray]]
-Count = Callable[[TargetTexts], Counts]
+
+
+class NothingDrafted(UserError):
+    """A server drafted nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """Answers of a server, and the growth of its counters of speculative decoding meanwhile.
+
+    measured: Tokens per target pass in the server.
+    """
+
+    texts: TargetTexts
+    counters: Counters
+    measured: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """The acceptance length in the server (measured), and in draftlab (expected, with a 95 % interval over texts).
+    """The acceptance of a draft in a server, and in draftlab on the same texts.
 
-    by_method: Acceptance length in draftlab, by the draft's sampling method. At temperature 0, it has only "greedy".
+    Args:
+        measured: Tokens per target pass in the server.
+        expected: Tokens per target pass in draftlab, with a 95 % interval over texts.
+        method: How the draft samples above temperature 0.
+        by_method: `expected` by the draft's sampling method. At temperature 0, it has only "greedy".
+        there, here: Fraction of steps that accept at least i tokens, i = 1..K, in the server and in draftlab.
     """
 
     runtime: str
     k: int
     temperature: float
     texts: int
-    expected: Interval
     measured: float
+    expected: Interval
     method: SampleMethod
-    by_method: Mapping[SampleMethod, float]
-    details: str
+    by_method: Mapping[SampleMethod, Interval]
+    there: Sequence[float]
+    here: Sequence[float]
+
+    @property
+    def agrees(self) -> bool:
+        """Return whether the server's acceptance length is inside the interval that draftlab expects."""
+        return self.expected.low <= self.measured <= self.expected.high
 
     def facts(self) -> dict[str, object]:
         """Return the verification as JSON values. `gap` is the server's acceptance length minus draftlab's."""
@@ -219,7 +241,8 @@ class Verification:
             "texts": self.texts,
         }
         if self.temperature:
-            facts |= {"draft_sample_method": self.method, "by_method": dict(self.by_method)}
+            lengths = {name: length.value for name, length in self.by_method.items()}
+            facts |= {"draft_sample_method": self.method, "by_method": lengths}
         return facts | {
             "gap": self.measured - expected.value,
             "measured": self.measured,
@@ -228,47 +251,108 @@ class Verification:
         }
 
     def line(self) -> str:
-        sampled = (
-            f"temperature {self.temperature:g}, {self.method} drafts, " if self.temperature else ""
-        )
+        sampled = f"temperature {self.temperature:g}, {self.method} draft, "
         return (
-            f"{self.runtime}: {self.measured:.3f} tokens per target pass; draftlab expects "
-            f"{self.expected.text(3)}, K = {self.k}, {sampled}{self.texts} texts; "
-            f"{self.details}"
+            f"{self.runtime}: {self.measured:.3f} tokens per target pass; draftlab expects {self.expected.text(3)}, "
+            f"K = {self.k}, {sampled if self.temperature else ''}{self.texts} texts"
         )
 
 
-def to_sample(prompts: list[list[int]], tokens: int, k: int, temperature: float) -> TargetTexts:
-    """Return texts whose completions are empty, because the server writes them. tokens: Length of each completion."""
-    empty: list[list[int]] = [[] for _ in prompts]
-    return TargetTexts(
+def ask(
+    server: Server,
+    prompts: list[list[int]],
+    *,
+    tokens: int,
+    temperature: float,
+    vocab: int,
+    k: int | None = None,
+) -> Answered:
+    """Send prompts to a running server, one after the other, and return its answers.
+
+    Args:
+        tokens: Largest number of tokens of each answer.
+        vocab: Number of the target's logits.
+        k: Number of tokens that the server drafts per step. Default: the server's counters tell it.
+
+    Raises:
+        NothingDrafted: The server drafted nothing.
+        UserError: The server refused a request, it also answered other clients meanwhile, or its counters contradict
+            its answers.
+    """
+    answers, completions = ServerAnswers(before=read_metrics(server)), []
+    for seed, prompt in enumerate(prompts):
+        sampling = SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed)
+        ids, _ = answers.ask(server, prompt, sampling, time.perf_counter)
+        check_ids(ids, vocab, f"prompt {seed}")
+        completions.append(ids)
+    answers.after = read_metrics(server)
+    counters = answers.counters
+    if counters is None:
+        raise NothingDrafted(f"{server.http.url} {answers.undrafted}")
+    check_alone(server, counters, answers.lengths)
+    texts = TargetTexts(
         prompts=prompts,
-        completions=empty,
-        tokens=[tokens] * len(prompts),
-        k=k,
+        completions=completions,
+        tokens=answers.lengths,
+        k=k or counters.k,
         temperature=temperature,
+    )
+    measured = measured_length(server.adapter, counters, answers.lengths)
+    return Answered(texts=texts, counters=counters, measured=measured)
+
+
+def compare(
+    server: Server,
+    answered: Answered,
+    model: Decoder,
+    score: Callable[[TargetTexts], Sequence[TokenLogprobs]],
+    *,
+    ends: Sequence[int],
+    vocab: int,
+    method: SampleMethod | None = None,
+) -> Verification:
+    """Compare the acceptance in a server with the acceptance in draftlab, on the server's answers.
+
+    Args:
+        model: The target.
+        score: Function that returns the draft's log-probabilities and ranks of the texts' tokens.
+        ends: Ids of end-of-text tokens.
+        vocab: Number of the target's logits.
+        method: How the server's draft samples above temperature 0. Default: by the method whose acceptance length is
+            nearest to the server's.
+    """
+    adapter, texts, measured = server.adapter, answered.texts, answered.measured
+    if texts.temperature == 0:
+        texts = before_end(extended(texts, model), adapter, ends)
+    chances = chances_of(score(texts), texts, model, vocab)
+    counts = counts_of(adapter, chances, texts)
+    lengths: dict[SampleMethod, Interval] = {name: ratio(rows) for name, rows in counts.items()}
+    if method not in lengths:
+        method = min(lengths, key=lambda name: abs(lengths[name].value - measured))
+    steps = expected_steps(chances[method], texts.k)
+    return Verification(
+        runtime=f"{adapter.name} {server.version}",
+        k=texts.k,
+        temperature=texts.temperature,
+        texts=len(texts.tokens),
+        measured=measured,
+        expected=lengths[method],
+        method=method,
+        by_method=lengths,
+        there=answered.counters.acceptance.per_position_acceptance,
+        here=steps.acceptance().per_position_acceptance,
     )
 
 
-def generate_texts(
-    model: Decoder, prompts: list[list[int]], sampling: SamplingParams, k: int
-) -> TargetTexts:
-    """Let the target write each text greedily. After the end of the text, it writes k more tokens."""
-    longer = replace(sampling, max_tokens=sampling.max_tokens + k, stop_token_ids=())
-    completions, lengths = [], []
-    for ids in output_tokens(decode(model, prompts, longer)):
-        ends = (place for place, token in enumerate(ids, 1) if token in sampling.stop_token_ids)
-        length = min(sampling.max_tokens, next(ends, sampling.max_tokens))
-        lengths.append(length)
-        completions.append(ids[: length + k])
-    return TargetTexts(prompts=prompts, completions=completions, tokens=lengths, k=k)
+def extended(texts: TargetTexts, model: Decoder) -> TargetTexts:
+    """Continue greedy texts by k tokens of the target, because the server's last step may draft beyond their end."""
+    rows = [p + c for p, c in zip(texts.prompts, texts.completions, strict=True)]
+    more = output_tokens(decode(model, rows, SamplingParams(max_tokens=texts.k)))
+    return replace(texts, completions=[c + m for c, m in zip(texts.completions, more, strict=True)])
 
 
 def chances_of(
-    scores: Sequence[TokenLogprobs],
-    texts: TargetTexts,
-    load_target: Callable[[], Decoder],
-    vocab: int,
+    scores: Sequence[TokenLogprobs], texts: TargetTexts, target: Decoder, vocab: int
 ) -> Chances:
     """Return the acceptance probabilities of the texts' tokens, for a greedy draft and for a draft that samples.
 
@@ -277,13 +361,12 @@ def chances_of(
 
     Args:
         scores: The draft's log-probabilities and ranks of the tokens.
-        load_target: Function that loads the target. It is called only above temperature 0.
         vocab: Number of the target's logits.
     """
     greedy = [scored.ranks == 0 for scored in scores]
     if texts.temperature == 0:
         return {"greedy": greedy}
-    own = score_tokens(load_target(), texts.pairs, vocab, texts.draft_sampling)
+    own = score_tokens(target, texts.pairs, vocab, texts.draft_sampling)
     pairs = zip(scores, own, strict=True)
     sampled = [q.chances(p.logprobs) for q, p in pairs]
     return {"greedy": greedy, "probabilistic": sampled}
@@ -344,52 +427,6 @@ def count_steps(hits: Sequence[np.ndarray], texts: TargetTexts) -> np.ndarray:
     return np.array([greedy_steps(row, texts.k, tokens) for row, tokens in rows], dtype=np.float64)
 
 
-def verify(
-    server: ServerKind, program: Path, trial: ServerTrial, texts: TargetTexts, count: Count
-) -> Verification:
-    """Start a server with target and draft, and compare its acceptance length with draftlab's.
-
-    Args:
-        program: The server's program.
-        count: Function that counts draftlab's steps on the texts, as counts_of does.
-
-    Raises:
-        UserError: There are too few prompts, the server does not start, or its acceptance length is outside draftlab's
-            95 % interval.
-    """
-    if len(texts.prompts) < FEWEST:
-        raise UserError(
-            f"--verify-with: {len(texts.prompts)} prompts are too few to compare acceptance; name {FEWEST} or more"
-        )
-    with running(server.command(program, trial), own_environment(server)) as (client, _):
-        completions, measured = ask(server, client, texts)
-    texts, details = as_served(texts, completions)
-    counts = count(texts)
-    runtime = f"{server.name} {client.version}"
-    result = compare(runtime, texts, counts, measured, details, trial.method)
-    if not result.expected.low <= measured <= result.expected.high:
-        raise UserError(
-            "--verify-with: the acceptance length in the server is outside the interval that draftlab expects, so the "
-            f"server may run the draft wrongly. {result.line()}"
-        )
-    return result
-
-
-def ask(server: ServerKind, client: Server, texts: TargetTexts) -> tuple[list[list[int]], float]:
-    """Send the prompts to a running server, one after the other. Return its answers, and its acceptance length.
-
-    Raises:
-        UserError: The server counts no speculative steps, or its counters contradict its answers.
-    """
-    before, longest = client.metrics(), max(texts.tokens)
-    answers: list[list[int]] = []
-    for seed, (prompt, tokens) in enumerate(zip(texts.prompts, texts.tokens, strict=True)):
-        limit = tokens if server.cuts_last_step else longest
-        sampling = SamplingParams(max_tokens=limit, temperature=texts.temperature, seed=seed)
-        answers.append(client.generate_ids(prompt, sampling)[0])
-    return answers, measured_length(server, client.grown(before), list(map(len, answers)))
-
-
 def measured_length(server: ServerKind, counters: Counters, lengths: Sequence[int]) -> float:
     """Return the tokens per target pass in a server. lengths: Number of tokens of each answer.
 
@@ -419,45 +456,3 @@ def before_end(texts: TargetTexts, server: ServerKind, ends: Sequence[int]) -> T
         return texts
     pairs = zip(texts.completions, texts.tokens, strict=True)
     return replace(texts, tokens=[length - (ids[length - 1] in ends) for ids, length in pairs])
-
-
-def as_served(texts: TargetTexts, completions: list[list[int]]) -> tuple[TargetTexts, str]:
-    """Return the texts in which to count draftlab's steps, and a remark on the server's completions.
-
-    At temperature 0, the texts are those that the target wrote in draftlab. Above it, they are the server's
-    completions.
-    """
-    if texts.temperature == 0:
-        same: list[bool] = []
-        for written, ids in zip(completions, texts.completions, strict=True):
-            same += [a == b for a, b in zip(written, ids, strict=False)]
-        return texts, f"{np.mean(same):.2%} of its output tokens are the target's"
-    lengths = list(map(len, completions))
-    return replace(texts, completions=completions, tokens=lengths), f"{sum(lengths)} sampled tokens"
-
-
-def compare(
-    runtime: str,
-    texts: TargetTexts,
-    counts: Counts,
-    measured: float,
-    details: str,
-    method: SampleMethod = "greedy",
-) -> Verification:
-    """Compare a server's acceptance length with draftlab's. method: The draft's method above temperature 0."""
-    method = method if texts.temperature and method in counts else "greedy"
-    lengths: dict[SampleMethod, float] = {}
-    for name, rows in counts.items():
-        tokens, steps = rows.sum(0)
-        lengths[name] = float(tokens / steps)
-    return Verification(
-        runtime=runtime,
-        k=texts.k,
-        temperature=texts.temperature,
-        texts=len(texts.tokens),
-        method=method,
-        details=details,
-        expected=ratio(counts[method]),
-        measured=measured,
-        by_method=lengths,
-    )

@@ -331,9 +331,8 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
     _check_weights(
         header, sum(parameter.numel() for parameter in model.parameters()), info["missing_keys"]
     )
-    vars(model).pop(
-        "hf_quantizer", None
-    )  # with it, transformers refuses to save the dequantised model
+    # transformers refuses to save the dequantised model with this entry
+    vars(model).pop("hf_quantizer", None)
     vars(model.config).pop("quantization_config", None)
     return model
 

@@ -58,9 +58,8 @@ def random_model(shape: Shape, dtype: torch.dtype, device: torch.device, context
 # numbers of passes of the same model before a timed pass; after the largest number, processor caches are steady
 AFTER = (1, 2, 3, 8)
 At = tuple[int, int, int]  # a point of the grid: width, batch, context
-Key = tuple[
-    str, int, At
-]  # name of a model, number of its passes before this one, and point of the grid
+# name of a model, number of its passes before this one, and point of the grid
+Key = tuple[str, int, At]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,12 +54,13 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and few functions her
 CPU = torch.device("cpu")
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 PIECE_BYTES = 1 << 25
+# names of a tensor's axes in config.json
 FIELDS: dict[Axis, str] = {
     "vocab": "vocab_size",
     "hidden": "hidden_size",
     "head_dim": "head_dim",
     "ffn": "intermediate_size",
-}  # names of a tensor's axes in config.json
+}
 HEADS: dict[Axis, str] = {"q": "num_attention_heads", "kv": "num_key_value_heads"}
 # fields of config.json that are not true of a cut model
 STALE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")

@@ -40,12 +40,8 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
 VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")  # fields of EAGLE-3.1
 MOST_DRAFTED = 32
-OPTIONAL_PARTS = (
-    "norm_before_residual",
-    *VARIANTS,
-    "sliding_window",
-    "qk_norm",
-)  # parts that not every server supports
+# parts that not every server supports
+OPTIONAL_PARTS = ("norm_before_residual", *VARIANTS, "sliding_window", "qk_norm")
 # settings of config.json with the values that draftlab supports
 SUPPORTED: dict[str, tuple[object, ...]] = {
     "model_type": ("llama", "qwen3"),

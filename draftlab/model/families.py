@@ -28,10 +28,8 @@ from draftlab.quantities import format_number
 BudgetKind = Literal["total", "kv", "latency"]
 TOLERANCE = 0.01  # largest relative difference between a shape's cost and the budget
 
-FALLBACKS = (
-    16,
-    8,
-)  # steps of the ffn if multiple_of is too coarse for a small model; tensor cores need multiples of 8
+# steps of the ffn if multiple_of is too coarse for a small model; tensor cores need multiples of 8
+FALLBACKS = (16, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,10 +33,8 @@ from draftlab.model.llama import LayerStates
 RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
 SPARSE = 2  # the cache is packed when it has more than SPARSE slots per position of the longest row
 TRIAL = ((5, 9, 14, 3, 7), (11, 4, 8))  # token ids of two texts, see HFDecoder.masked
-TRIAL_ERROR = {
-    torch.float32: 1e-3,
-    torch.float64: 1e-6,
-}  # largest error of the logits in a trial, relative to the largest logit; 0.05 for other dtypes
+# largest error of the logits in a trial, relative to the largest logit; 0.05 for other dtypes
+TRIAL_ERROR = {torch.float32: 1e-3, torch.float64: 1e-6}
 
 
 @dataclass

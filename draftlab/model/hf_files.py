@@ -16,9 +16,13 @@ from draftlab.errors import Quantised, UserError, one_line
 from draftlab.reading import read_json, read_object, reading
 from draftlab.shell import typed
 
-CONFIG, GENERATION, HEAD_IDS = "config.json", "generation_config.json", "head_ids.json"
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+HEAD_IDS = "head_ids.json"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -36,7 +40,9 @@ CONTEXT_NAMES = (
     "seq_length",
 )
 UNLIMITED = 1 << 30
-FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
+# in layer_types
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 # kinds of rotary scaling whose factor is already in the context length
 WHOLE_LENGTHS = ("default", "llama3", "longrope", "su")
 # Families whose forward pass is exactly that of llama.py, and whose tensors transformers never renames. Some other
@@ -78,7 +84,8 @@ MULTIMODAL = (
     "qwen3_vl",
 )
 ADAPTER = "adapter_config.json"
-BIN_SINGLE, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+BIN_SINGLE = "pytorch_model.bin"
+BIN_INDEX = "pytorch_model.bin.index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,21 +30,12 @@ from draftlab.model.hf_files import (
 from draftlab.reading import read_object
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
-PLAIN = [
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "*.tiktoken",
-    "merges.txt",
-    "vocab.txt",
-]  # configuration and tokenizer
+# configuration and tokenizer
+PLAIN = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 TIMEOUT_SECONDS = 3
 HEADS = ("eagle", "peagle", "dflash", "dspark")  # kinds of heads that draftlab supports
-MASK_FIELDS = {
-    "mask_token_id",
-    "pard_token",
-    "ptd_token_id",
-}  # fields of config.json that may have the mask token's id; vLLM reads any of them
+# fields of config.json that may have the mask token's id; vLLM reads any of them
+MASK_FIELDS = {"mask_token_id", "pard_token", "ptd_token_id"}
 IMPORTED = (
     "if it has .bin files or an adapter, run draftlab import NAME; if it has a GGUF file, download that and run "
     "draftlab import FILE"
@@ -55,16 +46,8 @@ NOT_STDLIB = frozenset({"site-packages", "dist-packages", "encodings", "pydoc_da
 JSON_FILES = (".json", ".json.gz")  # an array or an object; many hold JSON lines
 ROW_FILES = (*JSON_FILES, ".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".parquet")
 TEXT_SUFFIXES = (*ROW_FILES, ".md", ".py", ".txt")
-ROUNDED = (
-    "f32",
-    "f16",
-    "bf16",
-    "q8_0",
-    "q5_1",
-    "q5_0",
-    "q4_1",
-    "q4_0",
-)  # GGUF types to which weights can be rounded
+# GGUF types to which weights can be rounded
+ROUNDED = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 
 def locate(name: str | Path, weights: bool = True, known: Iterable[str] = ()) -> Path:

@@ -554,12 +554,8 @@ def rotary_tables(
 
 
 LEAST_ROTARY = 4096  # tokens
-ROPE_KINDS = (
-    "default",
-    "linear",
-    "llama3",
-    "yarn",
-)  # kinds that do not depend on the length of the text
+# kinds that do not depend on the length of the text
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
 def rotary(config: Any, head_dim: int, directory: Path) -> tuple[Tensor, float]:

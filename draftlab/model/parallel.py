@@ -18,11 +18,10 @@ from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.model.decoder import Tree
 
-PARD_TOKEN, SPD_TYPE, OFFSETS = (
-    "pard_token",
-    "spd_type",
-    "pard_offsets",
-)  # keys of config.json; only draftlab writes pard_offsets
+# keys of config.json; only draftlab writes pard_offsets
+PARD_TOKEN = "pard_token"
+SPD_TYPE = "spd_type"
+OFFSETS = "pard_offsets"
 RESERVED = ("reserved", "unused", "<|extra")  # names of reserved tokens contain one of these words
 
 

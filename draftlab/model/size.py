@@ -12,11 +12,8 @@ from draftlab.model.hf_files import quantization_method
 from draftlab.model.shape import Shape, format_count
 from draftlab.quantities import format_bytes
 
-EXPERT_COUNTS = (
-    "num_local_experts",
-    "num_experts",
-    "n_routed_experts",
-)  # names in config.json for the number of routed experts
+# names in config.json for the number of routed experts
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

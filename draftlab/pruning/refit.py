@@ -22,7 +22,8 @@ from draftlab.reading import reading
 
 Stream = Tensor
 MLP_NORM = "post_attention_layernorm"
-O_PROJ, DOWN_PROJ = "self_attn.o_proj", "mlp.down_proj"
+O_PROJ = "self_attn.o_proj"
+DOWN_PROJ = "mlp.down_proj"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,8 @@ DARK_COLOURS = (
     "#c6c65c",
 )
 # matplotlib's markers, and the characters that look like them
-MARKERS, GLYPHS = "os^DvPXp", "●■▲◆▼✚✖⬟"
+MARKERS = "os^DvPXp"
+GLYPHS = "●■▲◆▼✚✖⬟"
 LABEL_LENGTH = 34
 GREY = "#6b6b6b"
 VARIABLES = {colour: f"var(--c{i})" for i, colour in enumerate(COLOURS)} | {GREY: "var(--soft)"}

@@ -25,7 +25,8 @@ LONGEST_LINE = 1 << 22
 # a temporary file or directory beside PATH is .PATH.XXXXXXXX.draftlab, with random letters
 TEMPORARY = ".draftlab"
 # a temporary directory has this file, and else the new output under its name, and the output that it replaces
-UNFINISHED, REPLACED = ".unfinished", ".replaced"
+UNFINISHED = ".unfinished"
+REPLACED = ".replaced"
 
 
 class FinishedElsewhere(UserError):

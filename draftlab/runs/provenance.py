@@ -22,7 +22,8 @@ from draftlab.errors import UserError
 from draftlab.reading import FileModel, read_json_lines, read_model
 from draftlab.runs.atomic import write_atomic
 
-RECORD_FILE, LOG_FILE = "draftlab.json", "log.jsonl"
+RECORD_FILE = "draftlab.json"
+LOG_FILE = "log.jsonl"
 # a directory with one of these files is a checkpoint, or the tokenizer of a checkpoint
 CHECKPOINT = ("config.json", "tokenizer_config.json")
 # the files of a checkpoint that decide results, besides its weights

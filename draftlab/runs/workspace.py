@@ -69,8 +69,7 @@ def preset(name: str) -> Workspace:
         return PRESETS[name]
     raise UserError(
         f"there is no preset {name!r}{did_you_mean(name, PRESETS)}; for another checkpoint, use draftlab init --target "
-        "DIRECTORY "
-        "or --target ORGANISATION/NAME"
+        "DIRECTORY or --target ORGANISATION/NAME"
     )
 
 

@@ -139,9 +139,8 @@ class Run:
         return [token for timed in (self.prefill, *self.steps) for token in timed.step.tokens]
 
 
-Place = tuple[
-    Arm, int, int
-]  # an arm, the number of the repeat, and the number of the group of prompts
+# an arm, the number of the repeat, and the number of the group of prompts
+Place = tuple[Arm, int, int]
 
 
 class LiveTiming:

@@ -50,12 +50,17 @@ from draftlab.training.students.draft import OrdinarySpec
 from draftlab.training.students.eagle import EagleStudent
 from draftlab.training.students.parallel import ParallelStudent
 
-PLAN, VERDICT, PAGE, RECIPE = "plan.json", "auto.json", "index.html", "recipe.yaml"
+PLAN = "plan.json"
+VERDICT = "auto.json"
+PAGE = "index.html"
+RECIPE = "recipe.yaml"
 # training stops after a round that gains less than this, relative to the tokens per pass before the round
 MIN_GAIN = 0.01
-MOST_SEQUENCES, MOST_STEPS = 20_000, 4000
+MOST_SEQUENCES = 20_000
+MOST_STEPS = 4000
 # how many tokens a draft model or a head drafts if prompt lookup has no match; from studies/first-drafts
-LOOKUP_DRAFT_TOKENS, LOOKUP_HEAD_TOKENS = (2, 3)
+LOOKUP_DRAFT_TOKENS = 2
+LOOKUP_HEAD_TOKENS = 3
 # learning rate for a draft that is trained further; from studies/first-drafts
 CONTINUED_LR = 2.0e-3
 MOST_FASTER = 4.0  # largest factor by which generation is taken to be faster or slower than planned

@@ -36,19 +36,22 @@ from draftlab.searching.run import default_depths, default_widths, shapes_to_try
 from draftlab.servers.kinds import Artifact
 from draftlab.training.optimizers import training_dtype
 
-WRITTEN, SEQ_LEN, BATCH_SIZE = 96, 256, 8
+WRITTEN = 96  # tokens of each answer on which drafts are replayed
+SEQ_LEN = 256  # tokens of each training sequence
+BATCH_SIZE = 8  # training sequences per step
 START_SECONDS = 2.0  # seconds of a command until its models are loaded
 CANDIDATE_SECONDS = 2.0  # fixed seconds for each shape in a search
 # time of training over the time of its matrix products; attention, optimizer and Python take the difference
 TRAINING = {"float32": 1.5, "bfloat16": 3.0}
 WRITING = 3.0  # time of generation over the time of its matrix products
 # a latency law takes LAW_SECONDS, and the time of LAW_PASSES passes of the target
-LAW_SECONDS, LAW_PASSES = 8.0, 600
+LAW_SECONDS = 8.0
+LAW_PASSES = 600
 LAYER_SECONDS = 3e-5  # fixed seconds for each layer in a pass
 OFFSET_COST = 2.8  # number of tokens that a parallel draft reads in training for each token of text
 MAX_TOKENS = 64  # length of each scored answer in tokens
-# HEAD_SHARE: size of an EAGLE-3 head, counted in layers of the target
-TTT_STEPS, HEAD_SHARE = (4, 1.5)
+TTT_STEPS = 4  # steps of training-time test of an EAGLE-3 head
+HEAD_SHARE = 1.5  # size of an EAGLE-3 head, counted in layers of the target
 
 
 class Machine(FileModel, extra="ignore"):
@@ -252,12 +255,21 @@ STEPS = {  # name of a step -> its fraction of the spare time, and what it does
 # kinds of candidates that are left out, in this order, until the plan fits the time
 EXPENDABLE = (("trimmed",), HEADS, ("parallel",), ("draft", "fallback"))
 ANSWER_TOKENS = 128
-KS, OFFSETS = (1, 2, 3, 4, 5, 6), 5
+KS = (1, 2, 3, 4, 5, 6)
+OFFSETS = 5
 # drafts that score is assumed to time, because they may be the fastest; the others are predicted
 FINALISTS = 3
 # answers of the target in whose time score times single passes, and replays a draft
-PASS_ANSWERS, REPLAY_ANSWERS = 6.0, 1.0
-LEAST_SEQUENCES, LEAST_STEPS, LEAST_PROMPTS, FIRST_STEPS = 128, 20, 8, (30, 20, 10)
+PASS_ANSWERS = 6.0
+REPLAY_ANSWERS = 1.0
+LEAST_SEQUENCES = 128  # fewest sequences to train on
+LEAST_STEPS = 20  # fewest training steps of a draft or head
+LEAST_PROMPTS = 8  # fewest prompts of a score
+FIRST_STEPS = (
+    30,
+    20,
+    10,
+)  # training steps of the first rung of a search, the first number that fits the time
 EXPORT_MINUTES = 5.0  # most minutes of the export
 MOST_PROMPTS = 24  # timing looks at its results after 8, 12 and 24 conversations
 DRAFTS = 10  # largest number of checkpoints on disk: two of the search, six rounds, a variant, the export

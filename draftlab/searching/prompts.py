@@ -18,7 +18,9 @@ from draftlab.model import checkpoint, hub
 from draftlab.runs.atomic import write_atomic
 
 # numbers of prompts for the choice, for the measurement and, at least, for training; search replays at most 48
-CHOOSE, MEASURE, LEAST_TRAINED = 48, 24, 24
+CHOOSE = 48
+MEASURE = 24
+LEAST_TRAINED = 24
 BUILT_IN = 12_000  # number of draftlab's own prompts
 
 

@@ -51,16 +51,20 @@ from draftlab.target_outputs.replay import read_replay
 from draftlab.training.students.draft import OrdinarySpec
 from draftlab.training.students.parallel import ParallelStudent
 
-CALIBRATION_TOKENS, SEQ_LEN = 8192, 256
+CALIBRATION_TOKENS = 8192
+SEQ_LEN = 256
 TOP_LOGPROBS = 64  # number of log-probabilities that are stored for each token, to distil from
 # the learning rate of the recipe quickstart, for Muon
-BATCH_SIZE, LR, MOST_STEPS = (8, 4.0e-3, 1000)
+BATCH_SIZE = 8
+LR = 4.0e-3
+MOST_STEPS = 1000
 REDUCTION = 3  # one candidate in three advances (Hyperband's usual factor)
 FINALISTS = 2
 MEASURED_SHARE = 0.25  # fraction of the time that is reserved to measure the best candidates
 # fraction of the time after which no further candidate is tried, on rung 0 and on later rungs
 TRIED_SHARES = (0.3, 0.6)
-PROMPT_TOKENS, MAX_TOKENS = 64, 96
+PROMPT_TOKENS = 64
+MAX_TOKENS = 96
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

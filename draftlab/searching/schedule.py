@@ -32,7 +32,8 @@ MAX_PASS_SHARE = 0.4
 # the fraction for a parallel draft, which makes one pass per step; with 2 tokens accepted, the speed-up is then 1.5
 MAX_WIDE_SHARE = 1.0
 # fewest and most texts on which candidates are replayed, and prompts on which the best candidates are measured
-REPLAYED_TEXTS, MEASURED_PROMPTS = (12, 48), (4, 16)
+REPLAYED_TEXTS = (12, 48)
+MEASURED_PROMPTS = (4, 16)
 
 
 class NoCheapShape(UserError):

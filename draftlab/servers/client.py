@@ -43,7 +43,8 @@ from draftlab.trust import check_address, checked_name, folder_name, printable, 
 WORKERS = 8  # concurrent requests to a server that reports no number of slots
 TRIES = 6
 FIRST_PAUSE = 0.5  # seconds before the second attempt; every further pause is twice as long
-ANSWER_SECONDS, CONNECT_SECONDS = 600.0, 10.0
+ANSWER_SECONDS = 600.0
+CONNECT_SECONDS = 10.0
 SILENT_SECONDS = 12.0  # if no answer arrives for longer, a note is printed
 ANSWER_BYTES = 1 << 28  # 64 log-probabilities of 32k tokens take about 150 MB
 BUSY = (429, 503)
@@ -54,13 +55,8 @@ BAD_REQUEST = (400, 413, 422)
 DROPPED = (httpx.NetworkError, httpx.RemoteProtocolError)
 NO_PAGE: Answer = {}
 PROBE_TOP_K = 5
-PROBE_CUTS = (
-    0,
-    1,
-    2,
-    4,
-    8,
-)  # tokens to cut from the end of a probe's prompt, until its answer has log-probabilities
+# tokens to cut from the end of a probe's prompt, until its answer has log-probabilities
+PROBE_CUTS = (0, 1, 2, 4, 8)
 ROUNDING = 1e-3  # nats by which rounding may raise a log-probability above 0
 # llama-server has four slots and one cache if it is started without -np
 SHARED_CONTEXT = "its slots share one context (-c); start llama-server with -np N, so that each slot has its own part"
@@ -161,13 +157,12 @@ class HttpClient:
         timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
         certificates = httpx.create_ssl_context()  # with those that SSL_CERT_FILE names
         try:
+            # the caller limits the number of workers
             self.client = httpx.Client(
                 base_url=address,
                 headers=headers,
                 timeout=timeout,
-                limits=httpx.Limits(
-                    max_connections=None
-                ),  # the caller limits the number of workers
+                limits=httpx.Limits(max_connections=None),
                 verify=certificates,
                 proxy=proxy,
                 trust_env=False,
@@ -302,9 +297,8 @@ class Server:
     kind: str
     model: str
     version: str
-    max_length: (
-        int | None
-    )  # most tokens of prompt and completion together; None if the server does not report it
+    # most tokens of prompt and completion together; None if the server does not report it
+    max_length: int | None
     http: HttpClient
     workers: int
     adapter: ServerKind
@@ -525,18 +519,6 @@ class Server:
                 s: v for s, v in values.items() if (o := owners[s]) is None or o[1] == self.model
             }
         return values
-
-    def grown(self, before: Mapping[str, float]) -> Counters:
-        """Return how much the server's speculative counters grew after the metrics `before` were read.
-
-        Raises:
-            UserError: The server drafted nothing in between, or a counter decreased.
-        """
-        after = self.metrics()
-        counters = spec_decode_counters(before, after)
-        if counters is None:
-            raise UserError(f"{self.http.url} {undrafted(after)}")
-        return counters
 
     def _each(
         self,

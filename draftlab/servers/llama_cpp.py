@@ -37,7 +37,9 @@ from draftlab.servers.kinds import (
 if TYPE_CHECKING:
     from draftlab.model.eagle import HeadShape
 
-BLOCK, K_BLOCK = (32, 256)  # number of weights in a block that shares a scale: plain types, K types
+# number of weights in a block that shares a scale: plain types, K types
+BLOCK = 32
+K_BLOCK = 256
 CHARACTER_BYTES = 4  # most tokens of a character of UTF-8
 LEAST_CONTEXT = 256  # smallest context of llama-server
 CACHE_FULL = "context size has been exceeded"  # the server's error if its slots share a cache that is too small

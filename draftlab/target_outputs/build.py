@@ -174,8 +174,12 @@ def _checked(text: bytes, where: str, vocab: int) -> _Line:
     return line
 
 
-DISTILL_SHARD, REPLAY_SHARD = 256, 32  # sequences per shard; a kill loses at most one shard
-DISTILL_BATCH, REPLAY_BATCH = 64, 32  # prompts decoded together
+# sequences per shard; a kill loses at most one shard
+DISTILL_SHARD = 256
+REPLAY_SHARD = 32
+# prompts decoded together
+DISTILL_BATCH = 64
+REPLAY_BATCH = 32
 DISTILL_TOP_LOGPROBS = 64
 HELDOUT_SEQUENCES = 64
 # at most one prompt in ten is held out, so of fewer prompts no prompt could be held out

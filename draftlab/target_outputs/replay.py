@@ -348,9 +348,8 @@ def replay_draft(
         return modes.load(directory, drafting.dtype, drafting.device)
 
     def load_target() -> Decoder:
-        assert (
-            drafting.target is not None
-        )  # the caller locates the target for a drafter that reads it
+        # the caller locates the target for a drafter that reads it
+        assert drafting.target is not None
         return modes.load(drafting.target, drafting.dtype, drafting.device, drafting.device_map)
 
     with progress(f"replaying {spec.name}", len(store.outputs)) as advance:

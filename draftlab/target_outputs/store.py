@@ -127,9 +127,8 @@ class Manifest(TargetInfo):
     seq_len: PositiveInt | None = None
     seed: int
     planned: PositiveInt  # number of sequences in the finished store
-    inputs: dict[str, str] = Field(
-        default={}
-    )  # fingerprints of the text that was read, by path or name
+    # fingerprints of the text that was read, by path or name
+    inputs: dict[str, str] = Field(default={})
     # date of the first start, if the chat template asks for a date
     date: str = ""
     versions: dict[str, str]

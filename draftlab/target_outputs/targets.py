@@ -54,7 +54,8 @@ PROBE_TEXT = "def f(x):\n    return [x + 1, 'naïve, 北京', 12345]  # Ünïcö
 # Distance between the seeds of two calls of generate(). Within a call, each prompt's seed is 1 higher than the last.
 SEEDS = 256
 # positions per log-softmax; on a CPU, few positions fit into its cache
-CPU_ROWS, GPU_ROWS = 16, 256
+CPU_ROWS = 16
+GPU_ROWS = 256
 INT8 = "int8"  # dtype of a store whose target had weights rounded to int8
 MEMORY = 2.0  # default memory in GB for logits and KV cache together
 LOGPROBS: dict[str, Logprobs] = {"raw_logprobs": "raw", "processed_logprobs": "sampled"}
@@ -483,7 +484,9 @@ def check_server_template(server: Server, directory: Path) -> None:
         )
 
 
-SEQUENCES, BATCH = 64, 8  # number of sequences that are scored again, and their batch size
+# number of sequences that are scored again, and their batch size
+SEQUENCES = 64
+BATCH = 8
 # Largest mean difference between stored and recomputed log-probabilities, in nats. For the embedded target, bf16 in
 # vLLM and in transformers differ by 0.026. Weights with an error of 3 % differ by 0.10.
 TOLERANCE = 0.06

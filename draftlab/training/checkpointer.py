@@ -37,7 +37,9 @@ from draftlab.reading import reading
 from draftlab.runs.atomic import replacing, run_identity, sync
 from draftlab.trust import trusts_remote_code
 
-BEST, CONTENT, WRITING = "best.pt", "state.pt", "writing"
+BEST = "best.pt"
+CONTENT = "state.pt"
+WRITING = "writing"
 # timeout of processes that wait while one process generates text; NCCL's default is ten minutes
 PATIENCE = timedelta(days=1)
 MEETING_SECONDS = 60.0

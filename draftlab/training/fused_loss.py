@@ -28,15 +28,15 @@ from draftlab.model.devices import exact_dtype
 from draftlab.model.trimmed_head import TrimmedHead
 from draftlab.training.losses import Loss, Pair, log_probs, wide
 
-CPU_BUDGET, BUDGET = (
-    128 << 20,
-    1 << 30,
-)  # most bytes of fp32 logits in a chunk, for student and teacher together
-CPU_ROWS, ROWS = (
-    512,
-    4096,
-)  # most rows of a chunk, by device; more rows do not speed up matrix products
-CPU_BLOCK, BLOCK = 1 << 19, 1 << 27  # bytes of an fp32 tensor [b, V]; about ten exist at a time
+# most bytes of fp32 logits in a chunk, for student and teacher together
+CPU_BUDGET = 128 << 20
+BUDGET = 1 << 30
+# most rows of a chunk, by device; more rows do not speed up matrix products
+CPU_ROWS = 512
+ROWS = 4096
+# bytes of an fp32 tensor [b, V]; about ten exist at a time
+CPU_BLOCK = 1 << 19
+BLOCK = 1 << 27
 LOST = -80.0  # log-probability of lost ids and of an empty bucket
 # rows that are added at a time to the head's gradient on a CPU, if the gradient has a wider dtype than the head
 SLICE = 512

@@ -20,7 +20,9 @@ from draftlab.training.losses import parse_loss
 from draftlab.training.objectives import DistillStep
 
 NUMBERS = TypeAdapter(dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]])
-ROWS, BATCH = 16, 8  # number of held-out windows of each source, and of windows in a pass
+# number of held-out windows of each source, and of windows in a pass
+ROWS = 16
+BATCH = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

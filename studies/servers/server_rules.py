@@ -11,7 +11,7 @@ interval over texts. by_method: draftlab's tokens per target pass on the same te
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,11 +23,24 @@ from draftlab.commands import COMMANDS
 from draftlab.console import note
 from draftlab.exporting import gguf, verify
 from draftlab.exporting.artifact import Form, open_artifact
-from draftlab.exporting.verify import TargetTexts, running
+from draftlab.exporting.verify import running
 from draftlab.model import checkpoint, hub, modes
 from draftlab.prompts import load_prompts
 from draftlab.registry import SERVERS
 from draftlab.servers.kinds import SampleMethod, ServerKind, ServerTrial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requests:
+    """Prompts, the largest number of tokens of each answer, and the number of drafted tokens per step."""
+
+    prompts: list[list[int]]
+    tokens: int
+    k: int
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.prompts)) + self.tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +77,7 @@ def main(
     asked = load_prompts(
         prompt_file, "", checkpoint.load_tokenizer(place), count=prompts, tokens=None, seed=0
     )
-    texts = verify.to_sample([prompt.ids for prompt in asked.rows], new_tokens, k, 1.0)
+    requests = Requests(prompts=[prompt.ids for prompt in asked.rows], tokens=new_tokens, k=k)
     asked_at = [float(text) for text in temperatures.split(",")]
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -72,17 +85,17 @@ def main(
         settings = (
             []
             if llama_server is None
-            else [in_llama_cpp(folder, draft, place, texts, llama_server)]
+            else [in_llama_cpp(folder, draft, place, requests, llama_server)]
         )
         if vllm is not None:
             settings += in_vllm(
-                folder, draft, place, texts, vllm, methods.split(","), gpu_memory_utilization
+                folder, draft, place, requests, vllm, methods.split(","), gpu_memory_utilization
             )
         for setting in settings:
             file = folder / f"{draft.name}-{setting.name}.json"
             if not file.exists():
                 found = measured(
-                    setting, exported(folder, draft, place, "vllm"), place, texts, asked_at
+                    setting, exported(folder, draft, place, "vllm"), place, requests, asked_at
                 )
                 file.write_text(json.dumps([{"draft": draft.name, **row} for row in found]))
             rows += json.loads(file.read_text())
@@ -97,7 +110,7 @@ def in_vllm(
     folder: Path,
     draft: Path,
     target: Path,
-    texts: TargetTexts,
+    requests: Requests,
     program: Path,
     methods: list[str],
     share: float | None,
@@ -107,7 +120,12 @@ def in_vllm(
     for name in methods:
         method: SampleMethod = "greedy" if name == "greedy" else "probabilistic"
         trial = ServerTrial(
-            target=target, draft=out, kind=kind, k=texts.k, longest=texts.longest, method=method
+            target=target,
+            draft=out,
+            kind=kind,
+            k=requests.k,
+            longest=requests.longest,
+            method=method,
         )
         *command, speculative = server.command(program, trial)
         if name == "block":
@@ -117,14 +135,18 @@ def in_vllm(
 
 
 def in_llama_cpp(
-    folder: Path, draft: Path, target: Path, texts: TargetTexts, program: Path
+    folder: Path, draft: Path, target: Path, requests: Requests, program: Path
 ) -> Setting:
     file, out = folder / f"{target.name}.gguf", exported(folder, draft, target, "llama.cpp")
     if not file.exists():
         gguf.write(target, file, "f32")
     server, kind = SERVERS.get("llama.cpp", "--llama-server"), open_artifact(draft, target).kind
     trial = ServerTrial(
-        target=file, draft=next(out.glob("*.gguf")), kind=kind, k=texts.k, longest=texts.longest
+        target=file,
+        draft=next(out.glob("*.gguf")),
+        kind=kind,
+        k=requests.k,
+        longest=requests.longest,
     )
     command = server.command(program, trial)
     return Setting(name="llama.cpp", server=server, method="greedy", command=command)
@@ -139,44 +161,46 @@ def exported(folder: Path, draft: Path, target: Path, to: str) -> Path:
 
 
 def measured(
-    setting: Setting, draft: Path, target: Path, texts: TargetTexts, temperatures: list[float]
+    setting: Setting, draft: Path, target: Path, requests: Requests, temperatures: list[float]
 ) -> Iterator[dict[str, Any]]:
     """Let a server answer at each temperature, and yield a row of results for each.
 
     draftlab counts its steps after the server has ended, when memory is free.
     """
     note(f"starting {setting.name} with {draft.name}")
-    answers = []
+    device, artifact = checkpoint.resolve_device("auto"), open_artifact(draft, target)
+    form, vocab = Form(to="vllm", server=SERVERS.get("vllm", "--vllm")), artifact.target_vocab
+    all_answers = []
     with running(setting.command, verify.VLLM_ON_CPU | os.environ) as (server, _):
         for temperature in temperatures:
-            asked = replace(texts, temperature=temperature)
-            completions, length = verify.ask(setting.server, server, asked)
-            answers.append((asked, completions, length))
-            note(f"temperature {temperature:g}: {length:.3f} tokens per target pass")
-    for asked, completions, length in answers:
-        served, details = verify.as_served(asked, completions)
-        counts = counted(setting.server, draft, target, served)
-        found = verify.compare(setting.name, served, counts, length, details, setting.method)
+            asked = {"tokens": requests.tokens, "temperature": temperature, "k": requests.k}
+            all_answers.append(verify.ask(server, requests.prompts, vocab=vocab, **asked))
+            note(f"temperature {temperature:g} is done")
+    model = modes.load(target, torch.float32, device)
+    for answered in all_answers:
+        found = verify.compare(
+            server,
+            answered,
+            model,
+            lambda texts: artifact.scores(draft, form, texts, device),
+            ends=checkpoint.eos_token_ids(target),
+            vocab=vocab,
+            method=setting.method,
+        )
         about = {
             "server": f"{server.kind} {server.version}",
             "setting": setting.name,
-            "tokens": sum(served.tokens),
+            "tokens": sum(answered.texts.tokens),
         }
-        gap, half_width = (
-            found.expected.value - length,
-            (found.expected.high - found.expected.low) / 2,
+        yield (
+            about
+            | found.facts()
+            | {
+                "runtime": setting.name,
+                "server_rule_gap": found.expected.value - found.measured,
+                "half_width": (found.expected.high - found.expected.low) / 2,
+            }
         )
-        yield about | found.facts() | {"server_rule_gap": gap, "half_width": half_width}
-
-
-def counted(server: ServerKind, draft: Path, target: Path, texts: TargetTexts) -> verify.Counts:
-    device, artifact = checkpoint.resolve_device("auto"), open_artifact(draft, target)
-    form = Form(to="vllm", server=SERVERS.get("vllm", "--vllm"))
-    scores = artifact.scores(draft, form, texts, device)
-    chances = verify.chances_of(
-        scores, texts, lambda: modes.load(target, torch.float32, device), artifact.target_vocab
-    )
-    return verify.counts_of(server, chances, texts)
 
 
 if __name__ == "__main__":

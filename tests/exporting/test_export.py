@@ -6,11 +6,9 @@ import runpy
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gguf as library
@@ -28,20 +26,20 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from typer.testing import Result
 
-from draftlab.engine.generate import ModelDrafter, output_tokens, speculative_decode
+from draftlab.engine.generate import ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.engine.verify import rule_named
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, gguf_tokenizer, hf, run, verify
 from draftlab.exporting.artifact import DraftModel, Form, open_artifact
 from draftlab.exporting.card import history
 from draftlab.exporting.verify import running
+from draftlab.intervals import Interval
 from draftlab.model import checkpoint, llama
 from draftlab.registry import SERVERS
-from draftlab.results.decoding import Counters
 from draftlab.results.score import read_score
 from draftlab.runs import provenance, workspace
 from draftlab.sampling import SamplingParams
-from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch, ServerKind, ServerTrial
+from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch
 from draftlab.training.vocabulary import resize
 
 SHORT = (
@@ -390,11 +388,12 @@ def ranks_of(
     return [scored.ranks == 0 for scored in scores]
 
 
-def writing_of(draft: Path, count: int = 8) -> verify.TargetTexts:
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 300, 6).tolist() for _ in range(count)]
-    return verify.generate_texts(
-        llama.load(draft, torch.float32), prompts, SamplingParams(max_tokens=12), 3
+def texts_of(
+    prompts: list[list[int]], answers: list[list[int]], k: int, temperature: float = 0.0
+) -> verify.TargetTexts:
+    lengths = [*map(len, answers)]
+    return verify.TargetTexts(
+        prompts=prompts, completions=answers, tokens=lengths, k=k, temperature=temperature
     )
 
 
@@ -418,7 +417,7 @@ def test_a_sampled_text_tells_the_steps_that_made_it(space, family_dirs, rule):
     prompts, how = [[0, 17, 44], [0, 5, 250, 31]], SamplingParams(max_tokens=24, temperature=1.0)
     by = {"rule": rule_named(rule), "draft_sampling": replace(how, temperature=0.0)}
     live = list(speculative_decode(target, ModelDrafter(draft), prompts, 3, how, **by))
-    served, _ = verify.as_served(verify.to_sample(prompts, 24, 3, 1.0), output_tokens(live))
+    served = texts_of(prompts, output_tokens(live), 3, 1.0)
     counts = verify.count_steps(ranks_of(Path("draft"), served, Path("target")), served)
     for row, (tokens, steps) in enumerate(counts):
         assert steps == len([step for step in live if step.row == row]) - 1
@@ -444,10 +443,10 @@ def test_a_server_whose_draft_samples_takes_as_many_steps_as_expected(space, fam
     target, draft = target_and_draft(family_dirs["llama"])
     prompts, how = [[0, 17, 44]] * 200, SamplingParams(max_tokens=24, temperature=0.8)
     live = list(speculative_decode(target, ModelDrafter(draft), prompts, 3, how))
-    served, _ = verify.as_served(verify.to_sample(prompts, 24, 3, 0.8), output_tokens(live))
+    served = texts_of(prompts, output_tokens(live), 3, 0.8)
     artifact = open_artifact(Path("draft"), Path("target"))
     scores = artifact.scores(Path("draft"), Form(to="vllm"), served, torch.device("cpu"))
-    chances = verify.chances_of(scores, served, lambda: target, 307)
+    chances = verify.chances_of(scores, served, target, 307)
     counts = verify.counts_of(SERVERS.get("vllm", "--to"), chances, served)
     taken = np.bincount([step.row for step in live]) - 1
 
@@ -460,75 +459,38 @@ def test_a_server_whose_draft_samples_takes_as_many_steps_as_expected(space, fam
 
 def test_a_script_drafts_above_temperature_0_as_more_is_accepted():
     """The acceptance is what draftlab counts in the texts of the verification, else a default."""
-    greedy, sampled = np.array([[30.0, 20.0]] * 2), np.array([[30.0, 24.0]] * 2)
-    texts = verify.to_sample([[1], [1]], 31, 3, 0.7)
-    for steps, best in (((greedy, sampled), "greedy"), ((sampled, greedy), "probabilistic")):
-        counts: verify.Counts = {"greedy": steps[0], "probabilistic": steps[1]}
-        verified = verify.compare("vLLM", texts, counts, 30 / steps[1][0, 1], "", "probabilistic")
-        text = script_of("vllm", k=3, sampling=run.choose_sampling(False, verified))[1]
+
+    def verified(**lengths: float) -> verify.Verification:
+        by_method: Any = {
+            name: Interval(value=n, low=n, high=n, n=2) for name, n in lengths.items()
+        }
+        return verify.Verification(
+            runtime="vLLM",
+            k=3,
+            temperature=0.7,
+            texts=2,
+            measured=1.5,
+            expected=by_method["greedy"],
+            method="greedy",
+            by_method=by_method,
+            there=[],
+            here=[],
+        )
+
+    for lengths, best in (((1.5, 1.25), "greedy"), ((1.25, 1.5), "probabilistic")):
+        found = verified(greedy=lengths[0], probabilistic=lengths[1])
+        text = script_of("vllm", k=3, sampling=run.choose_sampling(False, found))[1]
         assert f"draft_sample_method = {best}" in text
-    texts = verify.to_sample([[1], [1]], 31, 3, 0.0)
-    at_zero = verify.compare("vLLM", texts, {"greedy": greedy}, 1.5, "")
-    assert run.choose_sampling(False, at_zero) == DEFAULT_SAMPLING
+    assert run.choose_sampling(False, verified(greedy=1.5)) == DEFAULT_SAMPLING
 
 
-def test_texts_end_at_any_end_of_text_token_with_what_the_last_step_drafts(family_dirs):
-    whole = writing_of(family_dirs["llama"])
-    ends = (whole.completions[0][4], whole.completions[1][7])
-    sampling = SamplingParams(max_tokens=12, stop_token_ids=ends)
-    ended = verify.generate_texts(
-        llama.load(family_dirs["llama"], torch.float32), whole.prompts, sampling, 3
-    )
-    for row, ids in enumerate(whole.completions):
-        places = [at for at in range(12) if ids[at] in ends]
-        length = places[0] + 1 if places else 12
-        assert ended.tokens[row] == length
-        assert ended.completions[row] == ids[: length + 3]
-    assert ended.tokens[0] <= 5
-
-
-@pytest.mark.parametrize("other", [False, True])
-def test_an_export_that_drafts_as_here_passes_and_another_fails(
-    other, family_dirs, tmp_path, monkeypatch
-):
-    """A server of a kind from a plug-in, whose counters are what the draft does, or what another one does."""
-    draft, measured = family_dirs["llama"], 2.0 if other else 4.0
-    writing = writing_of(draft)
-
-    class Kind(ServerKind):
-        name = "kind"
-
-        def command(self, *_: object) -> list[object]:
-            return ["program"]
-
-    counters = Counters(
-        num_drafts=6, num_draft_tokens=18, num_accepted_tokens_per_pos=[2 * (measured - 1)] * 3
-    )
-    answers = iter(writing.completions)
-    client = SimpleNamespace(
-        version="1",
-        metrics=lambda: {},
-        generate_ids=lambda *_: (next(answers), None),
-        grown=lambda _: counters,
-    )
-
-    @contextmanager
-    def started(command: object, environ: object):
-        yield client, None
-
-    monkeypatch.setattr(verify, "running", started)
-    trial = ServerTrial(target=draft, draft=draft, kind="draft model", k=3, longest=18)
-    ask = (Kind(), Path("p"), trial, writing)
-
-    def count(texts: verify.TargetTexts) -> verify.Counts:
-        return {"greedy": verify.count_steps(ranks_of(draft, texts), texts)}
-
-    if other:
-        with raises_option("--verify-with"):
-            verify.verify(*ask, count)
-    else:
-        found = verify.verify(*ask, count)
-        assert (found.expected.value, found.measured) == (4.0, 4.0)  # its own target: K + 1
+def test_greedy_answers_are_continued_as_the_target_would(family_dirs):
+    model = llama.load(family_dirs["llama"], torch.float32)
+    prompts = [[0, 17, 44], [0, 5, 250, 31]]
+    answers = output_tokens(decode(model, prompts, SamplingParams(max_tokens=12)))
+    whole = output_tokens(decode(model, prompts, SamplingParams(max_tokens=15)))
+    found = verify.extended(texts_of(prompts, answers, 3), model)
+    assert (found.completions, found.tokens) == (whole, [12, 12])
 
 
 def test_a_program_that_is_no_server_is_refused(tmp_path):

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from helpers.typed import call
 from safetensors.torch import load_file, save_file
 
 from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.generate import speculative_decode
+from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.exporting import verify
 from draftlab.exporting.artifact import Form, check_files, open_artifact
 from draftlab.model import eagle, eagle_llama, llama
@@ -131,8 +130,9 @@ def test_steps_are_those_of_live_decoding(target, tmp_path):
     artifact: Any = open_artifact(written(tmp_path / "head", target), target)
     drafter = EagleDrafter(model, eagle_llama.load(artifact.path, target, model, model.device))
     prompts = [np.random.default_rng(i).integers(3, 300, 6).tolist() for i in range(4)]
-    texts = verify.generate_texts(model, prompts, SamplingParams(max_tokens=12), K)
-    counts = greedy_counts(artifact, replace(texts, tokens=[12, 9, 2, 1]))
+    completions = output_tokens(decode(model, prompts, SamplingParams(max_tokens=12 + K)))
+    texts = verify.TargetTexts(prompts=prompts, completions=completions, tokens=[12, 9, 2, 1], k=K)
+    counts = greedy_counts(artifact, texts)
     for row, length in enumerate([12, 9, 2, 1]):
         how = SamplingParams(max_tokens=length)
         live = list(speculative_decode(model, drafter, [prompts[row]], K, how))

@@ -23,7 +23,7 @@ from draftlab.results.decoding import Counters
 from draftlab.results.score import read_score
 from draftlab.runs import provenance, workspace
 from draftlab.sampling import SamplingParams
-from draftlab.scoring.servers import check_alone
+from draftlab.servers.answers import check_alone
 from draftlab.servers.sglang import SGLang
 
 K, NEW = 3, 9  # the first token comes with the prefill; the others are two steps of K + 1

@@ -113,10 +113,8 @@ class EaglePasses(HeadPasses):
             read = self.head.embed.new_zeros(rows, width, self.head.shape.hidden)
         else:
             read = self.head.combine(self._kept(cache, width))
-        layers, cache.layer_states = (
-            cache.layer_states,
-            None,
-        )  # these are states of the target's layers, which the head's pass must not overwrite
+        # these are states of the target's layers, which the head's pass must not overwrite
+        layers, cache.layer_states = (cache.layer_states, None)
         logits, _ = self.head.step(ids, read, cache, last or width, tree)
         cache.layer_states = layers
         return logits

@@ -17,7 +17,9 @@ from draftlab.pruning.cut import Keep
 Dimension = Literal["hidden", "layers", "kv_heads", "heads", "ffn"]
 
 # hard concrete (Louizos et al., 1712.01312): a sigmoid at temperature BETA, stretched to [LOW, HIGH], clipped to [0, 1]
-LOW, HIGH, BETA = -0.1, 1.1, 2 / 3
+LOW = -0.1
+HIGH = 1.1
+BETA = 2 / 3
 EPSILON = 1e-6
 BOUND = math.log(100)  # log-odds stay within +- this
 WARM_UP = 0.2  # share of the steps in which the target sparsity rises to its final value

@@ -78,9 +78,8 @@ def _masked_norm(norm: nn.Module, masks: Masks, eps: float) -> Callable[[Tensor]
         on = (z != 0).float()
         h = x.float()
         scale = (h.square() @ on / on.sum() + eps).rsqrt()  # [B, T]
-        weight = norm.get_parameter(
-            "weight"
-        )  # looked up in each pass, because FSDP replaces the parameter
+        # looked up in each pass, because FSDP replaces the parameter
+        weight = norm.get_parameter("weight")
         return (h * scale.unsqueeze(-1)).to(x.dtype) * (weight * z).to(x.dtype)
 
     return forward

@@ -14,11 +14,8 @@ from draftlab.model.llama import Llama
 from draftlab.target_outputs.store import heldout_part, read_store
 
 STORED_TEXTS = 32  # largest number of texts that are read from a store of target outputs
-CALIBRATION = (
-    6,
-    64,
-    96,
-)  # number of prompts from the train split, tokens per prompt, and largest number of tokens that the target adds
+# number of prompts from the train split, tokens per prompt, and largest number of tokens that the target adds
+CALIBRATION = (6, 64, 96)
 PASSES = 15  # number of timed passes of each model at each width
 
 

@@ -39,9 +39,8 @@ class EagleTreeDrafter(TreeDrafter):
     def last_logits(self, texts: TokenIds, last: int = 1) -> Tensor:
         logits, self.state = self.drafter.last_logits(texts)
         self.first = logits.unsqueeze(1)  # [B, 1, V]
-        self.states = (
-            self.state
-        )  # the head's states after the text and each drafted token, [B, nodes, D]
+        # the head's states after the text and each drafted token, [B, nodes, D]
+        self.states = self.state
         return self.first
 
     def read(self, texts: TokenIds, ids: list[Tensor], parents: Parents) -> Tensor:

@@ -72,9 +72,8 @@ class MedusaDrafter(Drafter):
         # the target has not read the last token yet, so its last state belongs to the second-to-last token
         at = [len(text) - 2 for text in texts]
         read = self.states.states[torch.arange(len(at)), at].to(self.heads)
-        state = rms_norm(
-            read, self.target.norm, self.target.eps
-        )  # the input of the target's LM head, [B, D]
+        # the input of the target's LM head, [B, D]
+        state = rms_norm(read, self.target.norm, self.target.eps)
         parents = None if self.parents is None else self.parents[:count]
         used = count if parents is None else max(node_depths(parents))
         hidden = apply_heads(state, self.heads[:used])  # [B, levels, D]

@@ -73,10 +73,8 @@ class NgramModel:
                 _numbers(grams[:, :-1], vocab), grams[:, -1].astype(np.int64), counts
             )
             self.orders.append(ngrams)
-            grams, counts = (
-                grams[first][:, 1:],
-                np.ones(len(first)),
-            )  # each distinct longer n-gram counts once
+            # each distinct longer n-gram counts once
+            grams, counts = (grams[first][:, 1:], np.ones(len(first)))
         unigrams = (
             np.bincount(grams[:, 0].astype(np.int64), minlength=vocab).astype(np.float64) + 1e-3
         )

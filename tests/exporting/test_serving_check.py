@@ -2,7 +2,9 @@
 
 import copy
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,11 @@ from helpers.small_files import with_template, write_prompts
 from tokenizers import pre_tokenizers
 
 from draftlab.commands import COMMANDS
+from draftlab.exporting import verify
+from draftlab.intervals import FEWEST
 from draftlab.model import checkpoint
+from draftlab.runs.provenance import read_record
+from draftlab.servers.client import Server
 from draftlab.servers.kinds import Finding
 
 
@@ -133,6 +139,33 @@ def test_the_rule_that_fits_is_named_above_temperature_0(target, draft):
     found = compared(served(target, draft), target, draft, temperature=0.5)
     rule = next(finding for finding in found if finding.about == "rule")
     assert "nearest to a greedy draft" in rule.text
+
+
+def test_an_export_is_verified_in_the_server_that_it_starts(target, draft, tmp_path, monkeypatch):
+    """A server of another draft fails, and so does a draft that is greedy although it was started to sample."""
+    prompts = write_prompts(tmp_path / "prompts.jsonl", FEWEST)
+
+    def exported(answering: SmallVLLM, name: str, temperature: float = 0.0) -> Any:
+        @contextmanager
+        def started(command: Any, environ: Any) -> Iterator[tuple[Server, None]]:
+            with running(answering) as url:
+                yield Server.connect(url, workers=1), None
+
+        monkeypatch.setattr(verify, "running", started)
+        asked = {"prompt_file": prompts, "temperature": temperature, "k": answering.k}
+        COMMANDS["export"](
+            draft=str(draft), target=str(target), to="vllm", verify_with=Path(sys.executable),
+            out=tmp_path / name, device="cpu", **asked,
+        )  # fmt: skip
+        return read_record(tmp_path / name).notes["acceptance"]
+
+    found = exported(served(target, draft), "same")
+    assert found["low"] <= found["measured"] <= found["high"]
+    other = served(target, None, draft=noisy(checkpoint.load_model(target, torch.float32), 0.2))
+    for refused, temperature in ((other, 0.0), (served(target, draft), 0.7)):
+        with raises_option("--verify-with"):
+            exported(refused, "other", temperature)
+        assert not (tmp_path / "other").exists()
 
 
 def test_heads_that_are_not_exported_are_checked_too(target, tmp_path):

@@ -5,9 +5,8 @@ texts, n tokens in a text, K drafted tokens.
 """
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,30 +14,23 @@ import torch
 
 from draftlab.acceptance.token_logprobs import TokenLogprobs, score_tokens
 from draftlab.data.text import chat_ids
-from draftlab.engine.generate import decode, output_tokens
 from draftlab.errors import UserError
 from draftlab.exporting import verify
 from draftlab.exporting.artifact import Checkable, Form
-from draftlab.exporting.verify import TargetTexts
-from draftlab.intervals import FEWEST, Interval, ratio
+from draftlab.exporting.verify import NothingDrafted, TargetTexts, Verification
+from draftlab.intervals import FEWEST
 from draftlab.model import checkpoint, modes
 from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import MOST_DRAFTED
 from draftlab.model.sentencepiece import PROBES
-from draftlab.results.decoding import Counters
 from draftlab.sampling import SamplingParams
-from draftlab.scoring.servers import ServerAnswers, check_alone, read_metrics
 from draftlab.servers.client import Server
-from draftlab.servers.kinds import Finding, SampleMethod, error, ok, warning
-from draftlab.target_outputs.targets import (
-    ROUNDED_BELOW,
-    TOLERANCE,
-    check_ids,
-    check_server_tokenizer,
-)
+from draftlab.servers.kinds import Finding, error, ok, warning
+from draftlab.target_outputs.targets import ROUNDED_BELOW, TOLERANCE, check_server_tokenizer
 
-# number of requests, and length of prompts from a data source in tokens
-PROMPTS, PROMPT_TOKENS = (16, 48)
+# number of requests, and length in tokens of prompts from a data source
+PROMPTS = 16
+PROMPT_TOKENS = 48
 TOKENS = 48  # length of each answer in tokens
 # largest mean difference of log-probabilities in nats if the server computes in float32
 SAME = 1e-3
@@ -113,15 +105,26 @@ class ServedDraft:
         """Yield all findings except the tokenizer's. They need no tokenizer, because prompts are token ids."""
         yield self._chat_template()
         yield from self._context()
-        asked = self._ask(self.fitting)
-        if isinstance(asked, str):
+        vocab = self.artifact.target_vocab
+        asked = {"tokens": TOKENS, "temperature": self.temperature, "vocab": vocab}
+        try:
+            answered = verify.ask(self.server, self.fitting, **asked)
+        except NothingDrafted as failure:
             fix = "draftlab export writes a command that drafts"
-            yield error("acceptance", f"the server {asked}", fix)
+            yield error("acceptance", str(failure), fix)
             return
         model = modes.load(self.target, torch.float32, self.device)
-        texts, counters = asked
-        yield from self._target(texts, model)
-        yield from self._acceptance(texts, counters, model)
+        yield from self._target(answered.texts, model)
+        form = Form(to=self.server.adapter.name, server=self.server.adapter)
+        found = verify.compare(
+            self.server,
+            answered,
+            model,
+            lambda texts: self.artifact.scores(self.artifact.path, form, texts, self.device),
+            ends=checkpoint.eos_token_ids(self.target),
+            vocab=vocab,
+        )
+        yield from self._acceptance(found)
 
     def _chat_template(self) -> Finding:
         about, tokenizer = "chat template", checkpoint.load_tokenizer(self.target)
@@ -148,35 +151,6 @@ class ServedDraft:
             yield warning("context", text, fix)
         elif served is not None:
             yield ok("context", f"the server reads {served:,} tokens, and the draft {own:,}")
-
-    def _ask(self, prompts: list[list[int]]) -> tuple[TargetTexts, Counters] | str:
-        """Send prompts to the server, one after the other, and return the answers and the counters' growth.
-
-        If the server drafted nothing, return why, as the predicate of a sentence about the server.
-
-        Raises:
-            UserError: The server also answered other clients meanwhile.
-        """
-        answers, completions = ServerAnswers(before=read_metrics(self.server)), []
-        for number, prompt in enumerate(prompts):
-            sampling = SamplingParams(max_tokens=TOKENS, temperature=self.temperature, seed=number)
-            ids, _ = answers.ask(self.server, prompt, sampling, time.perf_counter)
-            check_ids(ids, self.artifact.target_vocab, f"prompt {number}")
-            completions.append(ids)
-        answers.after = read_metrics(self.server)
-        counters = answers.counters
-        if counters is None:
-            return answers.undrafted
-        lengths = list(map(len, completions))
-        check_alone(self.server, counters, lengths)
-        texts = TargetTexts(
-            prompts=prompts,
-            completions=completions,
-            tokens=lengths,
-            k=counters.k,
-            temperature=self.temperature,
-        )
-        return texts, counters
 
     def _target(self, texts: TargetTexts, model: Decoder) -> Iterator[Finding]:
         """Compare the target in the server with the target here, by log-probabilities of the tokens of the answers."""
@@ -205,46 +179,27 @@ class ServedDraft:
                 "precision", f"{text}, as expected of {'float32' if gap < SAME else '16 bits'}"
             )
 
-    def _acceptance(
-        self, texts: TargetTexts, counters: Counters, model: Decoder
-    ) -> Iterator[Finding]:
-        """Compare the acceptance by position in the draft, and find how the server's draft samples."""
-        adapter, vocab = self.server.adapter, self.artifact.target_vocab
-        if texts.temperature == 0:
-            texts = extended(texts, model)
-            texts = verify.before_end(texts, adapter, checkpoint.eos_token_ids(self.target))
-        form = Form(to=adapter.name, server=adapter)
-        scores = self.artifact.scores(self.artifact.path, form, texts, self.device)
-        chances = verify.chances_of(scores, texts, lambda: model, vocab)
-        counts = verify.counts_of(adapter, chances, texts)
-        there = counters.acceptance
-        measured = verify.measured_length(adapter, counters, texts.tokens)
-        lengths: dict[SampleMethod, Interval] = {name: ratio(rows) for name, rows in counts.items()}
-        method = min(lengths, key=lambda name: abs(lengths[name].value - measured))
-        here = lengths[method]
-        steps = verify.expected_steps(chances[method], texts.k)
-        by_position = steps.acceptance().per_position_acceptance
-        positions = ", ".join(
-            f"{a:.2f} / {b:.2f}"
-            for a, b in zip(there.per_position_acceptance, by_position, strict=False)
-        )
-        text = (
-            f"{measured:.3f} tokens per target pass on the server, {here.text(3)} here at K = {texts.k}; "
-            f"acceptance by position, server / here: {positions}"
-        )
-        if not here.decides:
+    def _acceptance(self, found: Verification) -> Iterator[Finding]:
+        """Judge the acceptance, and the rule by which the server's draft samples."""
+        by_position = zip(found.there, found.here, strict=False)
+        positions = ", ".join(f"{a:.2f} / {b:.2f}" for a, b in by_position)
+        text = f"{found.line()}; acceptance by position, server / draftlab: {positions}"
+        if not found.expected.decides:
             fix = f"check with {FEWEST} prompts or more"
             yield warning("acceptance", f"{text}; these are too few texts to compare", fix)
-        elif here.low <= measured <= here.high:
+        elif found.agrees:
             yield ok("acceptance", text)
         else:
-            yield error("acceptance", text, hint(there.per_position_acceptance, by_position))
-        if texts.temperature:
+            yield error("acceptance", text, hint(found.there, found.here))
+        if found.temperature:
+            lengths = found.by_method
             each = ", ".join(f"{name} {length.value:.3f}" for name, length in lengths.items())
             best = max(lengths, key=lambda name: lengths[name].value)
-            text = f"the server's {measured:.3f} is nearest to a {method} draft ({each})"
+            text = (
+                f"the server's {found.measured:.3f} is nearest to a {found.method} draft ({each})"
+            )
             fix = f"in vLLM, set draft_sample_method to {best}, with which more tokens are accepted"
-            yield ok("rule", text) if best == method else warning("rule", text, fix)
+            yield ok("rule", text) if best == found.method else warning("rule", text, fix)
 
 
 def mean_difference(own: Sequence[TokenLogprobs], there: Sequence[Sequence[float]]) -> float:
@@ -263,13 +218,6 @@ def mean_difference(own: Sequence[TokenLogprobs], there: Sequence[Sequence[float
         for scored, row in zip(own, there, strict=True)
     ]
     return float(np.concatenate(differences).mean())
-
-
-def extended(texts: TargetTexts, model: Decoder) -> TargetTexts:
-    """Continue greedy texts by k tokens of the target, because the server's last step may draft beyond their end."""
-    rows = [p + c for p, c in zip(texts.prompts, texts.completions, strict=True)]
-    more = output_tokens(decode(model, rows, SamplingParams(max_tokens=texts.k)))
-    return replace(texts, completions=[c + m for c, m in zip(texts.completions, more, strict=True)])
 
 
 def hint(there: Sequence[float], here: Sequence[float]) -> str:

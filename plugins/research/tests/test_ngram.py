@@ -7,7 +7,7 @@ import pytest
 from helpers.builders import assert_rounds
 from helpers.built import built, facts
 from helpers.errors import raises_option
-from test_drafters_replayed import check_greedy, in_mode
+from helpers.replay_laws import check_greedy, in_mode
 
 from draftlab.commands import COMMANDS
 from draftlab.config.kinds import parse_drafter

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from helpers.commands import DISTILL, PRUNE, SCORE
+from helpers.commands import DISTILL, PRUNE, SCORE, drafted, made, space  # noqa: F401
 from helpers.small_files import write_rows
 from helpers.typed import call
 

@@ -5,7 +5,7 @@ import itertools
 import random
 
 import pytest
-from helpers.chats import BUILD, SCORE, TALK, USER, ids_of, lines
+from helpers.chats import BUILD, SCORE, TALK, USER, chatty, ids_of, lines, plain, space  # noqa: F401
 from helpers.errors import raises_option
 from helpers.typed import call
 from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 import torch
 from helpers.built import built
-from helpers.replay_laws import KS, PROMPTS, VOCAB, check_counts, check_greedy, in_mode, replayed
+from helpers.replay_laws import (  # noqa: F401
+    KS,
+    PROMPTS,
+    VOCAB,
+    check_counts,
+    check_greedy,
+    in_mode,
+    noisy,
+    replayed,
+    work,
+)
 
 from draftlab.acceptance.token_logprobs import score_tokens
 from draftlab.config.kinds import DRAFTERS, parse_drafter

@@ -15,7 +15,10 @@ from helpers.builders import assert_rounds, build, save_neox
 from helpers.errors import raises_option
 from helpers.loopback_servers import SmallVLLM, replay, running
 from helpers.small_files import copy_tokenizer, edit, write_prompts, write_rows, write_workspace
-from helpers.stores import build_store
+from helpers.stores import (
+    build_store,
+    text,  # noqa: F401
+)
 from safetensors.numpy import load_file, save_file
 
 from draftlab.commands import outputs

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from helpers.commands import DISTILL, PRUNE, SCORE, drafted, made, space  # noqa: F401
+from helpers.commands import DISTILL, PRUNE, SCORE, drafted_fixture, made_fixture, space_fixture  # noqa: F401
 from helpers.small_files import write_rows
 from helpers.typed import call
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.chats import chatty, plain  # noqa: F401
+from helpers.chats import chatty_fixture, plain_fixture  # noqa: F401
 from helpers.errors import raises_option
 
 from draftlab.data import documents, heldout_prompts, open_batches, open_heldout
@@ -45,7 +45,7 @@ def written(folder: Path, rows: list[str], name: str = "rows.jsonl") -> Path:
 
 @pytest.mark.parametrize("place", [0, 60, 120])
 @pytest.mark.parametrize("kind", list(BAD))
-def test_everything_equals_the_file_without_its_bad_row(kind, place, tmp_path, chatty, capsys):  # noqa: F811
+def test_everything_equals_the_file_without_its_bad_row(kind, place, tmp_path, chatty, capsys):
     (tmp_path / "clean").mkdir()
     clean = written(tmp_path / "clean", TALKS)
     file = written(tmp_path, [*TALKS[:place], BAD[kind], *TALKS[place:]])
@@ -75,13 +75,13 @@ def test_everything_equals_the_file_without_its_bad_row(kind, place, tmp_path, c
         assert prompts == expected
 
 
-def test_a_lone_surrogate_is_named_as_such(tmp_path, chatty, capsys):  # noqa: F811
+def test_a_lone_surrogate_is_named_as_such(tmp_path, chatty, capsys):
     file = written(tmp_path, [*TALKS, BAD["surrogate"]])
     file_prompts(file, chatty, chat="on")
     assert "surrogate, \\ud83d" in " ".join(capsys.readouterr().err.split())
 
 
-def test_few_bad_rows_are_one_note_even_if_several_readers_meet_them(tmp_path, chatty, capsys):  # noqa: F811
+def test_few_bad_rows_are_one_note_even_if_several_readers_meet_them(tmp_path, chatty, capsys):
     file = written(tmp_path, [BAD["unfinished"], *TALKS])
     for _ in range(2):
         open_heldout(str(file), chatty, rows=1, seq_len=9, most_rows=9, loss_on="all")
@@ -104,8 +104,7 @@ def test_one_row_or_one_in_a_hundred_may_be_bad(good, bad, stops, tmp_path):
 
 
 def test_more_bad_rows_stop_with_counts_by_reason_and_the_first_three_rows_of_each(
-    tmp_path,
-    chatty,  # noqa: F811
+    tmp_path, chatty
 ):
     """Reasons that differ only in a value, such as a column of an unfinished line, are one reason."""
     unfinished = ['{"messages": [' + " " * i for i in range(5)]
@@ -118,7 +117,7 @@ def test_more_bad_rows_stop_with_counts_by_reason_and_the_first_three_rows_of_ea
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_prompts_after_a_limit_are_judged_by_the_whole_file(tmp_path, chatty, capsys):  # noqa: F811
+def test_prompts_after_a_limit_are_judged_by_the_whole_file(tmp_path, chatty, capsys):
     """Two bad rows among the first ten are few in 300."""
     judged = [json.dumps(talk(i, first="judge")) for i in range(2)]
     rows = [json.dumps(talk(i)) for i in range(298)]
@@ -137,7 +136,7 @@ def test_texts_without_a_character_are_skipped_however_many(tmp_path, capsys):
     assert "100 of 300" in capsys.readouterr().err
 
 
-def test_plain_text_is_cut_to_prompts_without_its_bad_row(tmp_path, plain):  # noqa: F811
+def test_plain_text_is_cut_to_prompts_without_its_bad_row(tmp_path, plain):
     texts = [json.dumps({"text": f"def f{i}(line):\n    return line\n" * 20}) for i in range(150)]
     files = [
         written(tmp_path, texts, "clean.jsonl"),

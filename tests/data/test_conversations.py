@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.chats import TEMPLATE, chatty, plain, space  # noqa: F401
+from helpers.chats import TEMPLATE, chatty_fixture, plain_fixture, space_fixture  # noqa: F401
 from helpers.errors import raises_option
 from helpers.typed import call
 
@@ -58,7 +58,7 @@ def searched(
 
 
 @pytest.mark.parametrize(("template", "ends"), [(CHATML, "<|im_end|>"), (MARKED, "<eos>")])
-def test_what_counts_is_what_a_search_of_the_assistants_text_finds(chatty, template, ends):  # noqa: F811
+def test_what_counts_is_what_a_search_of_the_assistants_text_finds(chatty, template, ends):
     chatty.add_special_tokens(
         {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<eos>"]}
     )
@@ -86,13 +86,13 @@ def test_what_counts_is_what_a_search_of_the_assistants_text_finds(chatty, templ
         "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
     ],
 )
-def test_a_template_that_fails_is_an_error_of_its_prompt(chatty, template):  # noqa: F811
+def test_a_template_that_fails_is_an_error_of_its_prompt(chatty, template):
     chatty.chat_template = template
     with raises_option("p.jsonl:1"):
         chat_ids([{"role": "user", "content": "hi"}], chatty, "p.jsonl:1")
 
 
-def test_a_template_that_changes_earlier_turns_makes_a_conversation_of_each_answer(chatty):  # noqa: F811
+def test_a_template_that_changes_earlier_turns_makes_a_conversation_of_each_answer(chatty):
     chatty.chat_template = LAST_ONLY
     messages = talk(0)
     found = render(messages, chatty, "l:3", "assistant")
@@ -119,8 +119,7 @@ def conversations(folder: Path, count: int = 60) -> Path:
 
 
 def test_every_conversation_is_a_row_once_an_epoch_and_a_function_of_seed_and_step(
-    tmp_path,
-    chatty,  # noqa: F811
+    tmp_path, chatty
 ):
     file = str(conversations(tmp_path))
     how: dict[str, Any] = {"rows": 5, "seq_len": 200, "steps": 3, "loss_on": "assistant"}
@@ -147,7 +146,7 @@ def test_every_conversation_is_a_row_once_an_epoch_and_a_function_of_seed_and_st
         assert mask[: len(start) - 1].sum() == 0
 
 
-def test_sources_without_conversations_take_no_loss_on(tmp_path, chatty):  # noqa: F811
+def test_sources_without_conversations_take_no_loss_on(tmp_path, chatty):
     text = tmp_path / "text.txt"
     text.write_text("return 1\n" * 100)
     assert loss_on_of(str(text), None) is None
@@ -162,7 +161,7 @@ def test_sources_without_conversations_take_no_loss_on(tmp_path, chatty):  # noq
         open_batches(str(mixed), chatty, rows=1, seq_len=9, steps=1, seed=0, loss_on="all")
 
 
-def test_a_store_keeps_the_mask_and_training_from_it_is_training_with_the_target(space):  # noqa: F811
+def test_a_store_keeps_the_mask_and_training_from_it_is_training_with_the_target(space):
     conversations(space)
     few = "--data chat.jsonl --seq-len 120"
     call(f"outputs build {few} --num-sequences 12 --top-logprobs 307 --out stored")

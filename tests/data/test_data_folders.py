@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, load_dataset
 from datasets.data_files import DataFilesDict, get_data_patterns
-from helpers.chats import chatty, plain  # noqa: F401
+from helpers.chats import chatty_fixture, plain_fixture  # noqa: F401
 from helpers.errors import raises_option
 from helpers.small_files import write_rows
 
@@ -52,7 +52,7 @@ def cloned(tmp_path, request) -> Path:
     return folder
 
 
-def test_a_cloned_data_set_is_its_train_split(cloned, tmp_path, capsys, chatty):  # noqa: F811
+def test_a_cloned_data_set_is_its_train_split(cloned, tmp_path, capsys, chatty):
     wanted = load_dataset(str(cloned), split="train", cache_dir=str(tmp_path / "cache"))
     read = documents(str(cloned))
     said = " ".join(capsys.readouterr().err.split())
@@ -144,7 +144,7 @@ def test_a_folder_without_text_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.jsonl.gz", "a.json", "a.txt"])
-def test_a_clone_without_git_lfs_is_named_as_such(name, tmp_path, plain):  # noqa: F811
+def test_a_clone_without_git_lfs_is_named_as_such(name, tmp_path, plain):
     (tmp_path / "data").mkdir()
     file = tmp_path / "data" / name
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")

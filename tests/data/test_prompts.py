@@ -5,7 +5,17 @@ import itertools
 import random
 
 import pytest
-from helpers.chats import BUILD, SCORE, TALK, USER, chatty, ids_of, lines, plain, space  # noqa: F401
+from helpers.chats import (  # noqa: F401
+    BUILD,
+    SCORE,
+    TALK,
+    USER,
+    chatty_fixture,
+    ids_of,
+    lines,
+    plain_fixture,
+    space_fixture,
+)
 from helpers.errors import raises_option
 from helpers.typed import call
 from transformers import PreTrainedTokenizerBase

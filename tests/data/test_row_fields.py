@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from helpers.chat_templates import CALL, CALLED, TOOL, family, rendered
-from helpers.chats import chatty, plain, space  # noqa: F401
+from helpers.chats import chatty_fixture, plain_fixture, space_fixture  # noqa: F401
 from helpers.errors import raises_option
 from helpers.typed import call
 
@@ -227,7 +227,7 @@ OTHER = (
 
 
 @pytest.mark.parametrize("template", [OTHER, None])
-def test_training_text_has_the_targets_template_whatever_the_draft_has(space, template):  # noqa: F811
+def test_training_text_has_the_targets_template_whatever_the_draft_has(space, template):
     rows = [
         {"messages": [{"role": "user", "content": f"return {i}"}, SAID | {"content": f"def {i}"}]}
         for i in range(60)

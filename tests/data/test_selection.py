@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.chats import SCORE, chatty, ids_of, lines, plain, space  # noqa: F401
+from helpers.chats import SCORE, chatty_fixture, ids_of, lines, plain_fixture, space_fixture  # noqa: F401
 from helpers.typed import call
 
 from draftlab.data import documents, open_heldout
@@ -39,7 +39,7 @@ def questions(prompts: Prompts) -> list[str]:
 
 
 @pytest.mark.parametrize("count", [1, 3, 5, 39, 40])
-def test_prompts_are_spaced_evenly_over_the_file(count, tmp_path, chatty):  # noqa: F811
+def test_prompts_are_spaced_evenly_over_the_file(count, tmp_path, chatty):
     """The i-th of N prompts is number floor(i 40 / N) of 40."""
     file = lines(tmp_path, *map(asked, range(40)))
     found = file_prompts(file, chatty, count=count, chat="on")
@@ -51,7 +51,7 @@ def test_prompts_are_spaced_evenly_over_the_file(count, tmp_path, chatty):  # no
     assert every == file_prompts(file, chatty, chat="on")
 
 
-def test_prompts_of_conversations_are_spaced_like_rows(tmp_path, chatty):  # noqa: F811
+def test_prompts_of_conversations_are_spaced_like_rows(tmp_path, chatty):
     """Conversations of 3, 1 and 4 prompts are prompts 0 to 7. Of these, 4 are the prompts 0, 2, 4 and 6."""
 
     def talk(name: str, turns: int) -> dict[str, Any]:
@@ -70,19 +70,14 @@ def test_prompts_of_conversations_are_spaced_like_rows(tmp_path, chatty):  # noq
 @pytest.mark.parametrize(
     ("bad", "wanted"), [(0, [1, 25, 50, 75]), (50, [0, 25, 51, 75]), (75, [0, 25, 50, 76])]
 )
-def test_the_next_prompt_replaces_one_that_the_template_refuses(
-    bad,
-    wanted,
-    tmp_path,
-    chatty,  # noqa: F811
-):
+def test_the_next_prompt_replaces_one_that_the_template_refuses(bad, wanted, tmp_path, chatty):
     rows: list[dict[str, Any]] = [{"prompt": str(i)} for i in range(100)]
     rows[bad] = JUDGED
     found = file_prompts(lines(tmp_path, *rows), chatty, count=4, chat="on")
     assert questions(found) == list(map(str, wanted))
 
 
-def test_the_first_prompts_replace_the_last_ones(tmp_path, chatty):  # noqa: F811
+def test_the_first_prompts_replace_the_last_ones(tmp_path, chatty):
     """Prompts 0, 1 and 3 of 5 are wanted, then 0 to 4 without the last, which is refused."""
     file = lines(tmp_path, *[{"prompt": str(i)} for i in range(4)], JUDGED)
     assert questions(file_prompts(file, chatty, count=3, chat="on")) == ["0", "1", "3"]
@@ -109,7 +104,7 @@ def mixed(folder: Path) -> Path:
     return lines(folder, *rows)
 
 
-def test_every_command_has_the_same_prompts(space):  # noqa: F811
+def test_every_command_has_the_same_prompts(space):
     file = mixed(space)
     tokenizer = checkpoint.load_tokenizer(space / "target")
     wanted = file_prompts(file, tokenizer, count=12, chat="on")
@@ -132,7 +127,7 @@ def test_every_command_has_the_same_prompts(space):  # noqa: F811
     assert parts[0].manifest.selection != wanted.selection  # some prompts are held out
 
 
-def test_commands_have_the_same_heldout_conversations_of_data(space):  # noqa: F811
+def test_commands_have_the_same_heldout_conversations_of_data(space):
     talks = [
         {
             "messages": [
@@ -179,7 +174,7 @@ def test_later_turns_count_by_what_the_user_says():
     )
 
 
-def test_a_replay_of_other_prompts_is_named(space):  # noqa: F811
+def test_a_replay_of_other_prompts_is_named(space):
     lines(space, *map(asked, range(40)))
     for name, count in (("some", 4), ("more", 5), ("again", 4)):
         built = f"--prompt-file prompts.jsonl --num-prompts {count} --max-new-tokens 4 --out {name}"
@@ -206,7 +201,7 @@ def test_a_replay_of_other_prompts_is_named(space):  # noqa: F811
     assert noted("older.json") == alone
 
 
-def test_a_store_with_another_selection_is_not_resumed(space):  # noqa: F811
+def test_a_store_with_another_selection_is_not_resumed(space):
     lines(space, *map(asked, range(40)))
     build = "outputs build --use replay --prompt-file prompts.jsonl --max-new-tokens 4"
     call(f"{build} --num-prompts 4 --out store")
@@ -228,7 +223,7 @@ def test_a_store_with_another_selection_is_not_resumed(space):  # noqa: F811
 # prompts of one document
 
 
-def test_prompts_of_one_document_are_one_conversation(space):  # noqa: F811
+def test_prompts_of_one_document_are_one_conversation(space):
     rows = [asked(i) | ({"document_id": i // 2} if i < 8 else {}) for i in range(12)]
     lines(space, *rows)
     call("outputs build --use replay --prompt-file prompts.jsonl --max-new-tokens 4 --out store")
@@ -241,7 +236,7 @@ def test_prompts_of_one_document_are_one_conversation(space):  # noqa: F811
     assert score.conversations == score.speedup(1).n == 8
 
 
-def test_autos_prompts_of_one_document_are_one_conversation(space):  # noqa: F811
+def test_autos_prompts_of_one_document_are_one_conversation(space):
     """Six or so of 60 texts are held out, so each gives several of 12 prompts."""
     texts = ["\n".join(f"def f{i}_{j}(line): return line" for j in range(60)) for i in range(60)]
     rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
@@ -257,7 +252,7 @@ def test_autos_prompts_of_one_document_are_one_conversation(space):  # noqa: F81
     assert len(pairs) == len(set(expected)) == len(set(chosen))
 
 
-def test_heldout_windows_of_one_document_are_one_conversation(tmp_path, plain):  # noqa: F811
+def test_heldout_windows_of_one_document_are_one_conversation(tmp_path, plain):
     """A window belongs to the document in which it begins; an interval over its text counts documents."""
     file = tmp_path / "text.jsonl"
     rows = [
@@ -284,7 +279,7 @@ def test_heldout_windows_of_one_document_are_one_conversation(tmp_path, plain): 
         assert {row.gain.n for row in evaluator.compare(0, 1)} == {n}
 
 
-def test_no_document_is_both_held_out_and_trained_on(space):  # noqa: F811
+def test_no_document_is_both_held_out_and_trained_on(space):
     lines(space, *[asked(i) | {"document_id": f"d{i // 2}"} for i in range(40)])
     many = "--prompt-file prompts.jsonl --max-new-tokens 4 --top-logprobs 4"
     call(f"outputs build {many} --out store")

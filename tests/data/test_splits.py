@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 from helpers.builders import build
-from helpers.chats import chatty, plain  # noqa: F401
+from helpers.chats import chatty_fixture, plain_fixture  # noqa: F401
 from helpers.errors import raises_option
 from helpers.small_files import write_rows
 from hypothesis import given
@@ -62,7 +62,7 @@ def in_every_format(folder: Path, rows: Rows) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def test_the_first_message_decides_whatever_the_file(tmp_path, chatty):  # noqa: F811
+def test_the_first_message_decides_whatever_the_file(tmp_path, chatty):
     rows = [asked(number) for number in range(60)]
     copies = [*rows, *(asked(number, answer="no") for number in range(60)), *rows[:30]]
     random.Random(0).shuffle(copies)
@@ -104,7 +104,7 @@ def test_the_whole_text_decides_without_a_conversation(tmp_path):
         {"text": "Q"},
     ],
 )
-def test_a_row_is_in_one_split_as_text_and_as_prompt(row, tmp_path, chatty):  # noqa: F811
+def test_a_row_is_in_one_split_as_text_and_as_prompt(row, tmp_path, chatty):
     file = tmp_path / "rows.jsonl"
     asked_for = [f"question {number}" for number in range(60)]
     text = json.dumps(row)
@@ -118,7 +118,7 @@ def test_a_row_is_in_one_split_as_text_and_as_prompt(row, tmp_path, chatty):  # 
 
 
 @pytest.mark.parametrize("count", range(2, 9))
-def test_a_small_source_has_both_splits(count, tmp_path, chatty):  # noqa: F811
+def test_a_small_source_has_both_splits(count, tmp_path, chatty):
     rows = [asked(number) for number in range(count)] * 2
     parts: list[dict[data.Split, set[str]]] = []
     for name in ("a.jsonl", "b.jsonl"):
@@ -153,7 +153,7 @@ def test_python_modules_keep_the_split_by_names_of_the_embedded_models():
         assert hashed_out(document.name) or document.key != document.name
 
 
-def test_copies_of_a_python_module_are_in_one_split(plain):  # noqa: F811
+def test_copies_of_a_python_module_are_in_one_split(plain):
     """Packages hold copies of each other's modules; no held-out one is trained on."""
     train, heldout = (documents("packages", split) for split in ("train", "heldout"))
     assert not {d.text for d in train} & {d.text for d in heldout}

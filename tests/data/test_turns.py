@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from helpers.chats import BUILD, SCORE, chatty, lines, plain, space  # noqa: F401
+from helpers.chats import BUILD, SCORE, chatty_fixture, lines, plain_fixture, space_fixture  # noqa: F401
 from helpers.loopback_servers import SmallVLLM, running
 from helpers.typed import call
 
@@ -59,12 +59,12 @@ def by_hand(target: Path, sampling: SamplingParams) -> list[list[int]]:
 
 
 @pytest.fixture
-def asked(space: Path) -> list[list[int]]:  # noqa: F811
+def asked(space: Path) -> list[list[int]]:
     lines(space, *TALKS)
     return by_hand(space / "target", SamplingParams(max_tokens=20, stop_token_ids=(1,)))
 
 
-def test_every_command_asks_the_same_requests(space, asked, monkeypatch):  # noqa: F811
+def test_every_command_asks_the_same_requests(space, asked, monkeypatch):
     timed: list[Any] = []
     throughput = benchmark.measure_throughput
     monkeypatch.setattr(
@@ -100,7 +100,7 @@ def test_every_command_asks_the_same_requests(space, asked, monkeypatch):  # noq
     assert timed == [asked, asked]
 
 
-def test_a_server_is_asked_the_same_requests(space, asked):  # noqa: F811
+def test_a_server_is_asked_the_same_requests(space, asked):
     tokenizer = checkpoint.load_tokenizer(space / "target")
     model = checkpoint.load_model(space / "target", torch.float32).eval()
     with running(SmallVLLM(model, tokenizer, frozenset([1]))) as url:
@@ -115,7 +115,7 @@ def test_a_server_is_asked_the_same_requests(space, asked):  # noqa: F811
     assert [prompt.ids for prompt in found.requests.prompts.rows] == asked
 
 
-def test_sampled_answers_are_sampled_as_asked(space):  # noqa: F811
+def test_sampled_answers_are_sampled_as_asked(space):
     lines(space, *TALKS)
     sampling = SamplingParams(max_tokens=20, temperature=1.0, seed=3, stop_token_ids=(1,))
     call(BUILD, "--dtype", "float32", "--temperature", 1, "--seed", 3, "--out", "answers")
@@ -136,7 +136,7 @@ def scripted(log: list[int], fail: int = 99) -> Callable:
     return answer
 
 
-def test_answers_are_stored_whole_and_read_again(tmp_path, chatty, monkeypatch):  # noqa: F811
+def test_answers_are_stored_whole_and_read_again(tmp_path, chatty, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prompts = file_prompts(lines(tmp_path, *TALKS * 3), chatty, chat="on")
     how = {"target": "t", "sampling": GREEDY}
@@ -163,11 +163,7 @@ def test_answers_are_stored_whole_and_read_again(tmp_path, chatty, monkeypatch):
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_a_conversation_with_a_refused_turn_is_a_bad_row(
-    place,
-    tmp_path,
-    chatty,  # noqa: F811
-    monkeypatch,
-    capsys,
+    place, tmp_path, chatty, monkeypatch, capsys
 ):
     """Its requests are missing, whichever turn was refused; the others are those of a file without it."""
     monkeypatch.chdir(tmp_path)
@@ -204,7 +200,7 @@ def refusing(refused: list[int], opening: str = "") -> Callable:
     return answer
 
 
-def test_many_conversations_with_a_refused_turn_end_the_command(tmp_path, chatty, monkeypatch):  # noqa: F811
+def test_many_conversations_with_a_refused_turn_end_the_command(tmp_path, chatty, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prompts = file_prompts(lines(tmp_path, *TALKS * 2), chatty, chat="on")
     answer = refusing([1], "def parse(line):")
@@ -213,7 +209,7 @@ def test_many_conversations_with_a_refused_turn_end_the_command(tmp_path, chatty
     assert not Path("runs/turns").exists()
 
 
-def test_prompts_of_one_turn_are_unchanged(tmp_path, chatty, monkeypatch):  # noqa: F811
+def test_prompts_of_one_turn_are_unchanged(tmp_path, chatty, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prompts = file_prompts(
         lines(tmp_path, {"prompt": "return 1"}, {"turns": ["return"]}), chatty, chat="on"
@@ -225,9 +221,7 @@ def test_prompts_of_one_turn_are_unchanged(tmp_path, chatty, monkeypatch):  # no
 
 
 def test_other_targets_sampling_and_prompts_have_answers_of_their_own(
-    tmp_path,
-    chatty,  # noqa: F811
-    monkeypatch,
+    tmp_path, chatty, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     prompts = file_prompts(lines(tmp_path, *TALKS), chatty, chat="on")

@@ -13,9 +13,9 @@ from helpers.replay_laws import (  # noqa: F401
     check_counts,
     check_greedy,
     in_mode,
-    noisy,
+    noisy_fixture,
     replayed,
-    work,
+    work_fixture,
 )
 
 from draftlab.acceptance.token_logprobs import score_tokens

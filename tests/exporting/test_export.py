@@ -19,7 +19,7 @@ from helpers.builders import build, logits_by_transformers
 from helpers.errors import raises_option
 from helpers.gguf_files import contents, neighbours_apart
 from helpers.real_llama_cpp import llama_server
-from helpers.sentencepiece_files import sentencepiece  # noqa: F401
+from helpers.sentencepiece_files import sentencepiece_fixture  # noqa: F401
 from helpers.small_files import copy_tokenizer, edit, write_functions, write_workspace
 from helpers.typed import call
 from safetensors.torch import save_file

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.gguf_files import contents, neighbours_apart
-from helpers.published_heads import K, folder, target, written  # noqa: F401
+from helpers.published_heads import K, folder_fixture, target_fixture, written  # noqa: F401
 from helpers.real_llama_cpp import llama_server
 from helpers.small_files import edit, write_prompts, write_rows
 from helpers.typed import call

@@ -30,13 +30,13 @@ TALK = [
 ]
 
 
-@pytest.fixture
-def plain(tokenizer_dir: Path) -> PreTrainedTokenizerBase:
+@pytest.fixture(name="plain")
+def plain_fixture(tokenizer_dir: Path) -> PreTrainedTokenizerBase:
     return checkpoint.load_tokenizer(tokenizer_dir)
 
 
-@pytest.fixture
-def chatty(tokenizer_dir: Path) -> PreTrainedTokenizerBase:
+@pytest.fixture(name="chatty")
+def chatty_fixture(tokenizer_dir: Path) -> PreTrainedTokenizerBase:
     tokenizer = checkpoint.load_tokenizer(tokenizer_dir)
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -52,8 +52,8 @@ def ids_of(prompts: Prompts) -> list[list[int]]:
     return [prompt.ids for prompt in prompts.rows]
 
 
-@pytest.fixture
-def space(tmp_path, monkeypatch, tokenizer_dir) -> Path:
+@pytest.fixture(name="space")
+def space_fixture(tmp_path, monkeypatch, tokenizer_dir) -> Path:
     """Return a workspace of a chat model, with a draft and a prompt file."""
     models = {"target": build("llama", 1), "draft": build("llama", 1)}
     torch.manual_seed(5)

@@ -9,8 +9,8 @@ from helpers.small_files import write_functions, write_workspace
 from helpers.typed import call
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory, family_dirs) -> Path:
+@pytest.fixture(scope="module", name="made")
+def made_fixture(tmp_path_factory, family_dirs) -> Path:
     """Return a workspace around the small llama, with a draft that was cut from it."""
     folder = tmp_path_factory.mktemp("made")
     write_workspace(family_dirs["llama"], write_functions(folder / "text.txt", repeats=9), folder)
@@ -20,16 +20,16 @@ def made(tmp_path_factory, family_dirs) -> Path:
     return folder
 
 
-@pytest.fixture
-def space(tmp_path, monkeypatch, made) -> Path:
+@pytest.fixture(name="space")
+def space_fixture(tmp_path, monkeypatch, made) -> Path:
     """Return the workspace alone."""
     shutil.copy(made / "draftlab.yaml", tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.fixture
-def drafted(space, made) -> Path:
+@pytest.fixture(name="drafted")
+def drafted_fixture(space, made) -> Path:
     """Return the workspace with its draft."""
     shutil.copytree(made / "runs", space / "runs")
     return space

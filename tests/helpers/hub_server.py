@@ -178,8 +178,8 @@ def running_hub(
         server.server_close()
 
 
-@pytest.fixture(scope="module")
-def served(family_dirs, tmp_path_factory) -> Hub:
+@pytest.fixture(scope="module", name="served")
+def served_fixture(family_dirs, tmp_path_factory) -> Hub:
     """lab/sharded as Mistral lays its repositories out, and others that are no plain checkpoint."""
     root = tmp_path_factory.mktemp("repos")
     newer, older = sharded(family_dirs["llama"], root / "sharded"), root / "older"
@@ -199,8 +199,8 @@ def served(family_dirs, tmp_path_factory) -> Hub:
         yield running
 
 
-@pytest.fixture
-def cache(served, tmp_path, monkeypatch) -> Path:
+@pytest.fixture(name="cache")
+def cache_fixture(served, tmp_path, monkeypatch) -> Path:
     """Return an empty cache of the hub's, for this test."""
     served.fetched.clear()
     point_at(served.url, tmp_path, monkeypatch)

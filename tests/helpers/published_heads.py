@@ -12,8 +12,8 @@ from draftlab.model.eagle import Head
 K = 3
 
 
-@pytest.fixture(scope="module")
-def target(family_dirs: dict[str, Path]) -> Path:
+@pytest.fixture(scope="module", name="target")
+def target_fixture(family_dirs: dict[str, Path]) -> Path:
     return family_dirs["llama"]
 
 
@@ -34,6 +34,6 @@ def written(folder: Path, target: Path, layout: Any = "native", **sizes: Any) ->
     return folder
 
 
-@pytest.fixture
-def folder(target: Path, tmp_path: Path) -> Path:
+@pytest.fixture(name="folder")
+def folder_fixture(target: Path, tmp_path: Path) -> Path:
     return written(tmp_path / "head", target)

@@ -28,16 +28,16 @@ VOCAB = 307
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 5, 250], [0, 90, 91, 92]]
 
 
-@pytest.fixture(scope="module")
-def noisy(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", name="noisy")
+def noisy_fixture(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the target with noise, which agrees with it now and then."""
     folder = tmp_path_factory.mktemp("noisy") / "draft"
     build("llama", noise=0.3).save_pretrained(folder)
     return folder
 
 
-@pytest.fixture
-def work(context: DrafterContext, noisy: Path) -> DrafterContext:
+@pytest.fixture(name="work")
+def work_fixture(context: DrafterContext, noisy: Path) -> DrafterContext:
     return replace(context, draft=noisy)
 
 

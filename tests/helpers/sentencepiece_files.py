@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from draftlab.model.sentencepiece import PROBES
 
 
-@pytest.fixture(scope="module")
-def sentencepiece(tmp_path_factory) -> Path:
+@pytest.fixture(scope="module", name="sentencepiece")
+def sentencepiece_fixture(tmp_path_factory) -> Path:
     """BPE as LLaMA 1 and 2 have it: spaces are letters, bytes fall back."""
     out = tmp_path_factory.mktemp("sentencepiece")
     letters = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"▁etaoinsrhldcum"]

@@ -10,8 +10,8 @@ from draftlab.commands.base import Outcome
 from helpers.small_files import write_functions
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
+@pytest.fixture(scope="module", name="text")
+def text_fixture(tmp_path_factory) -> str:
     return write_functions(tmp_path_factory.mktemp("text") / "text.txt", 200, 8)
 
 

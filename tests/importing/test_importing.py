@@ -15,7 +15,7 @@ import pytest
 import torch
 from helpers.builders import FAMILIES, assert_rounds, build, logits_by_transformers
 from helpers.errors import raises_option
-from helpers.sentencepiece_files import sentencepiece as sentencepiece
+from helpers.sentencepiece_files import sentencepiece_fixture  # noqa: F401
 from helpers.small_files import copy_tokenizer, edit
 from helpers.typed import call
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model

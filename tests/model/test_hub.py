@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers.errors import raises_option
-from helpers.hub_server import Hub, cache, point_at, served  # noqa: F401
+from helpers.hub_server import Hub, cache_fixture, point_at, served_fixture  # noqa: F401
 from helpers.published_heads import written
 from helpers.sharded import SHARDS
 from helpers.small_files import write_prompts

@@ -1,12 +1,11 @@
 """A quick score predicts what it does not time: its counts are those of live decoding, and its winner was timed."""
 
-# ruff: noqa: F811
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.commands import made, refused, space  # noqa: F401
+from helpers.commands import made_fixture, refused, space_fixture  # noqa: F401
 from helpers.scores import generation
 from helpers.small_files import write_rows
 from helpers.typed import call

@@ -1,6 +1,5 @@
 """Score and profile as typed: where models are placed, what is refused before anything is loaded, and which draft."""
 
-# ruff: noqa: F811
 import json
 import re
 import shutil
@@ -10,7 +9,7 @@ import pytest
 import torch
 import yaml
 from helpers.builders import PASS_ROUNDING, build
-from helpers.commands import DISTILL, SCORE, drafted, made, refused, space  # noqa: F401
+from helpers.commands import DISTILL, SCORE, drafted_fixture, made_fixture, refused, space_fixture  # noqa: F401
 from helpers.small_files import copy_tokenizer, edit, write_rows
 from helpers.typed import call
 from transformers import AutoModelForCausalLM

@@ -17,7 +17,7 @@ from helpers.loopback_servers import SmallVLLM, replay, running
 from helpers.small_files import copy_tokenizer, edit, write_prompts, write_rows, write_workspace
 from helpers.stores import (
     build_store,
-    text,  # noqa: F401
+    text_fixture,  # noqa: F401
 )
 from safetensors.numpy import load_file, save_file
 

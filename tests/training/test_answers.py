@@ -4,7 +4,10 @@ import json
 from pathlib import Path
 
 import numpy as np
-from helpers.chats import lines, space  # noqa: F401
+from helpers.chats import (
+    lines,
+    space_fixture,  # noqa: F401
+)
 from helpers.typed import call
 
 from draftlab.target_outputs import build
@@ -20,7 +23,7 @@ PROMPT_FILE = "--text target --prompt-file prompts.jsonl --max-new-tokens 12"
 DISTILL = f"distill {PROMPT_FILE} {TRAINING}"
 
 
-def test_a_draft_learns_from_the_targets_answers_which_the_next_run_finds(space, monkeypatch):  # noqa: F811
+def test_a_draft_learns_from_the_targets_answers_which_the_next_run_finds(space, monkeypatch):
     lines(space, *PROMPTS)
     first = call(f"{DISTILL} --out first")
     (place,) = Path("runs").glob("answers-target-prompts-*")

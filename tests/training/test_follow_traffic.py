@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.builders import build
-from helpers.stores import build_store, text  # noqa: F401
+from helpers.stores import (
+    build_store,
+    text_fixture,  # noqa: F401
+)
 
 follow = runpy.run_path(str(Path(__file__).parents[2] / "examples/follow_traffic.py"))["follow"]
 FAST = {"steps": 30, "batch_size": 4, "training_dtype": "float32", "optimizer": "adamw"}
@@ -29,7 +32,7 @@ def draft(family_dirs, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def traffic(family_dirs, text, tmp_path_factory) -> Path:  # noqa: F811
+def traffic(family_dirs, text, tmp_path_factory) -> Path:
     """Return two days of what the target wrote."""
     root = tmp_path_factory.mktemp("traffic")
     sizes = {"num_sequences": 48, "seq_len": 40, "top_logprobs": 307}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.builders import PASS_ROUNDING
-from helpers.commands import PRUNE, made, refused, space  # noqa: F401
+from helpers.commands import PRUNE, made_fixture, refused, space_fixture  # noqa: F401
 from helpers.errors import raises_option
 from helpers.typed import call
 from transformers import AutoModelForCausalLM
@@ -18,7 +18,7 @@ DISTILL = f"distill {' '.join(TRAIN)} --training-dtype float32"
 
 
 @pytest.fixture
-def mixture(space):  # noqa: F811
+def mixture(space):
     """Return two sources that are read as files."""
     for name, word in (("a", "def"), ("b", "class")):
         lines = "\n\n".join(f"{word} f{i}(line): return {i}\n" * 30 for i in range(400))
@@ -40,7 +40,7 @@ def updates(monkeypatch) -> list[tuple[int, DynamicBatches]]:
     return done
 
 
-def test_numbers_need_no_target_and_the_source_that_lags_gets_more(space, mixture, updates):  # noqa: F811
+def test_numbers_need_no_target_and_the_source_that_lags_gets_more(space, mixture, updates):
     call(PRUNE)
     losses = ("--data", mixture, "--reference-losses", "a.txt=0.5,b.txt=99")
     call(DISTILL, "--loss", "ce", *losses)
@@ -52,14 +52,14 @@ def test_numbers_need_no_target_and_the_source_that_lags_gets_more(space, mixtur
     assert "--reweigh-steps" in refused(DISTILL, "--text", "data=0.5,draft=0.5", *losses)
 
 
-def test_masks_read_more_of_the_source_that_lags(space, mixture, updates):  # noqa: F811
+def test_masks_read_more_of_the_source_that_lags(space, mixture, updates):
     losses = ("--data", mixture, "--reference-losses", "a.txt=99,b.txt=0.5")
     call(PRUNE, "--method", "masks", *TRAIN[:2], *TRAIN[4:], *losses)
     assert [step for step, _ in updates] == [2]  # none is due after the last step
     assert updates[0][1].phases[1][1]["b.txt"] > 0.9
 
 
-def test_a_model_expects_its_own_held_out_losses(space, mixture, family_dirs):  # noqa: F811
+def test_a_model_expects_its_own_held_out_losses(space, mixture, family_dirs):
     place = family_dirs["llama"]
     tokenizer = load_tokenizer(place)
     batches = open_batches(mixture, tokenizer, rows=4, seq_len=16, steps=4, seed=0)

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from draftlab import shipped
+from draftlab import shipped, workspace
 from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.base import TRAINING, Only, OutputConfig, advanced_option, option
 from draftlab.config.shared import (
@@ -375,7 +375,9 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
         data["acceptance"] = agreement.acceptance
     config = output.config
     assert isinstance(config, PruneConfig)
-    trains_on = ["--data", config.data] if config.is_set("data") else []
+    trains_on = config.repeated("data")
+    if not workspace.FILE.exists():  # then the default target is not of the source's family
+        trains_on += ["--target", config.source] if config.is_set("source") else []
     if is_chat_file(config.data):
         trains_on += ["--text", "target"]
     return Pruned(

@@ -7,6 +7,7 @@ from typing import get_args
 
 import draftlab
 from draftlab.commands.base import Outcome
+from tests.commands.configuration_page import summary
 
 HEAD = """# Python
 
@@ -46,7 +47,6 @@ def page() -> str:
 
 def section(name: str) -> str:
     function = getattr(draftlab, name)
-    summary = inspect.getdoc(function).splitlines()[0]
     parameters = [shown(each) for each in inspect.signature(function).parameters.values()]
     call = textwrap.fill(
         ", ".join(parameters), 100, initial_indent="    ", subsequent_indent="    "
@@ -55,7 +55,7 @@ def section(name: str) -> str:
     lines = [
         f"## draftlab.{name}",
         "",
-        summary,
+        summary(function),
         "",
         "```",
         f"draftlab.{name}(",

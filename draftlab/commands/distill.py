@@ -18,7 +18,7 @@ from draftlab.config.base import (
     advanced_option,
     option,
 )
-from draftlab.config.kinds import STUDENTS, Student
+from draftlab.config.kinds import DRAFTERS, STUDENTS, Student
 from draftlab.config.outputs import check_store
 from draftlab.config.shared import (
     CheckpointSettings,
@@ -375,7 +375,7 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
 
     with about("--loss"):
         parse_loss(config.loss)
-    run.check(config.report_to)
+    run.check_trackers(config.report_to)
     checkpointer.check(optimizer=config.optimizer)
     draft = target = None
     if config.draft is not None:
@@ -472,9 +472,13 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
             f"{result.skipped_steps:,} of {config.steps:,} steps were skipped, because their loss or gradient norm was "
             "not finite"
         )
-    drafter = ["--drafter", f"{config.student.kind}:heads={output.out}"]
+    kind = config.student.kind
+    drafter: list[object] = ["--drafter", f"{kind}:heads={output.out}"]
     if config.student.starts_from_draft:
         drafter = ["--draft", output.out]
+    # a comma separates the options of drafters, and a plug-in may have a student without a drafter
+    elif "," in str(output.out) or kind not in DRAFTERS.names():
+        drafter = []
     return Trained(
         path=output.out,
         show=lines,
@@ -484,7 +488,9 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
         tokens=result.tokens,
         seconds=result.seconds,
         lengths=lengths,
-        next=typed("draftlab", "score", *drafter),
+        next=typed("draftlab", "score", *drafter, *config.repeated("target", "data"))
+        if drafter
+        else None,
     )
 
 

@@ -182,6 +182,7 @@ class ExportConfig(DraftConfig, OutputConfig):
 
 
 PROMPT_TOKENS = 48  # length of prompts from a data source, in tokens
+CheckedDraft = tuple[Path, list[Finding], list[object]]  # draft, findings, words of the export
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -196,7 +197,7 @@ class Checked(Outcome):
         return all(finding.level != "error" for finding in self.findings)
 
 
-def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Finding]]]:
+def prepare_check(config: CheckConfig, weights: bool) -> Job[CheckedDraft]:
     """Resolve and check the settings of the command `check`, and return the job.
 
     Raises:
@@ -216,6 +217,8 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
     servers = SERVERS.loadable()
     if config.servers is not None:
         servers = [SERVERS.get(name.strip(), "--for") for name in config.servers.split(",")]
+    to = servers[0].name if config.servers else "vllm"
+    following = [*config.repeated("target"), "--to", to]
     running = None
     if config.server is not None:
         with about("--server"):
@@ -223,7 +226,7 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
                 config.server, config.api_key_file, model=config.served_model_name, workers=1
             )
 
-    def run() -> tuple[Path, list[Finding]]:
+    def run() -> CheckedDraft:
         try:
             artifact = open_checkable(draft, target)
             findings = list(check_files(artifact, servers))
@@ -232,9 +235,9 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
             if kind not in hub.HEADS:
                 raise
             remedy = "train one with draftlab distill --student eagle" if kind == "eagle" else ""
-            return draft, [error("head", str(failure), remedy)]
+            return draft, [error("head", str(failure), remedy)], following
         if device is None:
-            return draft, findings
+            return draft, findings, following
         # a head drafts with the target, and a server's answers are compared with the target's
         if running is not None or hub.head_kind(draft) is not None:
             _located_target(config.target, weights=True)
@@ -249,15 +252,15 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[tuple[Path, list[Fi
                 device=device,
             )
             findings += served.findings()
-        return draft, findings
+        return draft, findings, following
 
     return Job(run)
 
 
 @command(CheckConfig, prepare=prepare_check)
-def check(found: tuple[Path, list[Finding]]) -> Checked:
+def check(found: CheckedDraft) -> Checked:
     """Check that a draft or head fits its target and that servers can run it; exit with code 3 if a check fails."""
-    draft, findings = found
+    draft, findings, following = found
     exported = hub.head_kind(draft) in (None, "eagle")  # servers load other heads as they are
     errors = sum(finding.level == "error" for finding in findings)
     missed = (
@@ -270,7 +273,7 @@ def check(found: tuple[Path, list[Finding]]) -> Checked:
         data={"findings": list(map(asdict, findings)), "fits": not errors},
         missed=[missed] if errors else [],
         findings=findings,
-        next=None if errors or not exported else typed("draftlab", "export", draft, "--to", "vllm"),
+        next=None if errors or not exported else typed("draftlab", "export", draft, *following),
     )
 
 

@@ -32,6 +32,7 @@ from draftlab.errors import UserError, about
 from draftlab.model import families
 from draftlab.output import Output
 from draftlab.quantities import format_bytes
+from draftlab.runs import workspace
 from draftlab.shell import typed
 
 if TYPE_CHECKING:
@@ -127,7 +128,6 @@ class PredictConfig(Config):
 
 Measured: TypeAlias = "tuple[list[Profile], ScalingLaw | None]"  # latency profiles, and the law that is fitted to them
 ASSUMED_PROMPT = 128  # assumed length of prompts in tokens, if --acceptance is a number
-PREDICT = "draftlab predict --draft-profile DRAFT --target-profile TARGET --acceptance 0.7"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -210,7 +210,27 @@ def profile(measured: Measured, output: Output) -> Profiled:
         return _fitted(output.out, law)
     data = {"out": str(output.out), "profiles": [each.model_dump() for each in profiles]}
     show = [*map(profile_table, profiles), str(output.out)]
-    return Profiled(path=output.out, show=show, data=data, profiles=profiles, next=PREDICT)
+    slowest = max(profiles, key=lambda each: each.steady[-1].median_ms)
+    words: list[object] = ["--target-profile", output.out / f"{slowest.name}.yaml"]
+    for each in profiles:
+        if each is not slowest:
+            words += ["--draft-profile", output.out / f"{each.name}.yaml"]
+    config = output.config
+    assert isinstance(config, ProfileConfig)
+    if config.is_set("batch"):
+        words += ["--batch", ",".join(map(str, config.batch))]
+    if config.is_set("k") or config.is_set(
+        "context"
+    ):  # predict has the ranges of profile's defaults
+        words.append("--extrapolate")
+    following = typed("draftlab", "predict", *words, "--acceptance", "0.7")
+    return Profiled(
+        path=output.out,
+        show=show,
+        data=data,
+        profiles=profiles,
+        next=following if len(profiles) > 1 else None,
+    )
 
 
 def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPrediction]]":
@@ -290,7 +310,8 @@ def predict(drafts: "list[DraftPrediction]") -> Predicted:
     notes = dict.fromkeys(chain.from_iterable(p.notes for p in predictions))
     show += [f"note: {text}" for text in notes]
     data: dict[str, object] = {"predictions": [draft.as_dict() for draft in drafts]}
-    return Predicted(path=None, show=show, data=data, predictions=drafts, next="draftlab score")
+    following = "draftlab score" if workspace.FILE.exists() else None
+    return Predicted(path=None, show=show, data=data, predictions=drafts, next=following)
 
 
 def _acceptance(text: str, max_tokens: int) -> "Workload":

@@ -350,7 +350,9 @@ def _layers(space: Workspace) -> int:
     return max(1, layers // 3) if isinstance(layers, int) else 2
 
 
-def prepare_design(config: DesignConfig, weights: bool) -> "Job[tuple[Design, Path | None]]":
+def prepare_design(
+    config: DesignConfig, weights: bool
+) -> "Job[tuple[Design, Path | None, list[object]]]":
     """Resolve and check the settings of the command `design`, and return the job.
 
     Raises:
@@ -364,6 +366,7 @@ def prepare_design(config: DesignConfig, weights: bool) -> "Job[tuple[Design, Pa
 
     with about("--source"):
         name, source = prunable_shape(config.source)
+    source_words = config.repeated("source")
     if config.vocab is not None:
         check_head_size(config.vocab, source.vocab)
         source = source.model_copy(update={"draft_vocab": config.vocab})
@@ -381,32 +384,33 @@ def prepare_design(config: DesignConfig, weights: bool) -> "Job[tuple[Design, Pa
     budget = fill(Budget, config, amount=amount, kind=kind, latency_ms=latency_ms)
     layers, out, overwrite = config.layers, config.out, config.overwrite
 
-    def run() -> "tuple[Design, Path | None]":
+    def run() -> "tuple[Design, Path | None, list[object]]":
         found = scaling_law.design(source, layers, budget, law)
         if out is not None:
             found.write(
                 out, f"draftlab design: {kind} budget {amount:g}, from {name}", overwrite=overwrite
             )
-        return found, out
+        return found, out, source_words
 
     return Job(run)
 
 
 @command(DesignConfig, prepare=prepare_design)
-def design(designed: "tuple[Design, Path | None]") -> Designed:
+def design(designed: "tuple[Design, Path | None, list[object]]") -> Designed:
     """Find draft shapes with the same budget, from deep and narrow to shallow and wide."""
     from draftlab.results.tables import shape_table
 
-    found, out = designed
+    found, out, source_words = designed
     rows = {
         name: shape.model_dump()
         | {"params": shape.params(), "latency_ms": found.latency_ms.get(name)}
         for name, shape in found.shapes.items()
     }
     name, first = next(iter(found.shapes.items()))
-    sizes = ["--layers", first.layers, "--width", first.hidden, "--ffn", first.ffn]
+    sizes: list[object] = ["--layers", first.layers, "--width", first.hidden, "--ffn", first.ffn]
     if out is not None:
         sizes = ["--shape", out / f"{name}.yaml"]
+    sizes += source_words
     return Designed(
         path=out,
         show=[shape_table(found.shapes, found.latency_ms)],

@@ -401,12 +401,18 @@ def prepare_replay(
 @command(ReplayConfig, prepare=prepare_replay)
 def replay(replays: "dict[str, tuple[Replay, list[AcceptanceRow]]]", output: Output) -> Replayed:
     """Compute the acceptance of drafts at every K from stored target outputs; only heads also need the target."""
+    from draftlab.target_outputs.store import read_manifest
+
     rows, show, data = dict[str, list["AcceptanceRow"]](), list[object](), []
     priced = [
         name
         for name, (each, _) in replays.items()
         if DRAFTERS.get(each.kind, "").is_priced() and each.padded().modelled is None
     ]
+    config = output.config
+    assert isinstance(config, ReplayConfig)
+    target = read_manifest(config.directory).target
+    drafts = [Path(name.partition("@")[0]) for name in config.draft]
     for name, (each, table) in replays.items():
         rows[name] = table
         show += _table(each, table)
@@ -416,12 +422,7 @@ def replay(replays: "dict[str, tuple[Replay, list[AcceptanceRow]]]", output: Out
         show=[*show, str(output.out)],
         data={"out": str(output.out), "replays": data},
         rows=rows,
-        next=typed(
-            *("draftlab", "predict", "--acceptance", output.out / min(priced)),
-            *("--draft-profile", "DRAFT", "--target-profile", "TARGET"),
-        )
-        if priced
-        else None,
+        next=typed("draftlab", "profile", Path(target), *drafts) if priced and drafts else None,
     )
 
 

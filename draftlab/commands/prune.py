@@ -28,6 +28,7 @@ from draftlab.model.families import shape_name
 from draftlab.model.shape import Shape, check, parse_count
 from draftlab.output import Output
 from draftlab.quantities import format_bytes
+from draftlab.runs import workspace
 from draftlab.shell import typed
 
 if TYPE_CHECKING:
@@ -376,7 +377,9 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
         data["acceptance"] = agreement.acceptance
     config = output.config
     assert isinstance(config, PruneConfig)
-    trains_on = ["--data", config.data] if config.is_set("data") else []
+    trains_on = config.repeated("data")
+    if not workspace.FILE.exists():  # then the default target is not of the source's family
+        trains_on += ["--target", config.source] if config.is_set("source") else []
     if is_chat_file(config.data):
         trains_on += ["--text", "target"]
     return Pruned(

@@ -1,6 +1,7 @@
 """The command report, which ranks scores and shows them on a page."""
 
 import json
+import shlex
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 from draftlab.commands.base import Job, Outcome, command
 from draftlab.config.base import OUTPUT, Config, option
 from draftlab.errors import UserError, about
+from draftlab.model import hub
 from draftlab.runs import workspace
 from draftlab.runs.atomic import check_writable, write_atomic, writing
 from draftlab.shell import typed
@@ -130,8 +132,19 @@ def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
         },
         missed=missed,
         scores=scores,
-        next=(served or None) if path else f"{config.command_line('report')} --html report.html",
+        next=_following(served) if path else f"{config.command_line('report')} --html report.html",
     )
+
+
+def _following(served: str) -> str | None:
+    """Return the command that serves the fastest draft, or None if its draft is not here."""
+    words = shlex.split(served)
+    if words[:2] == ["draftlab", "export"]:
+        try:
+            hub.local(words[2])
+        except UserError:  # the score was made in another folder
+            return None
+    return served or None
 
 
 def _serve(fastest: "Ranked") -> str:

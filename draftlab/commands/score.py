@@ -326,6 +326,10 @@ def score(result: "PlainAnswers | Score | list[Score]", output: Output) -> Score
     if not isinstance(result, PlainAnswers):
         return _outcome(result if isinstance(result, list) else [result], output)
     speed = tokens_per_second([run.request for run in result.runs])
+    config = output.config
+    assert isinstance(config, ScoreConfig)
+    # the same server, after a restart with the draft
+    changes = {"server": str(output.out), "speculative_server": config.server, "out": None}
     return Outcome(
         path=output.out,
         show=[
@@ -333,10 +337,7 @@ def score(result: "PlainAnswers | Score | list[Score]", output: Output) -> Score
             str(output.out),
         ],
         data={"path": str(output.out), "output_tps": speed},
-        next=typed(
-            *("draftlab", "score", "--server", output.out),
-            *("--speculative-server", "http://HOST:PORT"),
-        ),
+        next=config.model_copy(update=changes).command_line("score"),
     )
 
 
@@ -543,12 +544,11 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
     show += overall_lines(groups)
     show += [*(f"warning: {text}" for text in score_warnings(scores)), str(output.out)]
     categories = {s.name: category_rows(s) for s in scores}
-    then = ["report", output.out, "--html", "report.html"]
+    then: list[object] = ["report", output.out, "--html", "report.html"]
     drafts = {Path(name).name: name for name in (n.partition("@")[0] for n in config.draft)}
     fastest = drafts.get(groups[0].ranking[0].name.partition("@")[0]) if len(groups) == 1 else None
     if fastest and not config.served:
-        target = ["--target", config.target] if config.is_set("target") else []
-        then = ["export", Path(fastest), *target, "--to", "vllm"]
+        then = ["export", Path(fastest), *config.repeated("target"), "--to", "vllm"]
     return Scored(
         path=output.out,
         show=show,

@@ -1,1 +1,1 @@
-"""The typed settings of commands. The command line or a file fills the frozen class of a command. No torch."""
+"""How settings are declared, checked, and filled from the command line or a file. No torch."""

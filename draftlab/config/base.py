@@ -334,6 +334,14 @@ class Config(BaseModel):
             else details["flag"] or "--" + name.replace("_", "-")
         )
 
+    def repeated(self, *names: str) -> list[object]:
+        """Return flags and values of the settings of these names that the user gave, for a following command."""
+        words: list[object] = []
+        for name in names:
+            if self.is_set(name):
+                words += [self.flag(name), getattr(self, name)]
+        return words
+
     def command_line(self, command: str) -> str:
         """Return a command line that builds this config. It leaves out settings with default values, and passwords."""
         words, arguments = ["draftlab", *command.split()], []

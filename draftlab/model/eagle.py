@@ -378,9 +378,8 @@ def head_config(
     head_dim = head_dim or (sizes.hidden // heads if heads else math.gcd(sizes.hidden, 64))
     heads = int(heads or sizes.hidden // head_dim)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if (
-        sizes.hidden % heads and sizes.hidden % head_dim == 0
-    ):  # then use the target's head_dim, as speculators does
+    # then use the target's head_dim, as speculators does
+    if sizes.hidden % heads and sizes.hidden % head_dim == 0:
         heads = sizes.hidden // head_dim
         kv_heads = kv_heads if heads % kv_heads == 0 else heads
     rope: Any = getattr(config, "rope_parameters", None)  # GPT-2 has none, Gemma 3 several
@@ -537,9 +536,8 @@ def write(
         known[head.ids.cpu()] = True
         tensors |= {"d2t": head.ids.cpu() - torch.arange(config.draft_vocab), "t2d": known}
     embedding = head.embedding
-    if (
-        embedding is None and layout == "speculators"
-    ):  # speculators computes with zeros if the file has no embedding
+    # speculators computes with zeros if the file has no embedding
+    if embedding is None and layout == "speculators":
         embedding = _target_embedding(target, config).to(head.weights["fc.weight"].dtype)
     tensors |= {} if embedding is None else {"embed_tokens.weight": embedding}
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

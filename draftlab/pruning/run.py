@@ -200,7 +200,8 @@ class Prune:
                 with tied embeddings is never rotated.
             scores_cache: File with the importance. If the file does not exist, this run writes it for later runs.
         """
-        if self.is_copy():
+        self.check()
+        if self.is_copy:
             return self.copy()
         source, have, shape = self.source, self.source.shape, self.shape
         if method != "importance":
@@ -227,11 +228,13 @@ class Prune:
         rotated = Rotated(source.weights, have, rotation.to(source.device))
         return self.write(keep, rotation, rotated, streams)
 
+    @property
     def is_copy(self) -> bool:
-        """Return whether draft and source have the same shape, apart from a trimmed head.
+        """Return whether draft and source have the same shape, apart from a trimmed head."""
+        return self.shape.with_whole_head() == self.source.shape.with_whole_head()
 
-        Also hash the inputs, and check that there is enough space on the disk and enough text, before work that may
-        take hours.
+    def check(self) -> None:
+        """Hash the inputs, and check that disk and text suffice, before work that may take hours.
 
         Raises:
             UserError: An input cannot be read, or there is too little space on the disk or too little held-out text.
@@ -240,10 +243,8 @@ class Prune:
         self.output.check_space(
             self.shape.weight_bytes(self.source.stored_dtype.itemsize), "the draft"
         )
-        is_copy = self.shape.with_whole_head() == self.source.shape.with_whole_head()
         # open the text now, so that its errors come before hours of calibration or training
-        _ = self._head if is_copy else (self._head, self._heldout)
-        return is_copy
+        _ = self._head if self.is_copy else (self._head, self._heldout)
 
     def copy(self) -> PrunedDraft:
         """Write the source's weights as the draft, unchanged, except that the head may be made separate or trimmed."""

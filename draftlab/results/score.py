@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
@@ -355,7 +355,6 @@ class Score(FileModel):
     # Fraction of distinct 4-grams in the target's output. It is low if the output repeats itself, and drafts predict
     # repetitions well.
     distinct_4grams: Share
-    example: dict[str, Any] | None = None  # older files have this field; it is not written any more
     # value of --drafter, with the options that the drafter learnt when it was built
     learnt: str | None = None
     learnt_prompts: NonNegativeInt = 0  # number of prompts that are in the draft's training data

@@ -10,7 +10,7 @@ Shapes: B rows, T predicted tokens per row, N tokens that count in the loss, K o
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -178,16 +178,32 @@ class Objective(nn.Module):
         trimmed: TrimmedHead | None = None,
         penalty: Tensor | float = 0.0,
     ) -> Tensor:
-        """Return six sums over tokens, [6]: those of fused_loss.Sums, and `objective` plus `penalty`.
-
-        Only the sixth sum has a gradient. For the other arguments, see fused_loss.
-        """
+        """Return six sums over tokens as a tensor, [6], see StepSums. For the other arguments, see fused_loss."""
         loss = self.loss.at(self.progress)
         temperature = self.temperature if torch.is_grad_enabled() else self.served
         sums = fused_loss(
             hidden, head, labels, weights, teacher, loss, temperature, trimmed=trimmed
         )
         return torch.stack([*(value.detach() for value in sums), sums.objective + penalty])
+
+
+class StepSums(NamedTuple):
+    """The six sums over tokens that an objective returns in the last dimension of a tensor.
+
+    The first five are those of fused_loss.Sums. trained: `objective` plus the penalty of a constraint. Only this sum
+    has a gradient.
+    """
+
+    objective: Tensor
+    cross_entropy: Tensor
+    acceptance: Tensor
+    slack: Tensor
+    agreement: Tensor
+    trained: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor) -> "StepSums":
+        return cls(*values.unbind(-1))
 
 
 class DistillStep(Objective):
@@ -221,10 +237,9 @@ class DistillStep(Objective):
         positions: Tensor | None = None,
         depths: Tensor | None = None,
     ) -> Tensor:
-        """Return six weighted sums over tokens, [1, 6].
+        """Return weighted sums over tokens, [1, 6], see StepSums.
 
-        The first five are those of fused_loss.Sums. The sixth, which is trained, is `objective` plus the penalty of the
-        constraint. Without gradients, as in evaluation, a parallel draft has six sums for each of K offsets, [K, 6].
+        Without gradients, as in evaluation, a parallel draft has sums for each of K offsets, [K, 6].
 
         Args:
             ids: Token ids, [B, T + 1].

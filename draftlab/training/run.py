@@ -50,7 +50,7 @@ def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[Any], No
         tracker.finish()
 
 
-def check(names: Sequence[str]) -> None:
+def check_trackers(names: Sequence[str]) -> None:
     """Check that accelerate knows the trackers, and that their packages are installed.
 
     Raises:

@@ -34,6 +34,7 @@ from draftlab.training.objectives import (
     DistillStep,
     Objective,
     Offsets,
+    StepSums,
     expected_tokens,
 )
 from draftlab.training.optimizers import optimizers_for, training_dtype
@@ -312,7 +313,8 @@ class Trainer:
             group["lr"] = rate * peak
         sums = self._accumulate_gradients(parts, tokens)
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), MAX_GRAD_NORM)
-        objective, _, alpha, *_ = (self._total(sums) / max(1, tokens)).tolist()
+        means = StepSums.of(self._total(sums) / max(1, tokens))
+        objective = float(means.objective)
         grad_norm = None if norm is None else float(norm)
         finite = math.isfinite(objective) and math.isfinite(grad_norm or 0.0)
         skipped = self.in_any_process(not finite)
@@ -334,7 +336,7 @@ class Trainer:
         return StepRecord(
             step=index + 1,
             loss=_finite(objective),
-            acceptance=None if self.teacher is None else _finite(alpha),
+            acceptance=None if self.teacher is None else _finite(float(means.acceptance)),
             tokens=tokens,
             grad_norm=None if grad_norm is None else _finite(grad_norm),
             lr=rate * self.loop.lr,
@@ -425,7 +427,7 @@ class Trainer:
         return batch if depths is None else depths.drawn(batch, draw)
 
     def _accumulate_gradients(self, parts: list[Batch], tokens: int) -> Tensor:
-        """Run forward and backward passes over micro-batches. Return the six sums of DistillStep.forward, [6].
+        """Run forward and backward passes over micro-batches. Return their sums, [6], see StepSums.
 
         parts: Micro-batches of this process. tokens: Number of predictions of the step, over all processes.
         """
@@ -441,7 +443,8 @@ class Trainer:
             with unsynced:
                 sums = self._sums(self._target(self.teacher, part), part)[0]
                 # DDP averages over processes, but `tokens` counts all processes: scale back
-                accelerator.backward(sums[5] * accelerator.num_processes / max(1, tokens))
+                trained = StepSums.of(sums).trained
+                accelerator.backward(trained * accelerator.num_processes / max(1, tokens))
             totals += exact(sums.detach()).cpu()
         return totals
 
@@ -451,9 +454,8 @@ class Trainer:
         self.module.eval()
         totals, tokens = torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
         with torch.no_grad():
-            for i, batch in enumerate(
-                batches
-            ):  # processes share the rows of a batch, because FSDP needs every process in every pass
+            # processes share the rows of a batch, because FSDP needs every process in every pass
+            for i, batch in enumerate(batches):
                 part = self._packed(batch, -1 - i).shard(
                     self.accelerator.process_index, self.accelerator.num_processes
                 )
@@ -462,24 +464,23 @@ class Trainer:
                 tokens = tokens + torch.from_numpy(part.predictions_by_offset(len(sums)))
         self.module.train()
         totals, tokens = self._total(totals), self._total(tokens)
-        means = totals / tokens.unsqueeze(1).clamp_min(1)
-        _, cross_entropy, _, slack, agreement, _ = means[0].tolist()
+        means = StepSums.of(totals / tokens.unsqueeze(1).clamp_min(1))  # of each offset, [K]
         record = EvalRecord(
             step=step,
             tokens=int(tokens.sum()),
-            loss=float(totals[:, 0].sum() / tokens.sum()),
-            cross_entropy=cross_entropy,
+            loss=float(StepSums.of(totals).objective.sum() / tokens.sum()),
+            cross_entropy=float(means.cross_entropy[0]),
             temperature=self.setup.served,
         )
         if teacher is None:
             return record
-        accepted = means[:, 2 if self.setup.served else 4].tolist()
+        accepted = (means.acceptance if self.setup.served else means.agreement).tolist()
         return replace(
             record,
             acceptance=accepted[0],
-            slack=slack if self.setup.served else 0.0,
-            agreement=agreement,
-            offsets=tuple(accepted) if len(means) > 1 else (),
+            slack=float(means.slack[0]) if self.setup.served else 0.0,
+            agreement=float(means.agreement[0]),
+            offsets=tuple(accepted) if len(accepted) > 1 else (),
         )
 
     def _target(self, teacher: Distributions | None, batch: Batch) -> Any:
@@ -572,9 +573,8 @@ def _prepare_teacher(
     model = teacher.eval()
     if accelerator.is_fsdp2:
         shard_by_layer(model)
-    elif (
-        getattr(model, "hf_device_map", None) is None
-    ):  # accelerate has not spread the model over devices
+    # accelerate has not spread the model over devices
+    elif getattr(model, "hf_device_map", None) is None:
         model.to(cast(Any, accelerator.device))
     if compiled:
         model.get_decoder().compile()

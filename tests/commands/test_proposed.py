@@ -82,3 +82,48 @@ def test_a_recorded_command_reads_the_same_directory(name):
 
 def test_a_word_that_is_no_path_keeps_its_dash():
     assert typed("draftlab", "prune", "--out", Path("-x")) == "draftlab prune --out ./-x"
+
+
+def test_proposed_commands_name_what_was_given_where_there_is_no_workspace(
+    tmp_path, monkeypatch, family_dirs
+):
+    """Without draftlab.yaml the default target is a model that is not here."""
+    monkeypatch.chdir(tmp_path)
+    target, data = family_dirs["llama"], tmp_path / "text.txt"
+    write_functions(data, repeats=40)
+    given = ["--target", target, "--data", data]
+    words = proposed(call(PRUNE, "--source", target, "--data", data, "--out", "cut"))
+    assert (option(words, "--target"), option(words, "--data")) == (target, data)
+    training = "--steps 1 --batch-size 1 --seq-len 32 --training-dtype float32 --save-steps 1"
+    words = proposed(call("", *words[1:], *training.split(), "--out", "distilled"))
+    assert option(words, "--target") == target
+    call("", *words[1:], "--dry-run")
+    words = proposed(call("check --files-only --for transformers distilled", *given[:2]))
+    assert words[-1] == "transformers"
+    call("", *words[1:], "--dry-run")
+    words = proposed(call("design --params 20k --layers 1,2 --source", target))
+    call("", *words[1:], "--data", data, "--seq-len", "32", "--dry-run")
+
+
+def test_a_report_in_another_folder_proposes_no_draft_that_is_not_there(
+    tmp_path, monkeypatch, family_dirs
+):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    write_workspace(family_dirs["llama"], write_functions(Path("text.txt"), repeats=9), Path())
+    call(f"{PRUNE} --out cut")
+    call(f"{SCORE} --draft cut --out scores")
+    monkeypatch.chdir(tmp_path / "there")
+    shown = call("report ../here/scores --html report.html").stderr
+    assert "next: draftlab export" not in shown
+
+
+def test_profiles_of_a_target_and_a_draft_propose_their_prediction(
+    tmp_path, monkeypatch, family_dirs
+):
+    monkeypatch.chdir(tmp_path)
+    models = [family_dirs["llama"], family_dirs["qwen3"]]
+    few = "--k 2 --batch 2,4 --context 16,200 --repeats 3 --mode eager --out profiles"
+    words = proposed(call(f"profile {few}", *models))
+    call("", *words[1:])

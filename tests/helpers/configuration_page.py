@@ -1,5 +1,7 @@
 """docs/configuration.md, from the configs: python -m helpers.configuration_page > docs/configuration.md"""
 
+import inspect
+from collections.abc import Callable
 from typing import Any, Literal, get_args, get_origin
 
 from draftlab.commands import COMMANDS
@@ -30,8 +32,13 @@ def page() -> str:
     return "\n".join([HEAD, *map(section, COMMANDS.values())])
 
 
+def summary(function: Callable[..., object]) -> str:
+    """Return the first paragraph of a docstring, which may wrap, as one line."""
+    return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+
+
 def section(command: Command) -> str:
-    doc = (command.function.__doc__ or "").strip().splitlines()[0]
+    doc = summary(command.function)
     fields = command.config.model_fields.items()
     shown = [row(command, name, field) for name, field in fields if not extra(field)["advanced"]]
     hidden = [row(command, name, field) for name, field in fields if extra(field)["advanced"]]

@@ -5,6 +5,8 @@ import inspect
 import textwrap
 from typing import get_args
 
+from tests.commands.configuration_page import summary
+
 import draftlab
 from draftlab.commands.base import Outcome
 
@@ -46,7 +48,6 @@ def page() -> str:
 
 def section(name: str) -> str:
     function = getattr(draftlab, name)
-    summary = inspect.getdoc(function).splitlines()[0]
     parameters = [shown(each) for each in inspect.signature(function).parameters.values()]
     call = textwrap.fill(
         ", ".join(parameters), 100, initial_indent="    ", subsequent_indent="    "
@@ -55,7 +56,7 @@ def section(name: str) -> str:
     lines = [
         f"## draftlab.{name}",
         "",
-        summary,
+        summary(function),
         "",
         "```",
         f"draftlab.{name}(",

@@ -158,9 +158,8 @@ class Masks(nn.Module):
             return masks[name].view(size) if name in masks else torch.ones(size, device=device)
 
         hidden = shaped("hidden", s.hidden)
-        if (
-            s.tied and "hidden" in masks
-        ):  # a tied matrix both embeds and predicts, so soft masks cannot be folded into it
+        # a tied matrix both embeds and predicts, so soft masks cannot be folded into it
+        if s.tied and "hidden" in masks:
             hidden = (hidden > 0).float() + (hidden - hidden.detach())
         by_group = shaped("heads", s.layers, s.kv_heads, s.heads // s.kv_heads)
         heads = shaped("kv_heads", s.layers, s.kv_heads, 1) * by_group

@@ -66,7 +66,8 @@ def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
     Raises:
         UserError: The loss is not finite, or the run cannot use its state directory (see claimed_state).
     """
-    if cut.is_copy():
+    cut.check()
+    if cut.is_copy:
         return cut.copy()
     source = cut.source
     reference = training.reweighing.reference if training.reweighing is not None else None

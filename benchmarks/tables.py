@@ -160,7 +160,9 @@ class Tables:
         """Yield the tokens per target pass of the published draft after training on more and more answers."""
         found = self.results["learning_curve"]["drafts"]
         counts = found[0]["tokens_per_pass"]
-        yield from header("million tokens of answers", *(f"tokens per pass, K = {k}" for k in counts))
+        yield from header(
+            "million tokens of answers", *(f"tokens per pass, K = {k}" for k in counts)
+        )
         for place in LEARNT:
             row = found[place]
             yield cells(millions(row["tokens"], 1), *map(interval, row["tokens_per_pass"].values()))

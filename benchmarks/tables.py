@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.formats import bounds, fixed, interval, percent
+from benchmarks.formats import bounds, fixed, interval, millions, percent
 
 # names of drafters on pages, by the name in a record without its number of drafted tokens and "@int8"
 DRAFTERS = {
@@ -18,6 +18,7 @@ DRAFTERS = {
 }
 TOKENS = re.compile(r",draft_tokens=\d+|@int8$")
 WAYS = {"plain": "none", "draft": "ten-layer draft", "ngram": "n-grams of the prompt"}
+LEARNT = (0, 1, 2, 5, 9, 16)  # stores of answers after which a row is shown
 Lines = Iterator[str]
 
 
@@ -154,6 +155,17 @@ class Tables:
                 share = [value.scaled(100) for value in draft["share_of_whole"]]
                 shares.append(f"{interval(share, 1)} %")
             yield cells(name, percent(row["coverage"], 1), *shares)
+
+    def learning(self) -> Lines:
+        """Yield the tokens per target pass of the published draft after training on more and more answers."""
+        found = self.results["learning_curve"]["drafts"]
+        counts = found[0]["tokens_per_pass"]
+        yield from header(
+            "million tokens of answers", *(f"tokens per pass, K = {k}" for k in counts)
+        )
+        for place in LEARNT:
+            row = found[place]
+            yield cells(millions(row["tokens"], 1), *map(interval, row["tokens_per_pass"].values()))
 
     def costs(self) -> Lines:
         """Yield what making a draft costs by arithmetic, for several targets."""

@@ -19,10 +19,10 @@ NAMES = re.compile(
     r"""(?<![\w.])(?:
       (?:Wide|NoFT|wide|noft)-\d+(?:\.\d)?[BMbm] | (?:tiny-)?\d{1,2}x\d{3}
     | (?:Llama|LLaMA|Qwen|OPT|GPT|Mistral|Mixtral|SmolLM)-?\d*(?:\.\d)?(?:-\d+[BM])?(?:-Instruct)?
-    | EAGLE-3(?:\.1)? | WikiText-2 | GSM8K | Medusa-[12] | ZeRO-?[123] | FSDP2 | 4-grams?
+    | EAGLE-3(?:\.1)? | eagle3 | WikiText-2 | GSM8K | Medusa-[12] | ZeRO-?[123] | FSDP2 | 4-grams?
     | int[48] | bf16 | fp(?:8|16|32) | b?float(?:16|32) | Q\d_(?:\d|K(?:_M)?) | B?F(?:16|32)
     | [AH]\d00s? | AVX2 | AVX-?512(?:_BF16)?
-    | (?:vLLM|SGLang|transformers|speculators|lm-eval)\ \d+(?:\.\d+)+
+    | (?:vLLM|SGLang|transformers|speculators|lm-eval|llama-cpp-python|xllamacpp)\ \d+(?:\.\d+)+
     | arXiv\ \d{4}\.\d{5} | Python\ 3\.\d+ | Apache-2\.0 | 95\ %\ intervals? | K\ =\ 0
     | x86-64 | CXX=g\+\+-\d+
     | [\w-]+/[\w-]+\#\d+ | issue\ \d+

@@ -4,11 +4,12 @@ import ast
 import re
 from pathlib import Path
 
+from helpers.option_names import COMMON
+
 import draftlab
 from draftlab.commands import COMMANDS
 
 PACKAGE = Path(draftlab.__file__).parent
-COMMON = {"--help", "--config", "--json", "--dry-run", "--force", "--version"}
 OTHERS = {  # options of programs that draftlab starts or names
     "pip": {"--no-deps", "--upgrade"},
     "git": {"--short"},

@@ -5,10 +5,9 @@ import inspect
 import textwrap
 from typing import get_args
 
-from tests.commands.configuration_page import summary
-
 import draftlab
 from draftlab.commands.base import Outcome
+from helpers.configuration_page import summary
 
 HEAD = """# Python
 

@@ -32,8 +32,8 @@ def typed(page: str, until: str = "") -> Iterator[list[str]]:
     """
     text = (ROOT / page).read_text()
     text = text.partition(f"\n{until}\n")[0] if until else text
-    for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        for line in block.replace("\\\n", " ").splitlines():
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        for line in [] if language else block.replace("\\\n", " ").splitlines():
             words = line.removeprefix("$ ")
             if words.startswith("draftlab "):
                 yield shlex.split(words, comments=True)[1:]

@@ -484,7 +484,7 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
         tokens=result.tokens,
         seconds=result.seconds,
         lengths=lengths,
-        next=typed("draftlab", "score", *drafter),
+        next=typed("draftlab", "score", *drafter, *config.typed("target", "data")),
     )
 
 

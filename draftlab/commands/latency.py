@@ -290,7 +290,7 @@ def predict(drafts: "list[DraftPrediction]") -> Predicted:
     notes = dict.fromkeys(chain.from_iterable(p.notes for p in predictions))
     show += [f"note: {text}" for text in notes]
     data: dict[str, object] = {"predictions": [draft.as_dict() for draft in drafts]}
-    return Predicted(path=None, show=show, data=data, predictions=drafts, next="draftlab score")
+    return Predicted(path=None, show=show, data=data, predictions=drafts)
 
 
 def _acceptance(text: str, max_tokens: int) -> "Workload":

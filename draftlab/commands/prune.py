@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from draftlab import shipped
+from draftlab import shipped, workspace
 from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.base import TRAINING, Only, OutputConfig, advanced_option, option
 from draftlab.config.shared import (
@@ -376,7 +376,9 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
         data["acceptance"] = agreement.acceptance
     config = output.config
     assert isinstance(config, PruneConfig)
-    trains_on = ["--data", config.data] if config.is_set("data") else []
+    trains_on = config.typed("data")
+    if not workspace.load().target:  # a draft surely fits its source
+        trains_on = ["--target", config.source, *trains_on]
     if is_chat_file(config.data):
         trains_on += ["--text", "target"]
     return Pruned(

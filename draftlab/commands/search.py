@@ -218,7 +218,9 @@ def search(result: "Search", output: Output) -> Searched:
         data={"path": str(output.out), **result.model_dump(mode="json")},
         search=result,
         draft=draft,
-        next=typed("draftlab", "export", draft, "--to", "vllm") if result.pays else None,
+        next=typed("draftlab", "export", draft, *output.config.typed("target"), "--to", "vllm")
+        if result.pays
+        else None,
     )
 
 

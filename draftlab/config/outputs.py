@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Literal
 
-from draftlab import workspace
 from draftlab.config import shared
 from draftlab.config.base import (
     Config,
@@ -204,9 +203,9 @@ class ReplayConfig(OutputConfig, shared.CheckpointSettings):
         factory=list,
         help="Drafter other than a draft model, as NAME or NAME:KEY=VALUE,...; repeat the option for several drafters.",
     )
-    target: str = option(
-        factory=lambda: workspace.load().target,
-        help="Checkpoint of the target that wrote the outputs, for heads and other drafters without a draft model.",
+    target: str | None = option(
+        None,
+        "Checkpoint of the target that wrote the outputs, for heads and other drafters without a draft model.",
         shown_default="as recorded with the outputs; if it is not there, from draftlab.yaml",
     )
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens per step, as 1-8 or 2,4,8.")

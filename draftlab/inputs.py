@@ -32,7 +32,7 @@ def inputs_of(config: Config) -> dict[str, str]:
     for name in type(config).model_fields.keys() - config.refused():
         # not getattr: a test traces which settings a command reads
         value, reads = config.__dict__[name], extra(type(config).model_fields[name])["reads"]
-        if value is None or reads == "nothing":
+        if value in (None, "") or reads == "nothing":
             continue
         if reads == "text":
             inputs |= text_inputs(value)
@@ -59,7 +59,7 @@ def paths_of(config: Config) -> Iterator[Path]:
     for name in type(config).model_fields.keys() - {"out"}:
         reads = extra(type(config).model_fields[name])["reads"]
         for item in _items(config.__dict__[name]):
-            if reads == "text" and item is not None:
+            if reads == "text" and item:
                 names = _sources(item)
             else:
                 names = str(item).split(",") if isinstance(item, str | Path) else []

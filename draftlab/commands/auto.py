@@ -154,16 +154,11 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
         checkpoint.check(target)
     with about("--device"):
         device = devices.resolve_device(config.device)
-    default_text = next(
-        (p.data for p in workspace.PRESETS.values() if p.target == config.target), None
-    )
-    if workspace.FILE.exists():
-        default_text = workspace.load().data
     with about("--prompts" if config.prompt_file else "--data"):
         prompts = find_prompts(
             config.prompt_file,
             config.data,
-            default_text,
+            workspace.load().data or None,
             target,
             config.streams,
             trains=not config.draft,

@@ -488,9 +488,7 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
         tokens=result.tokens,
         seconds=result.seconds,
         lengths=lengths,
-        next=typed("draftlab", "score", *drafter, *config.repeated("target", "data"))
-        if drafter
-        else None,
+        next=typed("draftlab", "score", *drafter, *config.repeated("target", "data")),
     )
 
 

@@ -32,7 +32,6 @@ from draftlab.errors import UserError, about
 from draftlab.model import families
 from draftlab.output import Output
 from draftlab.quantities import format_bytes
-from draftlab.runs import workspace
 from draftlab.shell import typed
 
 if TYPE_CHECKING:
@@ -310,8 +309,7 @@ def predict(drafts: "list[DraftPrediction]") -> Predicted:
     notes = dict.fromkeys(chain.from_iterable(p.notes for p in predictions))
     show += [f"note: {text}" for text in notes]
     data: dict[str, object] = {"predictions": [draft.as_dict() for draft in drafts]}
-    following = "draftlab score" if workspace.FILE.exists() else None
-    return Predicted(path=None, show=show, data=data, predictions=drafts, next=following)
+    return Predicted(path=None, show=show, data=data, predictions=drafts)
 
 
 def _acceptance(text: str, max_tokens: int) -> "Workload":

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, TypeAlias
 
 from pydantic import model_validator
 
@@ -140,6 +140,11 @@ class DesignConfig(Config):
 
 class EnvConfig(Config):
     """The settings of the command `env`. There are none."""
+
+
+Designing: TypeAlias = (
+    "tuple[Design, Path | None, list[object]]"  # shapes, their folder, and words of --source
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -350,9 +355,7 @@ def _layers(space: Workspace) -> int:
     return max(1, layers // 3) if isinstance(layers, int) else 2
 
 
-def prepare_design(
-    config: DesignConfig, weights: bool
-) -> "Job[tuple[Design, Path | None, list[object]]]":
+def prepare_design(config: DesignConfig, weights: bool) -> Job[Designing]:
     """Resolve and check the settings of the command `design`, and return the job.
 
     Raises:
@@ -366,7 +369,6 @@ def prepare_design(
 
     with about("--source"):
         name, source = prunable_shape(config.source)
-    source_words = config.repeated("source")
     if config.vocab is not None:
         check_head_size(config.vocab, source.vocab)
         source = source.model_copy(update={"draft_vocab": config.vocab})
@@ -383,24 +385,25 @@ def prepare_design(
     latency_ms = law.ms if law is not None and kind == "latency" else None
     budget = fill(Budget, config, amount=amount, kind=kind, latency_ms=latency_ms)
     layers, out, overwrite = config.layers, config.out, config.overwrite
+    typed_source = config.repeated("source")
 
-    def run() -> "tuple[Design, Path | None, list[object]]":
+    def run() -> Designing:
         found = scaling_law.design(source, layers, budget, law)
         if out is not None:
             found.write(
                 out, f"draftlab design: {kind} budget {amount:g}, from {name}", overwrite=overwrite
             )
-        return found, out, source_words
+        return found, out, typed_source
 
     return Job(run)
 
 
 @command(DesignConfig, prepare=prepare_design)
-def design(designed: "tuple[Design, Path | None, list[object]]") -> Designed:
+def design(designed: Designing) -> Designed:
     """Find draft shapes with the same budget, from deep and narrow to shallow and wide."""
     from draftlab.results.tables import shape_table
 
-    found, out, source_words = designed
+    found, out, source = designed
     rows = {
         name: shape.model_dump()
         | {"params": shape.params(), "latency_ms": found.latency_ms.get(name)}
@@ -410,13 +413,12 @@ def design(designed: "tuple[Design, Path | None, list[object]]") -> Designed:
     sizes: list[object] = ["--layers", first.layers, "--width", first.hidden, "--ffn", first.ffn]
     if out is not None:
         sizes = ["--shape", out / f"{name}.yaml"]
-    sizes += source_words
     return Designed(
         path=out,
         show=[shape_table(found.shapes, found.latency_ms)],
         data={"shapes": rows},
         shapes=found.shapes,
-        next=typed("draftlab", "prune", *sizes),
+        next=typed("draftlab", "prune", *source, *sizes),
     )
 
 
@@ -439,9 +441,9 @@ def env(config: EnvConfig) -> Outcome:
         "threads": torch.get_num_threads(),
         "workspace": str(workspace.FILE.absolute())
         if workspace.FILE.exists()
-        else "none; the defaults are the preset llama-65b",
-        "target": space.target,
-        "source": space.source,
+        else f"none; {workspace.FILE} is not in this folder",
+        "target": space.target or "none",
+        "source": space.source or "none",
         "dtype": space.dtype,
     }
     for mode in precision.DTYPES if device.type == "cpu" else ():

@@ -365,9 +365,13 @@ def prepare_replay(
     target = None
     if config.reads_target:
         # the target that wrote the outputs, unless another directory with the same weights is named
-        known = None if config.is_set("target") else store.target
+        known = config.target or store.target or workspace.load().target
+        if not known:
+            raise UserError(
+                f"--target: the target that wrote {config.directory} is not where it was; type --target NAME"
+            )
         with about("--target"):
-            target = hub.locate(config.target if known is None else known, weights)
+            target = hub.locate(known, weights)
     elif weights and (unread := [o for o in ("target", "device_map") if config.is_set(o)]):
         raise UserError(
             f"{', '.join(map(config.flag, unread))}: leave it out, because none of these drafters reads the target's "

@@ -378,8 +378,8 @@ def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
     config = output.config
     assert isinstance(config, PruneConfig)
     trains_on = config.repeated("data")
-    if not workspace.FILE.exists():  # then the default target is not of the source's family
-        trains_on += ["--target", config.source] if config.is_set("source") else []
+    if not workspace.load().target:  # a draft surely fits its source
+        trains_on = ["--target", config.source, *trains_on]
     if is_chat_file(config.data):
         trains_on += ["--text", "target"]
     return Pruned(

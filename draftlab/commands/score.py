@@ -525,6 +525,7 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
     from draftlab.results.report import (
         accuracy_table,
         category_table,
+        export_command,
         json_rows,
         overall_lines,
         ranking_table,
@@ -544,16 +545,12 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
     show += overall_lines(groups)
     show += [*(f"warning: {text}" for text in score_warnings(scores)), str(output.out)]
     categories = {s.name: category_rows(s) for s in scores}
-    then: list[object] = ["report", output.out, "--html", "report.html"]
-    drafts = {Path(name).name: name for name in (n.partition("@")[0] for n in config.draft)}
-    fastest = drafts.get(groups[0].ranking[0].name.partition("@")[0]) if len(groups) == 1 else None
-    if fastest and not config.served:
-        then = ["export", Path(fastest), *config.repeated("target"), "--to", "vllm"]
     return Scored(
         path=output.out,
         show=show,
         data={"scores": json_rows(scores), "categories": categories},
         missed=missed,
         scores=scores,
-        next=typed("draftlab", *then),
+        next=export_command(groups)
+        or typed("draftlab", "report", output.out, "--html", "report.html"),
     )

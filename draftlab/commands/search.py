@@ -213,14 +213,15 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
 def search(result: "Search", output: Output) -> Searched:
     """Find the draft shape and K with which the target is fastest on this machine; a killed search resumes."""
     draft = output.out / "draft"
-    target = output.config.repeated("target")
     return Searched(
         path=output.out,
         show=[_rung_table(result), *result.explain(), str(draft)],
         data={"path": str(output.out), **result.model_dump(mode="json")},
         search=result,
         draft=draft,
-        next=typed("draftlab", "export", draft, *target, "--to", "vllm") if result.pays else None,
+        next=typed("draftlab", "export", draft, *output.config.repeated("target"), "--to", "vllm")
+        if result.pays
+        else None,
     )
 
 

@@ -113,6 +113,9 @@ def from_workspace(name: str, help: str, **others: Any) -> Any:
     )
 
 
+NO_DEFAULT = ("target", "source", "data")  # settings that the user or draftlab.yaml must name
+
+
 def parsed(parse: Callable[[str], Value], value: str) -> Value:
     """Parse the value of a setting.
 
@@ -200,7 +203,7 @@ class Config(BaseModel):
         where: Start of an error message, such as "--config x.yaml: ".
 
         Raises:
-            UsageError: A required setting is missing.
+            UsageError: A required setting is missing, or neither `settings` nor draftlab.yaml names a model or text.
             UserError: A setting is unknown, out of bounds, not UTF-8, or excluded by another setting.
         """
         if unknown := sorted(set(settings) - set(cls.model_fields)):
@@ -213,7 +216,9 @@ class Config(BaseModel):
                 f"{where}a setting is not UTF-8 text: {printable(error.object[:200])}"
             ) from None
         try:
-            return cls(**settings)
+            config = cls(**settings)
+            config._check_named()
+            return config
         except ValidationError as error:
             items = [
                 dict(item)
@@ -223,9 +228,25 @@ class Config(BaseModel):
             missing = any(item["type"] == "missing" for item in items)
             text = "; ".join(map(cls._complaint, items))
             raise (UsageError if missing else UserError)(where + text) from None
-        except UserError as error:  # from a property that a rule in `only` reads
+        except UserError as error:  # also from a property that a rule in `only` reads
             error.args = (f"{where}{error}",)
             raise
+
+    def _check_named(self) -> None:
+        """Check that every model and text that the command reads has a name.
+
+        Raises:
+            UsageError: Neither the user nor draftlab.yaml names it.
+        """
+        unread = self.refused() | ({"data"} if self.text_source is None else set[str]())
+        for name in NO_DEFAULT:
+            if name in unread or self.__dict__.get(name) != "":  # not getattr: see is_set
+                continue
+            lacks = "does not name it" if workspace.FILE.exists() else "is not in this folder"
+            raise UsageError(
+                f"{self.flag(name)} is required, because {workspace.FILE} {lacks}: type {self.flag(name)} NAME, or "
+                "first draftlab init --preset tiny"
+            )
 
     @classmethod
     def of_file(cls, path: Path, command: str, typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,10 +333,12 @@ class Config(BaseModel):
     def settings(self) -> dict[str, Any]:
         """Return the settings that the command uses, as JSON values, to record them or to compare runs.
 
-        Settings that a rule in `only` refuses are left out. trust_remote_code is left out, too, because the user must
-        give it to each run. Passwords in addresses are removed.
+        Settings that a rule in `only` refuses are left out, and models and text without a name, which the command does
+        not read. trust_remote_code is left out, too, because the user must give it to each run. Passwords in addresses
+        are removed.
         """
-        settings = json.loads(self.model_dump_json(exclude=self.refused() | {TRUST}))
+        unnamed = {name for name in NO_DEFAULT if self.__dict__.get(name) == ""}
+        settings = json.loads(self.model_dump_json(exclude=self.refused() | unnamed | {TRUST}))
         return {
             name: without_secrets(v) if isinstance(v, str) else v for name, v in settings.items()
         }

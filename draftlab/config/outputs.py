@@ -18,7 +18,6 @@ from draftlab.config.server_rules import SERVER_RULES, DecodingRule, ServerRule,
 from draftlab.errors import UserError
 from draftlab.model import hub
 from draftlab.registry import REJECTION
-from draftlab.runs import workspace
 
 MANIFEST = "manifest.json"  # the file that every store of target outputs has
 
@@ -204,9 +203,9 @@ class ReplayConfig(OutputConfig, shared.CheckpointSettings):
         factory=list,
         help="Drafter other than a draft model, as NAME or NAME:KEY=VALUE,...; repeat the option for several drafters.",
     )
-    target: str = option(
-        factory=lambda: workspace.load().target,
-        help="Checkpoint of the target that wrote the outputs, for heads and other drafters without a draft model.",
+    target: str | None = option(
+        None,
+        "Checkpoint of the target that wrote the outputs, for heads and other drafters without a draft model.",
         shown_default="as recorded with the outputs; if it is not there, from draftlab.yaml",
     )
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens per step, as 1-8 or 2,4,8.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftlab.errors import UserError
 from draftlab.intervals import FEWEST, Interval
+from draftlab.model import hub
 from draftlab.model.shape import format_count
 from draftlab.quantities import format_duration, format_number
 from draftlab.reading import command_words
@@ -347,10 +348,14 @@ def export_command(groups: Sequence[Group]) -> str:
     drafts = [draft for draft in named if draft.endswith(score.draft.name)]
     if not drafts or score.draft.sha256 is None or score.served:
         return ""
-    words = ["draftlab", "export", Path(drafts[0])]
+    base, _, rounded = drafts[0].rpartition("@")
+    form = ["vllm"]
+    if rounded in hub.ROUNDED:  # a type of GGUF files
+        form = ["llama.cpp", "--outtype", rounded]
+    words = ["draftlab", "export", Path(base if rounded in hub.ROUNDED else drafts[0])]
     if target := target_named(score):
         words += ["--target", target]
-    return typed(*words, "--to", "vllm", "--k", fastest.k)
+    return typed(*words, "--to", *form, "--k", fastest.k)
 
 
 def target_named(score: Score) -> str | None:

@@ -18,28 +18,29 @@ class Workspace(FileModel):
     """The defaults of commands: checkpoints, data, folder of outputs, device and dtype.
 
     Attributes:
+        target, source, data: Checkpoint of the target, checkpoint from which drafts are cut, and text. They have no
+            default: a name that is empty must be typed.
         draft: Draft that commands use until the user makes a draft.
         runs: Folder of the outputs.
         device: auto is cuda if there is a GPU.
         dtype: auto is bfloat16 on cuda; on a CPU see model.precision.
     """
 
-    target: str
-    source: str
-    data: str
+    target: str = ""
+    source: str = ""
+    data: str = ""
     draft: str | None = None
     runs: Path = Path("runs")
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
 
 
-# llama-65b, the default without draftlab.yaml, has the models of Decoding Speculative Decoding (2402.01528)
 PRESETS: dict[str, Workspace] = {
     "tiny": Workspace(target="tiny", source="tiny", data="stdlib"),
     "smollm2": Workspace(
         target="models/smollm2-135m-instruct", source="models/smollm2-135m-instruct", data="stdlib"
     ),
-    "llama-65b": Workspace(
+    "llama-65b": Workspace(  # the models of Decoding Speculative Decoding (arXiv 2402.01528)
         target="huggyllama/llama-65b", source="huggyllama/llama-7b", data="hf:DKYoon/SlimPajama-6B"
     ),
     "llama-2-70b": Workspace(
@@ -60,7 +61,6 @@ PRESETS: dict[str, Workspace] = {
         draft="Qwen/Qwen3-0.6B",
     ),
 }
-DEFAULT = PRESETS["llama-65b"]
 
 
 def preset(name: str) -> Workspace:
@@ -74,13 +74,13 @@ def preset(name: str) -> Workspace:
 
 
 def load(folder: Path = Path()) -> Workspace:
-    """Return the workspace of a folder, from its draftlab.yaml. Without this file, return the preset llama-65b.
+    """Return the workspace of a folder, from its draftlab.yaml. Without this file, it names no target, source or data.
 
     Raises:
         UserError: The file has unknown keys or wrong values.
     """
     file = folder / FILE
-    return read_model(Workspace, file) if file.exists() else DEFAULT
+    return read_model(Workspace, file) if file.exists() else Workspace()
 
 
 def newest(runs: Path, commands: tuple[str, ...]) -> Path | None:

@@ -1,13 +1,12 @@
 """Every command that draftlab proposes can be typed in a shell, whatever the names of folders and files are."""
 
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
+from helpers.commands import proposed, read_by_shell
 from helpers.small_files import write_functions, write_workspace
 from helpers.typed import call
-from typer.testing import Result
 
 from draftlab.commands.outputs import ReplayConfig
 from draftlab.shell import typed
@@ -15,20 +14,6 @@ from draftlab.shell import typed
 PRUNE = "prune --layers 2 --width 32 --calibration-tokens 128 --seq-len 32"
 SCORE = "score --mode eager --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1 --k 1"
 NAMES = ["a b", "größe", 'it\'s "so"', "$(touch x)`y`;&", "-dash", "~", "#1*?"]
-
-
-def proposed(result: Result) -> list[str]:
-    """Return the words of the command that the last line on stderr proposes."""
-    *_, last = result.stderr.splitlines()
-    line = last.removeprefix("next: ")
-    assert line != last
-    return read_by_shell(line)
-
-
-def read_by_shell(line: str) -> list[str]:
-    code = f"set -- {line}; printf '%s\\0' \"$@\""
-    shown = subprocess.run(["sh", "-c", code], capture_output=True, check=True).stdout
-    return shown.decode().split("\0")[:-1]
 
 
 def option(words: list[str], flag: str) -> Path:

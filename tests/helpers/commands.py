@@ -1,9 +1,11 @@
 """A workspace with a small llama and a draft, and commands that are run in process."""
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import Result
 
 from helpers.small_files import write_functions, write_workspace
 from helpers.typed import call
@@ -51,3 +53,17 @@ DISTILL = "distill --steps 2 --batch-size 2 --seq-len 16 --training-dtype float3
 
 
 SCORE = "score --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1 --k 1,2"
+
+
+def proposed(result: Result) -> list[str]:
+    """Return the words of the command that the last line on stderr proposes."""
+    *_, last = result.stderr.splitlines()
+    line = last.removeprefix("next: ")
+    assert line != last
+    return read_by_shell(line)
+
+
+def read_by_shell(line: str) -> list[str]:
+    code = f"set -- {line}; printf '%s\\0' \"$@\""
+    shown = subprocess.run(["sh", "-c", code], capture_output=True, check=True).stdout
+    return shown.decode().split("\0")[:-1]

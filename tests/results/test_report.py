@@ -270,6 +270,9 @@ def test_a_draft_that_gains_is_exported_by_the_command_on_the_page():
     groups = grouped([one])
     assert export_command(groups) == "draftlab export 'runs/a b' --target models/t --to vllm --k 4"
     assert export_command(groups) in Page(html([one], command="")).text
+    rounded = change(score("a@q8_0"), command="draftlab score --draft runs/a@q8_0")
+    words = export_command(grouped([rounded])).split()
+    assert words[2:7] == ["runs/a", "--to", "llama.cpp", "--outtype", "q8_0"]
     for other in (change(one, equal_texts=0.5), change(score("a b", speed=0.4), command=command)):
         assert export_command(grouped([other])) == ""
 

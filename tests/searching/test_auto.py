@@ -121,7 +121,7 @@ def test_a_run_killed_in_its_search_goes_on_with_what_was_there(space, tokenizer
 def test_tiny_from_an_empty_folder(tmp_path, monkeypatch):
     """Its answers repeat themselves, so that copying surely gains; all that the page names is there."""
     monkeypatch.chdir(tmp_path)
-    call("auto tiny --minutes 4 --threads 1")
+    call("auto tiny --data stdlib --minutes 4 --threads 1")
     out = tmp_path / "runs/auto-tiny"
     verdict = read_model(Verdict, out, "auto.json")
     assert verdict.use

@@ -46,7 +46,7 @@ LAYERS = [
     ["searching"],
     ["commands"],
     ["recipe"],
-    ["functions"],
+    ["functions", "help"],
     ["cli"],
     ["__main__"],
 ]
@@ -80,6 +80,7 @@ NO_TORCH = [
     "commands",
     "recipe",
     "functions",
+    "help",
     "cli",
 ]
 HEAVY = {

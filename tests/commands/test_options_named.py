@@ -8,7 +8,16 @@ import draftlab
 from draftlab.commands import COMMANDS
 
 PACKAGE = Path(draftlab.__file__).parent
-COMMON = {"--help", "--config", "--json", "--dry-run", "--force", "--version"}
+COMMON = {
+    "--help",
+    "--help-all",
+    "--config",
+    "--json",
+    "--dry-run",
+    "--force",
+    "--version",
+    "--install-completion",
+}
 OTHERS = {  # options of programs that draftlab starts or names
     "pip": {"--no-deps", "--upgrade"},
     "git": {"--short"},

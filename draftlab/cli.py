@@ -18,14 +18,15 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from rich.console import Console
 from typer import Argument, BadParameter, Option
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from draftlab import __version__
 from draftlab.commands import PANELS
 from draftlab.commands.base import Command, Outcome
-from draftlab.config.base import OUTPUT, Config, bound, extra
+from draftlab.config.base import Config, bound, extra
 from draftlab.console import is_main_process, never_silent, note, print_words, processes
 from draftlab.errors import UsageError, UserError, one_line, plain_words
+from draftlab.help import command_help, group_help, summary
 from draftlab.model.cgroups import limit_threads
 from draftlab.recipe import run
 from draftlab.streams import Unprintable, guard_streams
@@ -45,9 +46,50 @@ GROUPS = {  # name -> help, panel
     )
 }
 
+SWITCHES = {  # options that are no settings -> help
+    "--config PATH": "YAML file of settings, or the output directory of an earlier run, to repeat its settings.",
+    "--force": "Replace an existing output.",
+    "--dry-run": "Show the plan and do nothing.",
+    "--json": "Print the result as JSON.",
+}
+START = ("draftlab init --preset tiny", "draftlab prune --layers 3 --width 128")
+
+
+class Group(TyperGroup):
+    """The group of all commands, or of those whose names have two words."""
+
+    def get_help(self, ctx: Any) -> str:
+        print(self.help_of(ctx))  # click's echo hides that stdout cannot be written
+        return ""
+
+    def help_of(self, ctx: Any) -> str:
+        group = "" if ctx.parent is None else f"{ctx.info_name} "
+        panels = {
+            panel: {
+                each.name.removeprefix(group): summary(each)
+                for each in commands
+                if each.name.startswith(group) and (group or " " not in each.name)
+            }
+            for panel, commands in ALL.items()
+        }
+        if group:
+            text = GROUPS[group.strip()][0]
+            shown = {panel: commands for panel, commands in panels.items() if commands}
+            return group_help(f"draftlab {group.strip()}", text, (), shown)
+        for name, (text, panel) in GROUPS.items():
+            panels[panel][name] = text
+        panels["Options"] = {
+            "--version": "Print the version.",
+            "--install-completion": "Complete commands and options in the current shell.",
+        }
+        return group_help("draftlab", ABOUT, START, panels)
+
+
+ABOUT = "Design, prune, distil and score draft models for speculative decoding."
 app = typer.Typer(
     name="draftlab",
-    help="Design, prune, distil and score draft models for speculative decoding.",
+    cls=Group,
+    help=ABOUT,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -161,15 +203,9 @@ def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Par
     details = extra(field)
     kind: Any = details["typed"] or field.annotation
     default = None if field.default is PydanticUndefined else field.default
-    if field.is_required():
-        details["shown_default"] = details["shown_default"] or "required"
-    shown = details["shown_default"] or (default is not None and default != [])
     bounds = {"min": bound(field, "ge"), "max": bound(field, "le")}
     common: dict[str, Any] = {
         "help": field.description,
-        "show_default": shown,
-        "hidden": details["advanced"],
-        "rich_help_panel": details["panel"],
         **{key: value for key, value in bounds.items() if value is not None},
     }
     flags = [] if default is True else [config.flag(name)]
@@ -182,27 +218,50 @@ def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Par
 
 
 def _wiring(command: Command) -> list[inspect.Parameter]:
-    """Return the options that are not settings: --config, --json and, where a command has them, --force, --dry-run."""
-    config_help = (
-        "YAML file of settings, or the output directory of an earlier run, to repeat its settings."
-    )
-    options: list[tuple[str, Any, str, str]] = [
-        ("config_file", Path | None, "--config", config_help),
-        ("force", bool, "--force", "Replace an existing output."),
-        ("dry_run", bool, "--dry-run", "Show the plan and do nothing."),
-        ("json_output", bool, "--json", "Print the result as JSON."),
-    ]
-    lacks = {"force": not command.has_force, "dry_run": not command.dry_run}
-    return [
+    """Return the options that are not settings as Typer parameters."""
+    kinds: dict[str, tuple[str, Any]] = {
+        "--config": ("config_file", Path | None),
+        "--force": ("force", bool),
+        "--dry-run": ("dry_run", bool),
+        "--json": ("json_output", bool),
+    }
+    parameters = [
         inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=False if kind is bool else None,
-            annotation=Annotated[kind, Option(flag, help=text, rich_help_panel=OUTPUT)],
+            annotation=Annotated[kind, Option(flag, help=text)],
         )
-        for name, kind, flag, text in options
-        if not lacks.get(name)
+        for flag, text in ((words.split()[0], text) for words, text in _switches(command).items())
+        for name, kind in (kinds[flag],)
     ]
+    return [*parameters, _HELP_ALL]
+
+
+def _switches(command: Command) -> dict[str, str]:
+    """Return the options of a command that are not settings, as in --help, with their help."""
+    lacks = {
+        "--config PATH": not command.config.model_fields,
+        "--force": not command.has_force,
+        "--dry-run": not command.dry_run,
+    }
+    return {flag: text for flag, text in SWITCHES.items() if not lacks.get(flag)}
+
+
+def _show_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        print(ctx.command.help_of(ctx, everything=True))  # pyright: ignore[reportAttributeAccessIssue]
+        raise typer.Exit()
+
+
+_HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool, Option("--help-all", help="Show all options.", is_eager=True, callback=_show_all)
+    ],
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -215,39 +274,42 @@ def options(
         raise typer.Exit()
 
 
-class PlainCommand(TyperCommand):
-    """A Typer command that reports wrong values in draftlab's wording."""
+def _class_of(command: Command) -> type[TyperCommand]:
+    """Return the class of a Typer command that reports wrong values and shows help in draftlab's wording."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except BadParameter as error:
-            error.message = plain_words(error.message)
-            raise
+    class PlainCommand(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            try:
+                return super().parse_args(ctx, args)
+            except BadParameter as error:
+                error.message = plain_words(error.message)
+                raise
+
+        def get_help(self, ctx: Any) -> str:
+            print(self.help_of(ctx, everything=False))  # as in Group
+            return ""
+
+        def help_of(self, ctx: Any, *, everything: bool) -> str:
+            program = ctx.command_path if ctx.parent is None else f"draftlab {command.name}"
+            return command_help(command, program, _switches(command), everything=everything)
+
+    return PlainCommand
 
 
 def _add_commands() -> None:
     groups = {"": app} | {
-        name: typer.Typer(help=text, no_args_is_help=True) for name, (text, _) in GROUPS.items()
+        name: typer.Typer(cls=Group, help=text, no_args_is_help=True)
+        for name, (text, _) in GROUPS.items()
     }
-    for panel, commands in {**PANELS, "Run saved commands": (run,)}.items():
+    for commands in ALL.values():
         for command in commands:
             group, _, leaf = command.name.rpartition(" ")
-            advanced = any(
-                extra(field)["advanced"] for field in command.config.model_fields.values()
-            )
-            add = groups[group].command(
-                leaf,
-                cls=PlainCommand,
-                epilog=MORE if advanced else None,
-                rich_help_panel=None if group else panel,
-            )
-            add(typer_function(command))
-    for name, (_, panel) in GROUPS.items():
-        app.add_typer(groups[name], name=name, rich_help_panel=panel)
+            groups[group].command(leaf, cls=_class_of(command))(typer_function(command))
+    for name in GROUPS:
+        app.add_typer(groups[name], name=name)
 
 
-MORE = "More options, which also work in settings files: docs/configuration.md"
+ALL = {**PANELS, "Run saved commands": (run,)}
 _add_commands()
 
 
@@ -282,7 +344,7 @@ def _run_app(app: typer.Typer) -> None:
 def run_alone(command: Command) -> None:
     """Run the command of a plug-in as a program of its own."""
     alone = typer.Typer(pretty_exceptions_enable=False)
-    alone.command()(typer_function(command))
+    alone.command(cls=_class_of(command))(typer_function(command))
     _run_app(alone)
 
 

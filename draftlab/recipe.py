@@ -39,7 +39,7 @@ def read_recipe(path: Path) -> list[CommandStep]:
     return [read_step(step, f"{path}: step {number}") for number, step in enumerate(steps, 1)]
 
 
-@command(RunConfig)
+@command(RunConfig, example="run quickstart")
 def run(config: RunConfig) -> Outcome:
     """Run a recipe; finished steps are skipped."""
     steps = read_recipe(config.recipe)

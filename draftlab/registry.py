@@ -55,6 +55,17 @@ class Registry(Generic[Kind]):
         """Return the names of all kinds. No module is imported."""
         return list(dict.fromkeys([*self.builtin, *sorted(self.plugins), *self.kinds]))
 
+    def listed(self, *first: str) -> str:
+        """Return the names of all kinds as text for help, with the package of those that draftlab lacks.
+
+        first: Names to begin with, which are not in the registry.
+        """
+        packages: dict[str, list[str]] = {}
+        for name in sorted(self.plugins.keys() - self.builtin.keys()):
+            packages.setdefault(_package(self.plugins[name][0]), []).append(name)
+        more = [f" (and {', '.join(names)} from {each})" for each, names in packages.items()]
+        return ", ".join([*first, *self.builtin]) + "".join(more)
+
     def loadable(self) -> list[Kind]:
         """Import and return all kinds. Kinds of plug-ins that cannot be imported are left out."""
         kinds = []

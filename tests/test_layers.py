@@ -39,6 +39,7 @@ NO_TORCH = [
     "commands",
     "recipe",
     "functions",
+    "help",
     "cli",
 ]
 HEAVY = {

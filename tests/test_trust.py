@@ -20,7 +20,7 @@ from draftlab.errors import UserError
 from draftlab.exporting import card
 from draftlab.model import checkpoint, native_cpu, saving
 from draftlab.registry import SERVERS
-from draftlab.runs import provenance
+from draftlab.runs import provenance, workspace
 from draftlab.servers.kinds import Launch
 from draftlab.target_outputs.store import Manifest
 from draftlab.trust import (
@@ -78,7 +78,8 @@ def test_a_manifest_cannot_lead_out_of_its_store():
     ],
 )
 def test_secrets_stay_out_of_what_is_written(address):
-    config = ScoreConfig.build({"server": address, "speculative_server": address, "target": "tiny"})
+    servers = {"server": address, "speculative_server": address}
+    config = ScoreConfig.build({**servers, "target": "tiny", "data": "stdlib"})
     written = (
         json.dumps(config.settings()) + config.command_line("score") + without_secrets(address)
     )
@@ -219,7 +220,8 @@ def test_trust_holds_for_one_command_and_is_not_written(tmp_path):
     with remote_code(True):
         assert trusts_remote_code()
     assert not trusts_remote_code()
-    config = DistillConfig.build({"draft": "tiny", "target": "tiny", "trust_remote_code": True})
+    named = {"draft": "tiny", "target": "tiny", "data": "stdlib"}
+    config = DistillConfig.build({**named, "trust_remote_code": True})
     assert "trust_remote_code" not in config.settings()
     record = {
         "command": "distill",
@@ -330,6 +332,7 @@ def test_every_setting_is_data_or_acts(command, name):
 )
 def test_a_record_does_not_act(command, settings, acting, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    workspace.write(workspace.PRESETS["tiny"])
     (tmp_path / "own").mkdir()  # a name without a suffix, which is a path here
     provenance.write_record(tmp_path, command, settings, {}, 0.0)
     config = COMMANDS[command].config

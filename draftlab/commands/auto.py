@@ -255,7 +255,13 @@ def _run(
     return verdict
 
 
-@command(AutoConfig, prepare=prepare_auto, dry_run=True, resumes=True)
+@command(
+    AutoConfig,
+    prepare=prepare_auto,
+    dry_run=True,
+    resumes=True,
+    example="auto meta-llama/Llama-3.1-8B-Instruct --for vllm --prompts users.jsonl --minutes 240",
+)
 def auto(verdict: "Verdict", output: Output) -> Found:
     """Find the draft with which this machine serves a target fastest, or say that no draft helps; killed runs
     resume."""

@@ -108,6 +108,7 @@ class Command:
         prepare: Function that resolves and checks the settings, and returns the Job. Its second argument is whether
             weight files must be present. If it is not given, nothing is checked here, and `function` receives the
             config.
+        example: Command line for --help, without "draftlab".
         dry_run: Whether the command has --dry-run, which shows its plan.
         resumes: Whether the command keeps unfinished work in its output directory and resumes there. Such a command
             has no --force.
@@ -116,6 +117,7 @@ class Command:
     name: str
     config: type[Config]
     function: Callable[..., Outcome]
+    example: str = ""
     dry_run: bool = False
     resumes: bool = False
     prepare: Callable[[Any, bool], Job[Any]] = lambda config, weights: Job(lambda: config)

@@ -63,7 +63,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
 
     student: Student = option(
         "draft",
-        f"Kind of draft to train: {', '.join(STUDENTS.names())}; NAME:KEY=VALUE,... sets its options "
+        f"Kind of draft to train: {STUDENTS.listed()}; NAME:KEY=VALUE,... sets its options "
         "(docs/distilling.md).",
         typed=str,
     )
@@ -104,7 +104,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
     )
     loss: shared.LossName = option(
         "fkl",
-        f"Loss: {', '.join([CROSS_ENTROPY, *LOSSES.names()])}. With a parameter: jsd(0.5). A sum: 0.9*fkl + 0.1*ce. "
+        f"Loss: {LOSSES.listed(CROSS_ENTROPY)}. With a parameter: jsd(0.5). A sum: 0.9*fkl + 0.1*ce. "
         "A schedule: fkl@0.2 -> lk(3) uses fkl for the first 20 % of the steps, then lk(3).",
     )
     temperature: float = advanced_option(
@@ -434,7 +434,12 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
     return Job(partial(run.distill, job), name, partial(config.student.facts, job))
 
 
-@command(DistillConfig, prepare=prepare, dry_run=True)
+@command(
+    DistillConfig,
+    prepare=prepare,
+    dry_run=True,
+    example="distill --draft runs/prune-3x128 --text target --steps 2000",
+)
 def distill(result: "TrainingResult", output: Output) -> Trained:
     """Train a draft model, or a head that reads the target's hidden states, to predict as the target does."""
     cost = f"{result.tokens:,} tokens in {result.seconds:.0f} s; held-out loss {result.bits_per_byte:.3f} bits per byte"

@@ -55,11 +55,11 @@ class DraftConfig(Config, CheckpointSettings):
 class CheckConfig(DraftConfig):
     servers: str | None = option(
         None,
-        f"Servers that should run the draft, separated by commas: {', '.join(SERVERS.names())}. Default: all.",
+        f"Servers that should run the draft, separated by commas: {SERVERS.listed()}. Default: all.",
         flag="--for",
     )
     data: str = data("Text on which perplexity is measured.")
-    prompt_file: Path | None = prompt_file(advanced=True)
+    prompt_file: Path | None = prompt_file()
     files_only: bool = option(False, "Only check the files, and do not run the draft.")
     server: str | None = option(
         None,
@@ -91,13 +91,13 @@ class ExportConfig(DraftConfig, OutputConfig):
     to: str = option(
         "hf",
         "Format: hf, a Hugging Face directory; gguf, a GGUF file; speculators, an EAGLE-3 head for vLLM; or the name "
-        f"of a server ({', '.join(SERVERS.names())}), for the format of this server with a start script.",
+        f"of a server ({SERVERS.listed()}), for the format of this server with a start script.",
     )
     outtype: str = option("f16", f"Data type of the matrices in a GGUF file: {', '.join(ROUNDED)}.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None, "Data type of the weights in a Hugging Face directory. Default: the checkpoint's."
     )
-    use_heterogeneous_vocab: bool = advanced_option(
+    use_heterogeneous_vocab: bool = option(
         False,
         "Export a draft whose vocabulary differs from the target's; only vLLM and transformers can run it.",
     )
@@ -257,7 +257,9 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[CheckedDraft]:
     return Job(run)
 
 
-@command(CheckConfig, prepare=prepare_check)
+@command(
+    CheckConfig, prepare=prepare_check, example="check runs/distill-3x128 --target tiny --for vllm"
+)
 def check(found: CheckedDraft) -> Checked:
     """Check that a draft or head fits its target and that servers can run it; exit with code 3 if a check fails."""
     draft, findings, following = found
@@ -341,7 +343,12 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
     )
 
 
-@command(ExportConfig, prepare=prepare_export, dry_run=True)
+@command(
+    ExportConfig,
+    prepare=prepare_export,
+    dry_run=True,
+    example="export runs/distill-3x128 --target tiny --to vllm",
+)
 def export(exported: "Exported", output: Output) -> Outcome:
     """Write a draft or head in the format of a server, with a card and a start script; --verify-with tests the
     result."""

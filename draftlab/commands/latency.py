@@ -199,7 +199,12 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> Job[Measured]:
     return Job(run, "-".join(["law" if has_law else "profile", *names]), facts)
 
 
-@command(ProfileConfig, prepare=prepare_profile, dry_run=True)
+@command(
+    ProfileConfig,
+    prepare=prepare_profile,
+    dry_run=True,
+    example="profile tiny runs/distill-3x128 --k 4",
+)
 def profile(measured: Measured, output: Output) -> Profiled:
     """Measure the latency of forward passes by tokens, batch size and context; --law fits a latency law over shapes."""
     from draftlab.commands.latency_tables import profile_table
@@ -295,7 +300,12 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
     return Job(run)
 
 
-@command(PredictConfig, prepare=prepare_predict)
+@command(
+    PredictConfig,
+    prepare=prepare_predict,
+    example="predict --draft-profile llama-3.2-1b@h100,graphs --target-profile llama-3.1-8b@h100,graphs "
+    "--acceptance 0.7",
+)
 def predict(drafts: "list[DraftPrediction]") -> Predicted:
     """Predict the speed-up at every K from acceptance and latency profiles, which may be from different machines."""
     from draftlab.commands.latency_tables import best_k_table, draft_table, k_table

@@ -183,7 +183,13 @@ def prepare_import(config: ImportConfig, weights: bool) -> "Job[ImportSource]":
     return Job(run, source.name, source.facts)
 
 
-@command(ImportConfig, name="import", prepare=prepare_import, dry_run=True)
+@command(
+    ImportConfig,
+    name="import",
+    prepare=prepare_import,
+    dry_run=True,
+    example="import model-q8_0.gguf --out models/model",
+)
 def import_checkpoint(source: "ImportSource", output: Output) -> Outcome:
     """Convert a GGUF file, .bin files, a LoRA adapter and its base, or a multimodal model to a text checkpoint."""
     data = {"path": str(output.out), **source.facts()}
@@ -285,7 +291,7 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
     return {source: measure_source(source, tokenizer) for source in sources}
 
 
-@command(InitConfig, prepare=prepare_init)
+@command(InitConfig, prepare=prepare_init, example="init --preset tiny")
 def init(written: NewWorkspace) -> Outcome:
     """Write draftlab.yaml with the default target, source and data of all commands; show the size of local text."""
     space, sizes, questions = written
@@ -398,7 +404,7 @@ def prepare_design(config: DesignConfig, weights: bool) -> Job[Designing]:
     return Job(run)
 
 
-@command(DesignConfig, prepare=prepare_design)
+@command(DesignConfig, prepare=prepare_design, example="design --params 796m --layers 2-12")
 def design(designed: Designing) -> Designed:
     """Find draft shapes with the same budget, from deep and narrow to shallow and wide."""
     from draftlab.results.tables import shape_table
@@ -422,7 +428,7 @@ def design(designed: Designing) -> Designed:
     )
 
 
-@command(EnvConfig)
+@command(EnvConfig, example="env")
 def env(config: EnvConfig) -> Outcome:
     """Show what a bug report needs: versions, the machine and the workspace."""
     import torch

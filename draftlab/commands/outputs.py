@@ -107,7 +107,12 @@ def _build_facts(
 
 
 @command(
-    OutputsBuildConfig, name="outputs build", prepare=prepare_build, dry_run=True, resumes=True
+    OutputsBuildConfig,
+    name="outputs build",
+    prepare=prepare_build,
+    dry_run=True,
+    resumes=True,
+    example="outputs build --prompt-file users.jsonl --num-prompts 2000",
 )
 def build(manifest: "Manifest", output: Output) -> Outcome:
     """Store a target's text and probabilities, to distil drafts or to replay drafts; a killed build resumes."""
@@ -295,7 +300,12 @@ def prepare_info(
     return Job(lambda: (config.directory, verify(config.directory, target)))
 
 
-@command(OutputsInfoConfig, name="outputs info", prepare=prepare_info)
+@command(
+    OutputsInfoConfig,
+    name="outputs info",
+    prepare=prepare_info,
+    example="outputs info runs/outputs-tiny --verify",
+)
 def info(verified: "tuple[Path, StoreVerification | None]") -> Outcome:
     """Show what stored outputs contain, and how many texts repeat themselves; --verify compares with the target."""
     from draftlab.target_outputs.store import describe, read_manifest
@@ -402,7 +412,11 @@ def prepare_replay(
     return Job(run, f"replay-{name}")
 
 
-@command(ReplayConfig, prepare=prepare_replay)
+@command(
+    ReplayConfig,
+    prepare=prepare_replay,
+    example="replay runs/outputs-replay-tiny --draft runs/distill-3x128 --k 1-8",
+)
 def replay(replays: "dict[str, tuple[Replay, list[AcceptanceRow]]]", output: Output) -> Replayed:
     """Compute the acceptance of drafts at every K from stored target outputs; only heads also need the target."""
     from draftlab.target_outputs.store import read_manifest

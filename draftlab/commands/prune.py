@@ -342,7 +342,7 @@ def _facts(
     return facts
 
 
-@command(PruneConfig, prepare=prepare, dry_run=True)
+@command(PruneConfig, prepare=prepare, dry_run=True, example="prune --layers 12 --width 2560")
 def prune(pruned: "PrunedDraft", output: Output) -> Pruned:
     """Cut a LLaMA-like checkpoint to an exact shape, and refit the draft to follow the source."""
     from draftlab.data import is_chat_file

@@ -76,7 +76,7 @@ def prepare(config: ReportConfig, weights: bool) -> "Job[tuple[ReportConfig, lis
     return Job(lambda: (config, scores))
 
 
-@command(ReportConfig, prepare=prepare)
+@command(ReportConfig, prepare=prepare, example="report runs/score-3x128 --html report.html")
 def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
     """Rank drafts by their scores, test which differences are significant, and write a page about them."""
     from draftlab.results.ranking import (

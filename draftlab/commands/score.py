@@ -72,7 +72,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         typed=list[str],
         help=(
             "Other drafter, NAME or NAME:KEY=VALUE,... (docs/drafters.md); repeat the option for "
-            f"several. Names: {', '.join(DRAFTERS.names())}."
+            f"several. Names: {DRAFTERS.listed()}."
         ),
     )
     target: str = shared.target()
@@ -112,7 +112,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         "Time every draft at every K, several times. By default, replays of the target's own texts and the time of "
         "single passes predict what is slow, and only drafts that may be the fastest are timed.",
     )
-    repeats: int | None = advanced_option(
+    repeats: int | None = option(
         None,
         "Number of times that each request is timed in each way. Default: 1; with --exhaustive or on servers 3.",
         ge=1,
@@ -120,10 +120,10 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     seed: int = shared.seed()
     rule: str = advanced_option(
         REJECTION,
-        f"Rule that verifies sampled drafts: {', '.join([REJECTION, *RULES.names()])}.",
+        f"Rule that verifies sampled drafts: {RULES.listed(REJECTION)}.",
         panel=shared.SAMPLING,
     )
-    server_rule: ServerRule = advanced_option(
+    server_rule: ServerRule = option(
         None,
         "Verify drafted tokens as this server does, in place of --rule.",
         panel=shared.SAMPLING,
@@ -132,7 +132,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     dtype: shared.WeightsDtype = shared.dtype()
     device: str = shared.device()
     device_map: shared.DeviceMap = shared.device_map()
-    int8: Literal["draft", "target", "both"] | None = advanced_option(
+    int8: Literal["draft", "target", "both"] | None = option(
         None,
         "Round the weights of this model to 8 bits, with --mode native. Plain decoding is then timed twice: with "
         "rounded and with full weights.",
@@ -161,10 +161,10 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         reads="tasks",
         acts="path",
     )
-    task_limit: int = advanced_option(
+    task_limit: int = option(
         200, "Number of items of each task to evaluate, from the first item on.", ge=1, panel=TASKS
     )
-    task_batch_size: int = advanced_option(1, "Batch size of the tasks.", ge=1, panel=TASKS)
+    task_batch_size: int = option(1, "Batch size of the tasks.", ge=1, panel=TASKS)
     num_fewshot: int | None = advanced_option(
         None,
         "Number of few-shot examples. Default: the number that the task defines.",
@@ -318,7 +318,12 @@ def prepare(config: ScoreConfig, weights: bool) -> "Job[PlainAnswers | Score | l
     return Job(partial(run.score, local), local.name, local.facts)
 
 
-@command(ScoreConfig, prepare=prepare, dry_run=True)
+@command(
+    ScoreConfig,
+    prepare=prepare,
+    dry_run=True,
+    example="score --draft runs/distill-3x128 --prompt-file users.jsonl",
+)
 def score(result: "PlainAnswers | Score | list[Score]", output: Output) -> Scored | Outcome:
     """Measure the acceptance, the speed-up over plain decoding and the accuracy of drafts, here or on servers."""
     from draftlab.scoring.servers import PlainAnswers

@@ -209,7 +209,9 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     )
 
 
-@command(SearchConfig, prepare=prepare_search, dry_run=True)
+@command(
+    SearchConfig, prepare=prepare_search, dry_run=True, example="search --minutes 60 --layers 1,2,4"
+)
 def search(result: "Search", output: Output) -> Searched:
     """Find the draft shape and K with which the target is fastest on this machine; a killed search resumes."""
     draft = output.out / "draft"

@@ -112,7 +112,7 @@ def seed() -> Any:
 
 
 def threads() -> Any:
-    return advanced_option(None, "Number of CPU threads. Default: torch's choice.", ge=1)
+    return option(None, "Number of CPU threads. Default: torch's choice.", ge=1)
 
 
 def mode() -> Any:

@@ -113,11 +113,12 @@ def test_parse_numbers():
 
 
 def test_numbers_of_files_keep_the_rules_of_the_command_line():
-    built = [ScoreConfig.build({"k": k}).k for k in ([3, 1, 1], "1-3", 2)]
+    named = {"target": "tiny", "data": "stdlib"}
+    built = [ScoreConfig.build({"k": k, **named}).k for k in ([3, 1, 1], "1-3", 2)]
     assert built == [[1, 3], [1, 2, 3], [2]]
     for bad in ([], [0], [-1], [True], ["a"], [1, 1001]):
         with pytest.raises(UserError):
-            ScoreConfig.build({"k": bad})
+            ScoreConfig.build({"k": bad, **named})
 
 
 def test_a_score_says_how_it_sampled(drafted):

@@ -7,6 +7,7 @@ import pytest
 from helpers.errors import raises_option
 
 from draftlab.commands import COMMANDS
+from draftlab.runs import workspace
 
 # settings with which each command reads the text of --data; init only writes the name of a source
 ASKED: dict[str, dict[str, Any]] = {
@@ -43,14 +44,17 @@ def test_every_command_that_reads_text_is_here():
 @pytest.mark.parametrize("data", ["nope.txt", "hf:nosuch/ds", "stdlib=1,nope.txt=1"])
 def test_wrong_text_is_said_before_anything_is_loaded(name, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    workspace.write(workspace.PRESETS["tiny"])
     command = replace(COMMANDS[name], prepare=begun)
     with raises_option("--data"):
         command(**ASKED[name], data=data)
 
 
 @pytest.mark.parametrize("name", READ_LESS)
-def test_text_that_is_not_read_is_not_checked(name):
+def test_text_that_is_not_read_is_not_checked(name, tmp_path, monkeypatch):
     """--data comes from draftlab.yaml then, and may be missing."""
+    monkeypatch.chdir(tmp_path)
+    workspace.write(workspace.PRESETS["tiny"])
     config = COMMANDS[name].config.build(ASKED[name])
     assert config.text_source is not None
     assert config.model_copy(update=READ_LESS[name]).text_source is None

@@ -74,7 +74,11 @@ def test_the_readmes_walk_goes_through(chat_model):
         models = ["models/chatty" if "/" in word else word for word in words]
         done = call("", *small(models))
         (then,) = re.findall(r"^next: (.*)$", done.stderr, re.MULTILINE)
-        assert following is None or then.startswith(f"draftlab {following[0]} ")
+        if words[0] == "score":
+            # export is proposed for drafts that pay, and two steps of training make none
+            assert then.startswith(("draftlab report ", "draftlab export "))
+        else:
+            assert following is None or then.startswith(f"draftlab {following[0]} ")
         assert words[0] != "prune" or "--text target" in then
     (script,) = Path("runs").rglob("serve.sh")
     (target,) = re.findall(r"vllm serve (\S+)", script.read_text())

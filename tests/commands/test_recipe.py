@@ -42,7 +42,7 @@ def test_shipped_recipes_are_valid_and_name_files_that_exist(path, monkeypatch):
 
 def test_a_head_that_an_earlier_step_will_make_is_replayed_with_its_target(tmp_path):
     head, outputs = str(tmp_path / "head"), str(tmp_path / "outputs")
-    distill = {"student": "eagle", "target": "tiny", "out": head}
+    distill = {"student": "eagle", "target": "tiny", "data": "stdlib", "out": head}
     replay = {"directory": outputs, "draft": [head], "target": "tiny", "out": str(tmp_path / "out")}
     recipe = write(tmp_path / "r.yaml", {"distill": distill}, {"replay": replay})
     shown = run(recipe=recipe, plan_only=True).show

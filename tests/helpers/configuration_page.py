@@ -1,12 +1,11 @@
 """docs/configuration.md, from the configs: python -m helpers.configuration_page > docs/configuration.md"""
 
-import inspect
-from collections.abc import Callable
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_origin
 
 from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command
-from draftlab.config.base import bound, extra
+from draftlab.config.base import extra
+from draftlab.help import choices, limits, noun, summary
 
 HEAD = """# Configuration
 
@@ -23,7 +22,7 @@ of commands with the same names: `draftlab run FILE.yaml`. Some recipes come wit
 every folder, whatever files are there. Unknown names, values out of range and settings that do not go together are
 errors, reported before anything is loaded.
 
-`--help` shows the settings of the first table of each command; those under "Advanced" work in the same way. A
+`--help` shows the settings of the first table of each command, and `--help-all` those under "Advanced", too. A
 number without an upper bound here is at most 1,000,000,000. This page is generated (`make docs`).
 """
 
@@ -32,18 +31,12 @@ def page() -> str:
     return "\n".join([HEAD, *map(section, COMMANDS.values())])
 
 
-def summary(function: Callable[..., object]) -> str:
-    """Return the first paragraph of a docstring, which may wrap, as one line."""
-    return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
-
-
 def section(command: Command) -> str:
-    doc = summary(command.function)
     fields = command.config.model_fields.items()
     shown = [row(command, name, field) for name, field in fields if not extra(field)["advanced"]]
     hidden = [row(command, name, field) for name, field in fields if extra(field)["advanced"]]
     head = ["| setting | values | default | |", "|---|---|---|---|"]
-    parts = [f"## draftlab {command.name}", "", doc, ""]
+    parts = [f"## draftlab {command.name}", "", summary(command), ""]
     parts += [*head, *shown, ""] if shown else []
     parts += ["Advanced:", "", *head, *hidden, ""] if hidden else []
     return "\n".join(parts)
@@ -59,25 +52,12 @@ def row(command: Command, name: str, field: Any) -> str:
 
 
 def values(field: Any) -> str:
+    if listed := choices(field):
+        return ", ".join(f"`{value}`" for value in listed)
+    bounds = limits(field)
     kind = extra(field)["typed"] or field.annotation
-    args = [part for part in get_args(kind) if part is not type(None)]
-    if get_origin(kind) is Literal:
-        return ", ".join(f"`{value}`" for value in args)
-    literal = next((part for part in args if get_origin(part) is Literal), None)
-    if literal is not None:
-        return ", ".join(f"`{value}`" for value in get_args(literal))
-    inner = args[0] if args else kind
-    name = {
-        "str": "text",
-        "Path": "path",
-        "bool": "true, false",
-        "int": "integer",
-        "float": "number",
-    }.get(getattr(inner, "__name__", str(inner)), "text")
-    limits = [(">=", bound(field, "ge")), (">", bound(field, "gt")), ("<=", bound(field, "le"))]
-    bounds = [f"{sign} {limit:.12g}" for sign, limit in limits if limit is not None]
     return (
-        name
+        noun(field)
         + (" " + ", ".join(bounds) if bounds else "")
         + (", several" if get_origin(kind) is list else "")
     )

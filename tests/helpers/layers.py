@@ -34,7 +34,7 @@ LAYERS = [
     ["searching"],
     ["commands"],
     ["recipe"],
-    ["functions"],
+    ["functions", "help"],
     ["cli"],
     ["__main__"],
 ]

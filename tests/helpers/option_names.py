@@ -1,3 +1,12 @@
 """Names of options that every command has."""
 
-COMMON = {"--help", "--config", "--json", "--dry-run", "--force", "--version"}
+COMMON = {
+    "--help",
+    "--help-all",
+    "--config",
+    "--json",
+    "--dry-run",
+    "--force",
+    "--version",
+    "--install-completion",
+}

@@ -7,7 +7,6 @@ from typing import get_args
 
 import draftlab
 from draftlab.commands.base import Outcome
-from helpers.configuration_page import summary
 
 HEAD = """# Python
 
@@ -55,7 +54,7 @@ def section(name: str) -> str:
     lines = [
         f"## draftlab.{name}",
         "",
-        summary(function),
+        " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()),
         "",
         "```",
         f"draftlab.{name}(",

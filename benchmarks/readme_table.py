@@ -86,7 +86,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         axes.set_yticks(range(len(rows)), [label(name) for name, _ in rows])
         axes.set_title(titles[kind], loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("whole requests over plain int8 decoding (dashed), 95 % intervals")
+    panels[-1].set_xlabel("whole requests over plain int8 decoding (dashed), 95 % intervals")
     with rc_context({"svg.hashsalt": path.name}):
         figure.savefig(path, metadata={"Date": None})
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 SMALL = {  # what keeps a command short here; the page's own words stay as they are
     "prune": "--calibration-tokens 1024 --seq-len 128",
     "distill": "--steps 2 --batch-size 4",
-    "outputs build": "--num-prompts 6 --max-new-tokens 8",
+    "outputs build": "--num-prompts 12 --max-new-tokens 8",
     "score": "--num-prompts 2 --max-new-tokens 8 --repeats 1",
 }
 ANSWERS = "--max-new-tokens 8"  # of distill, where the target writes them

@@ -17,7 +17,6 @@ import torch
 import typer
 
 from benchmarks import environment
-from benchmarks.figures import save_figure
 from draftlab.console import note
 from draftlab.engine.clocks import clock_for
 from draftlab.engine.timing import bandwidth_gbs
@@ -29,7 +28,7 @@ from draftlab.model.families import Budget, family
 from draftlab.model.modes import with_mode
 from draftlab.model.shape import Shape, parse_count, parse_numbers
 from draftlab.pruning.source import prunable_shape
-from draftlab.results.plots import Panel
+from draftlab.results.plots import Panel, save_panels
 
 
 def main(
@@ -116,14 +115,7 @@ def _line(rows: list[dict[str, float]], of: str, what: str) -> dict[str, float]:
 
 def _draw(path: Path, found: dict[str, list[dict[str, float]]]) -> None:
     points = {mode: [(row["layers"], row["ms"]) for row in rows] for mode, rows in found.items()}
-    lines = {}
-    for mode, rows in found.items():
-        line = _line(rows, "layers", "ms")
-        ends = (rows[0]["layers"], rows[-1]["layers"])
-        lines[mode] = [(x, line["slope"] * x + line["intercept"]) for x in ends]
-    save_figure(
-        path, [Panel(x="layers", y="ms per pass over one token", series=points, lines=lines)]
-    )
+    save_panels(path, [Panel(x="layers", y="ms per pass over one token", series=points)])
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
 """The commands profile, which times forward passes, and predict, which computes speed-ups from these times."""
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from pydantic import field_validator
+
 from draftlab.commands.base import Job, Outcome, command, fill
 from draftlab.config.base import (
     MAX_K,
+    OUTPUT,
     Config,
     DraftedTokens,
     Numbers,
@@ -35,7 +40,7 @@ from draftlab.quantities import format_bytes
 from draftlab.shell import typed
 
 if TYPE_CHECKING:
-    from draftlab.latency.predict import DraftPrediction
+    from draftlab.latency.predict import DraftPrediction, Prediction
     from draftlab.latency.profile import Profile
     from draftlab.latency.scaling_law import ScalingLaw
     from draftlab.latency.workload import Workload
@@ -123,10 +128,27 @@ class PredictConfig(Config):
         False,
         "Extrapolate beyond the numbers of tokens and the contexts that the profiles measured.",
     )
+    plot: Path | None = option(
+        None,
+        "Picture to write, .svg or .png: the speed-up of every draft by K.",
+        panel=OUTPUT,
+        reads="nothing",
+        acts="always",
+    )
+
+    @field_validator("plot")
+    @classmethod
+    def _is_a_picture(cls, plot: Path | None) -> Path | None:
+        if plot is not None and plot.suffix not in (".svg", ".png"):
+            raise ValueError("must end in .svg or .png")
+        return plot
 
 
+# predictions, and the picture of them that was written
+Drawn: TypeAlias = "tuple[list[DraftPrediction], Path | None]"
 Measured: TypeAlias = "tuple[list[Profile], ScalingLaw | None]"  # latency profiles, and the law that is fitted to them
 ASSUMED_PROMPT = 128  # assumed length of prompts in tokens, if --acceptance is a number
+TITLE_WIDTH = 44  # characters of a line above a plot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -237,7 +259,7 @@ def profile(measured: Measured, output: Output) -> Profiled:
     )
 
 
-def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPrediction]]":
+def prepare_predict(config: PredictConfig, weights: bool) -> "Job[Drawn]":
     """Resolve and check the settings of the command `predict`, and return the job.
 
     Raises:
@@ -286,16 +308,20 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
     drafts = [cost("--draft-profile", spec) for spec in config.draft_profile]
     target = cost("--target-profile", config.target_profile)
     pairs = list(zip(drafts, measured, strict=True))
-    notes = note_on_prompts(measured)
+    notes, plot = note_on_prompts(measured), config.plot
+    if plot is not None:
+        import_module("draftlab.results.plots")  # matplotlib may be missing
 
-    def run() -> "list[DraftPrediction]":
+    def run() -> "Drawn":
         predicted = [
             predict_draft(draft, target, work, config.k, batches=config.batch, prompts=prompts)
             for draft, work in pairs
         ]
         for each in predicted:
             each.prediction.notes.extend(notes)
-        return predicted
+        if plot is not None:
+            _draw(plot, [each.prediction for each in predicted])
+        return predicted, plot
 
     return Job(run)
 
@@ -306,11 +332,12 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[list[DraftPred
     example="predict --draft-profile llama-3.2-1b@h100,graphs --target-profile llama-3.1-8b@h100,graphs "
     "--acceptance 0.7",
 )
-def predict(drafts: "list[DraftPrediction]") -> Predicted:
+def predict(drawn: "Drawn") -> Predicted:
     """Predict the speed-up at every K from acceptance and latency profiles, which may be from different machines."""
     from draftlab.commands.latency_tables import best_k_table, draft_table, k_table
     from draftlab.latency.predict import verdict
 
+    drafts, plot = drawn
     predictions = [draft.prediction for draft in drafts]
     several = len(predictions) > 1
     show: list[object] = [draft_table(predictions) if several else k_table(predictions[0])]
@@ -318,8 +345,31 @@ def predict(drafts: "list[DraftPrediction]") -> Predicted:
     show += [f"{p.name}: {verdict(p)}" if several else verdict(p) for p in predictions]
     notes = dict.fromkeys(chain.from_iterable(p.notes for p in predictions))
     show += [f"note: {text}" for text in notes]
+    show += [str(plot)] if plot else []
     data: dict[str, object] = {"predictions": [draft.as_dict() for draft in drafts]}
-    return Predicted(path=None, show=show, data=data, predictions=drafts)
+    return Predicted(path=plot, show=show, data=data, predictions=drafts)
+
+
+def _draw(plot: Path, predictions: "list[Prediction]") -> None:
+    """Draw the speed-up of every draft by K. The file's directory is made.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    from draftlab.results.plots import Panel, save_panels, short
+    from draftlab.runs.atomic import writing
+
+    first = predictions[0]
+    ordered = sorted(predictions, key=lambda p: p.best.speedup.value, reverse=True)
+    panel = Panel(
+        title=textwrap.fill(f"{first.target}, batch {first.batch}", TITLE_WIDTH),
+        x="K, drafted tokens per step",
+        y="predicted speed-up",
+        series={short(p.name): [(row.k, row.speedup.value) for row in p.rows] for p in ordered},
+        level=(1, "no draft"),
+    )
+    with writing(plot):
+        save_panels(plot, [panel])
 
 
 def _acceptance(text: str, max_tokens: int) -> "Workload":

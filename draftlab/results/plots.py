@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
@@ -87,6 +88,8 @@ class Panel:
         lines: Points of the line that is drawn for each series, by name, if they are not the points in `series`.
         names: Tick labels of x = 0, 1, ..., if x is not a number.
         bottom: Value at which the y axis starts.
+        title: Text above the plot.
+        level: Value of y at which a dashed line is drawn, and the name of this line.
     """
 
     x: str
@@ -95,6 +98,8 @@ class Panel:
     lines: dict[str, list[tuple[float, float]]] | None = None
     names: list[str] | None = None
     bottom: float = 0
+    title: str = ""
+    level: tuple[float, str] | None = None
 
 
 def draw_panels(panels: Sequence[Panel]) -> Figure:
@@ -110,7 +115,11 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
                 x, y = zip(*points, strict=True)
                 ax.plot(x, y, color=colour, marker=marker, linestyle="", label=name)
                 ax.plot(*zip(*joined[name], strict=True), color=colour)
+            if panel.level is not None:
+                y, name = panel.level
+                ax.axhline(y, color="black", linewidth=1, linestyle="--", label=name)
             ax.set(xlabel=panel.x, ylabel=panel.y)
+            ax.set_title(panel.title, fontsize="medium")
             # the legend needs room above the points, and more room if there are points at every x
             room = 1.08 if panel.names is None else 1.3
             ax.set_ylim(panel.bottom, panel.bottom + room * (ax.get_ylim()[1] - panel.bottom))
@@ -120,9 +129,18 @@ def draw_panels(panels: Sequence[Panel]) -> Figure:
             if panel.names is not None:
                 turned = {"rotation": 60, "ha": "right", "rotation_mode": "anchor"}
                 ax.set_xticks(range(len(panel.names)), panel.names, **turned)
-            if len(panel.series) > 1:
-                ax.legend(frameon=False)
+            if len(panel.series) > 1 or panel.level is not None:
+                # over a white ground, because the dashed line may run behind the names
+                ax.legend(framealpha=0.85, edgecolor="none")
     return figure
+
+
+def save_panels(path: Path, panels: Sequence[Panel]) -> None:
+    """Draw panels side by side, and write them as SVG or PNG, by the suffix of the file's name."""
+    figure = draw_panels(panels)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.hashsalt": path.name, "text.parse_math": False}):
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def plot_ranking(gains: Sequence[tuple[Mark, Interval]], baseline: str) -> Markup:

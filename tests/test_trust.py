@@ -233,7 +233,7 @@ DATA = {
     "depth", "for", "shapes", "layer_ids",
 }  # fmt: skip
 ACTING = {
-    "api_key_file", "html", "include_path", "markdown", "out", "report_to", "scores_cache", "server",
+    "api_key_file", "html", "include_path", "markdown", "out", "plot", "report_to", "scores_cache", "server",
     "speculative_server", "tasks", "verify_with",
 }  # fmt: skip
 

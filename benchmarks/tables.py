@@ -144,6 +144,23 @@ class Tables:
             (row,) = (row for row in rows if (row["draft"], row["k"]) == (draft, k))
             yield cells(draft, *map(fixed, (drafted_ms(steps), row["measured"], row["predicted"])))
 
+    def paper_predicted(self) -> Lines:
+        """Yield the prediction of the paper's five drafts at their best K, the fastest first."""
+        found = self.results["paper_predicted"]
+        yield from header(
+            "draft", "draft pass / target pass", "best K", "tokens per pass", "tokens/s", "speed-up"
+        )
+        for name, row in sorted(found["drafts"].items(), key=lambda row: -row[1]["speedup"]):
+            shown = (
+                fixed(row["c"], 3),
+                row["k"],
+                fixed(row["tokens_per_pass"]),
+                fixed(row["tokens_per_second"], 0),
+                fixed(row["speedup"]),
+            )
+            yield cells(name, *shown)
+        yield cells("no draft", "", "", "", fixed(found["plain_tokens_per_second"], 0), "")
+
     def trimmed_heads(self) -> Lines:
         """Yield the fraction of acceptance that drafts keep with a trimmed LM head."""
         yield from header("ids", "of the answers' tokens", "a pruned draft", "a distilled draft")

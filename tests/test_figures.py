@@ -125,19 +125,28 @@ NAMES = [
 ]
 
 
+@pytest.mark.parametrize("first", range(len(NAMES)))
 @pytest.mark.parametrize("gains", [(1.0, 1.5, 0.5), (2.0, 2.0, 2.0), (0.5, 0.2, 3.0)])
-def test_no_text_of_a_report_leaves_the_canvas(gains):
-    marks = [plots.Mark.of(name, i) for i, name in enumerate(NAMES)]
+def test_no_text_of_a_report_leaves_the_canvas_and_its_winner_is_whole(gains, first):
+    names = [*NAMES[first:], *NAMES[:first]]
+    marks = [plots.Mark.of(name, i) for i, name in enumerate(names)]
     rows = [
         (mark, Interval(value=gain, low=0.9 * gain, high=1.1 * gain, n=12))
         for mark, gain in zip(marks, gains, strict=True)
     ]
     steps = [
         (f"{plots.short(name)}: 3.00 tokens, 12.3 CPU ms each", dict.fromkeys(plots.PHASES, gain))
-        for name, gain in zip(NAMES, gains, strict=True)
+        for name, gain in zip(names, gains, strict=True)
     ]
-    for svg in (plots.plot_ranking(rows, "no draft, bfloat16"), plots.plot_time(steps, "CPU ms")):
+    ranking = plots.plot_ranking(rows, "no draft, bfloat16")
+    for svg in (ranking, plots.plot_time(steps, "CPU ms")):
         box = re.search(r'viewBox="0 0 (\d+) (\d+)"', svg)
         assert box
-        whole = str(svg).replace("<svg ", f'<svg xmlns="{SVG[1:-1]}" ', 1)
-        assert outside(whole, float(box[1]), float(box[2])) == []
+        assert outside(standing_alone(svg), float(box[1]), float(box[2])) == []
+    written = "".join(text for text, _ in texts(standing_alone(ranking)))
+    assert names[0].replace(" ", "") in written.replace(" ", "")  # whole, on one line or several
+
+
+def standing_alone(svg: str) -> str:
+    """Return the SVG of a page as a file of its own."""
+    return str(svg).replace("<svg ", f'<svg xmlns="{SVG[1:-1]}" ', 1)

@@ -32,6 +32,16 @@ def test_a_notebook_imports_names_that_exist(file):
         assert all(hasattr(module, alias.name) for alias in node.names)
 
 
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
+def test_a_notebook_is_stored_with_what_its_cells_show(file):
+    """GitHub shows what is stored."""
+    cells = [c for c in json.loads(file.read_text())["cells"] if c["cell_type"] == "code"]
+    assert sum(bool(cell["outputs"]) for cell in cells) >= len(cells) / 2
+    assert all(out["output_type"] != "error" for cell in cells for out in cell["outputs"])
+    page = (file.parents[1] / "docs/paper.md").read_text()
+    assert f"(../notebooks/{file.name})" in page
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_a_notebook_runs(file):

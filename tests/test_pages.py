@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+<<<<<<< HEAD
 from helpers import configuration_page, pages, python_page
 from helpers.option_names import COMMON
 
@@ -21,6 +22,12 @@ PAGES = [
         for page in sorted(pages.ROOT.glob(each))
     ),
 ]
+=======
+import python_page
+import yaml
+
+import draftlab
+>>>>>>> paper
 
 
 def test_generated_docs_are_current():
@@ -38,6 +45,12 @@ def test_every_promise_of_trust_has_its_test():
     for named in [row.rpartition("`")[0].rpartition("`")[2] for row in rows]:
         file, _, function = named.partition("::")
         assert f"def {function or 'test_'}" in (pages.ROOT / file).read_text(), named
+
+
+def test_the_citation_names_this_version():
+    citation = yaml.safe_load((pages.ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == draftlab.__version__
+    assert any("2402.01528" in str(each) for each in citation["references"])
 
 
 def anchors(text: str) -> set[str]:

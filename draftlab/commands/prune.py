@@ -57,7 +57,7 @@ class PruneConfig(OutputConfig, CheckpointSettings):
         "Number of parameters of the draft, as 1.3b; the FFN size is chosen to match.",
         panel=SHAPE,
     )
-    shape: Path | None = advanced_option(
+    shape: Path | None = option(
         None,
         "Shape, which sets the numbers of layers, hidden dimensions, FFN neurons and parameters: a shape file, or the "
         "name of a shape that comes with draftlab, such as wide-796m.",

@@ -2,6 +2,7 @@
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -148,6 +149,9 @@ def plot_ranking(gains: Sequence[tuple[Mark, Interval]], baseline: str) -> Marku
 
     baseline: Name of the plain decoding whose speed-up is 1.
     """
+    fastest, best = gains[0]
+    winner = textwrap.wrap(fastest.name, LABEL_LENGTH)
+    more = 0.4 * (len(winner) - 1)  # room for further lines of the winner's name, in rows
 
     def draw(ax: Axes) -> None:
         ax.axvline(1, color="black", linewidth=1, linestyle="--")
@@ -155,20 +159,21 @@ def plot_ranking(gains: Sequence[tuple[Mark, Interval]], baseline: str) -> Marku
         for row, (mark, gain) in enumerate(gains):
             ax.hlines(row, *gain.drawn, color=mark.colour, linewidth=2)
             ax.plot(gain.value, row, color=mark.colour, marker=mark.marker, markersize=7)
-            text = f"{short(mark.name)}  {gain.value:.2f}x"
+            name = short(mark.name) if row else "\n".join(winner)
+            text = f"{name}  {gain.value:.2f}x"
             ax.annotate(text, (gain.value, row), (0, 6), textcoords="offset points", ha="center")
             ends += gain.drawn
         margin = 0.25 * (max(ends) - min(ends) or 1)
         ax.annotate(
             baseline, (1, len(gains) - 0.4), (4, 0), textcoords="offset points", va="center"
         )
-        ax.set(xlim=(min(ends) - margin, max(ends) + margin), ylim=(len(gains), -0.9), yticks=[])
-        ax.set(xlabel="speed-up of whole requests, 95% interval")
+        ax.set(xlim=(min(ends) - margin, max(ends) + margin), ylim=(len(gains), -0.9 - more))
+        ax.set(yticks=[], xlabel="speed-up of whole requests, 95% interval")
 
     return _svg(
         draw,
-        "Speed-up of each draft at its best K, with its interval",
-        inches=1.0 + 0.42 * len(gains),
+        f"Speed-up of each draft at its best K: {fastest.name} has {best.value:.2f}x",
+        inches=1.0 + 0.42 * (len(gains) + more),
     )
 
 
@@ -256,5 +261,5 @@ def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:
         body = body.replace(colour, variable)
     width, height = (round(72 * inches) for inches in figure.get_size_inches())
     return Markup(
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(alt)}">{body}'
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(printable(alt))}">{body}'
     )

@@ -4,10 +4,11 @@ import json
 import re
 
 import pytest
-<<<<<<< HEAD
+import yaml
 from helpers import configuration_page, pages, python_page
 from helpers.option_names import COMMON
 
+import draftlab
 from draftlab.commands import COMMANDS
 from draftlab.servers.vllm import speculative_config
 
@@ -22,12 +23,6 @@ PAGES = [
         for page in sorted(pages.ROOT.glob(each))
     ),
 ]
-=======
-import python_page
-import yaml
-
-import draftlab
->>>>>>> paper
 
 
 def test_generated_docs_are_current():

@@ -285,12 +285,12 @@ DATA = {
     "layer_ids",
 }
 ACTING = {
-<<<<<<< HEAD
     "api_key_file",
     "html",
     "include_path",
     "markdown",
     "out",
+    "plot",
     "report_to",
     "scores_cache",
     "server",
@@ -298,11 +298,6 @@ ACTING = {
     "tasks",
     "verify_with",
 }
-=======
-    "api_key_file", "html", "include_path", "markdown", "out", "plot", "report_to", "scores_cache", "server",
-    "speculative_server", "tasks", "verify_with",
-}  # fmt: skip
->>>>>>> paper
 
 
 def settings_of_text() -> list[tuple[str, str]]:

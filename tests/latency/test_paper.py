@@ -6,8 +6,8 @@ import shlex
 from pathlib import Path
 
 import pytest
+from helpers.drawings import check_figure, texts
 from helpers.typed import call
-from test_figures import check_figure, texts
 
 from draftlab.latency.cost_model import expected_tokens
 

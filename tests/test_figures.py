@@ -12,10 +12,8 @@ from draftlab.results import plots
 
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "docs/figures"
-ELSEWHERE = {
-    "demo",
-    "llama-65b-predicted",
-}  # drawn by benchmarks.demo and by draftlab predict --plot
+# drawn by benchmarks.demo, draftlab predict --plot, and benchmarks.readme_table --figure
+ELSEWHERE = {"demo", "llama-65b-predicted", "smollm2-published"}
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("studies/*/*.md")]
 IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
 

@@ -235,7 +235,7 @@ def test_memory_that_does_not_suffice_is_said_before_the_work(family_dirs, tmp_p
     monkeypatch.setattr(
         "psutil.virtual_memory", lambda: SimpleNamespace(available=200_000_000, total=10**9)
     )
-    assert "GB" in refused(tmp_path, tmp_path / "a.gguf")
+    assert "200 MB are free" in refused(tmp_path, tmp_path / "a.gguf")
 
 
 @pytest.mark.parametrize("name", [TOKENS, "tokenizer.ggml.token_type"])

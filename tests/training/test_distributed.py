@@ -21,7 +21,7 @@ from draftlab.cli import app
 from draftlab.training import checkpointer
 
 HERE = Path(__file__).parents[1]
-PATHS = os.pathsep.join(map(str, (HERE.parent, HERE, HERE / "prune", HERE / "distill")))
+PATHS = os.pathsep.join(map(str, (HERE.parent, HERE)))
 
 
 def launch(words: list[str], processes: int, where: Path, **environment: str) -> str:
@@ -52,7 +52,7 @@ def run(
         main(out, *kinds)
     else:
         launch(
-            [str(HERE / "distributed_worker.py"), str(out), *kinds],
+            [str(HERE / "helpers" / "distributed_worker.py"), str(out), *kinds],
             processes,
             out.parent,
             **environment,
@@ -165,7 +165,9 @@ LAUNCHED = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "l
 def test_a_command_of_one_process_is_refused_in_several_by_each_of_them(rank, monkeypatch):
     for name, value in (LAUNCHED | {"RANK": rank, "MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
-    result = CliRunner().invoke(app, ["score", "--draft", "tiny", "--target", "tiny"])
+    result = CliRunner().invoke(
+        app, ["score", "--draft", "tiny", "--target", "tiny", "--data", "stdlib"]
+    )
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ")
     assert "WORLD_SIZE" in result.stderr

@@ -87,7 +87,12 @@ def test_a_missing_corpus_is_refused(stored, family_dirs, tmp_path: Path):
 
 def test_text_of_the_command_is_read_only_without_a_corpus_of_its_own():
     for text, reads in (("ngram", True), ("ngram:data=a.txt", False), ("ngram:outputs=s", False)):
-        asked = {"prompt_file": "prompts.jsonl", "drafter": [text], "data": "text.txt"}
+        asked = {
+            "prompt_file": "prompts.jsonl",
+            "drafter": [text],
+            "data": "text.txt",
+            "target": "tiny",
+        }
         config = COMMANDS["score"].config.build(asked)
         assert config.text_source == ("text.txt" if reads else None)
     (stored,) = parse_drafter("ngram:outputs=store").inputs()

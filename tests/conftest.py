@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.builders import FAMILIES, OTHER_BLOCKS, SIZES, TOKENIZER_TEXT, build
+from hypothesis import HealthCheck, settings
 
 from benchmarks.tiny_target import train_tokenizer
 from draftlab.latency import machine_state
@@ -14,6 +15,9 @@ from draftlab.model import checkpoint, hub, saving
 
 # one: tests run beside each other
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+# no test depends on time: a busy machine draws examples slowly
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)

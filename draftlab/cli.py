@@ -225,16 +225,18 @@ def _wiring(command: Command) -> list[inspect.Parameter]:
         "--dry-run": ("dry_run", bool),
         "--json": ("json_output", bool),
     }
-    parameters = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False if kind is bool else None,
-            annotation=Annotated[kind, Option(flag, help=text)],
+    parameters = []
+    for words, text in _switches(command).items():
+        flag = words.split()[0]  # without the value that --help shows
+        name, kind = kinds[flag]
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=False if kind is bool else None,
+                annotation=Annotated[kind, Option(flag, help=text)],
+            )
         )
-        for flag, text in ((words.split()[0], text) for words, text in _switches(command).items())
-        for name, kind in (kinds[flag],)
-    ]
     return [*parameters, _HELP_ALL]
 
 

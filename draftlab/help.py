@@ -48,7 +48,7 @@ def command_help(
         elif details["argument"]:
             needed.append(f"[{flag}]")
         panels.setdefault(panel, []).append(_entry(flag, field.description or "", _facts(field)))
-    first = [panels.pop(name) for name in (REQUIRED,) if name in panels]
+    required = panels.pop(REQUIRED, None)
     output = panels.pop(OUTPUT, [])
     output += [_entry(flag, text, "") for flag, text in switches.items()]
     parts = [_wrapped(" ".join(["Usage:", program, *needed, "[OPTIONS]"]), "       ")]
@@ -56,7 +56,8 @@ def command_help(
     if command.example:
         lines = _lines(f"draftlab {command.example}", _columns() - 4)
         parts.append("Example:\n  " + " \\\n    ".join(lines))
-    parts += [_section(REQUIRED, entries) for entries in first]
+    if required is not None:
+        parts.append(_section(REQUIRED, required))
     ordered = sorted(panels, key=lambda name: name in (SERVER, SAMPLING))
     parts += [_section(name, panels[name]) for name in ordered]
     parts.append(_section(OUTPUT, output))

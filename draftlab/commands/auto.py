@@ -5,11 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftlab.commands.base import Job, Outcome, check_program, command, fill
+from draftlab.commands.base import Job, Outcome, check_plots, check_program, command, fill
 from draftlab.config import shared
 from draftlab.config.base import Numbers, Only, OutputConfig, numbers, option
 from draftlab.config.server_rules import SERVER_RULES, ServerRule
@@ -141,7 +140,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     with about("TARGET"):
         target = hub.locate(config.target, weights=False)
     check_program(config.verify_with)
-    import_module("draftlab.results.plots")  # matplotlib may be missing
+    check_plots()
     from draftlab.commands.steps import step_of
     from draftlab.model import checkpoint, devices
     from draftlab.model.modes import resolve, set_threads

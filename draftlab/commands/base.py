@@ -4,6 +4,7 @@ import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -88,6 +89,11 @@ def check_data(data: str, weights: bool) -> None:
     """
     with about("--data"):
         hub.check_data(data) if weights else hub.check_local_data(data)
+
+
+def check_plots() -> None:
+    """Check that matplotlib is installed, before work that ends in a picture. Raises ModuleNotFoundError: it is not."""
+    import_module("draftlab.results.plots")
 
 
 def check_program(path: Path | None) -> None:

@@ -4,14 +4,13 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from pydantic import field_validator
 
-from draftlab.commands.base import Job, Outcome, command, fill
+from draftlab.commands.base import Job, Outcome, check_plots, command, fill
 from draftlab.config.base import (
     MAX_K,
     OUTPUT,
@@ -310,7 +309,7 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[Drawn]":
     pairs = list(zip(drafts, measured, strict=True))
     notes, plot = note_on_prompts(measured), config.plot
     if plot is not None:
-        import_module("draftlab.results.plots")  # matplotlib may be missing
+        check_plots()
 
     def run() -> "Drawn":
         predicted = [

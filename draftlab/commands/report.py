@@ -3,11 +3,10 @@
 import json
 import shlex
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from draftlab.commands.base import Job, Outcome, command
+from draftlab.commands.base import Job, Outcome, check_plots, command
 from draftlab.config.base import OUTPUT, Config, option
 from draftlab.errors import UserError, about
 from draftlab.model import hub
@@ -67,7 +66,7 @@ def prepare(config: ReportConfig, weights: bool) -> "Job[tuple[ReportConfig, lis
     from draftlab.results.ranking import read_scores
 
     if config.html is not None:
-        import_module("draftlab.results.plots")  # matplotlib may be missing
+        check_plots()
     scores = read_scores(config.scores)
     for flag, file in (("--html", config.html), ("--markdown", config.markdown)):
         if file is not None:

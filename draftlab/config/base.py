@@ -232,6 +232,12 @@ class Config(BaseModel):
             error.args = (f"{where}{error}",)
             raise
 
+    @property
+    def _unnamed(self) -> list[str]:
+        """Return the settings that name a model or text, but have no name."""
+        # not getattr: see is_set
+        return [name for name in NO_DEFAULT if self.__dict__.get(name) == ""]
+
     def _check_named(self) -> None:
         """Check that every model and text that the command reads has a name.
 
@@ -239,8 +245,8 @@ class Config(BaseModel):
             UsageError: Neither the user nor draftlab.yaml names it.
         """
         unread = self.refused() | ({"data"} if self.text_source is None else set[str]())
-        for name in NO_DEFAULT:
-            if name in unread or self.__dict__.get(name) != "":  # not getattr: see is_set
+        for name in self._unnamed:
+            if name in unread:
                 continue
             lacks = "does not name it" if workspace.FILE.exists() else "is not in this folder"
             raise UsageError(
@@ -337,8 +343,9 @@ class Config(BaseModel):
         not read. trust_remote_code is left out, too, because the user must give it to each run. Passwords in addresses
         are removed.
         """
-        unnamed = {name for name in NO_DEFAULT if self.__dict__.get(name) == ""}
-        settings = json.loads(self.model_dump_json(exclude=self.refused() | unnamed | {TRUST}))
+        settings = json.loads(
+            self.model_dump_json(exclude=self.refused() | {*self._unnamed, TRUST})
+        )
         return {
             name: without_secrets(v) if isinstance(v, str) else v for name, v in settings.items()
         }

@@ -183,10 +183,11 @@ def _verify(
             method=DEFAULT_SAMPLING.method,
             own_target=form.layout == "speculators",
         )
-        asked = {"tokens": NEW_TOKENS, "temperature": verifier.temperature, "vocab": vocab, "k": k}
         command = server.command(verifier.program, trial)
         with verify.running(command, verify.own_environment(server)) as (client, _):
-            answered = verify.ask(client, rows, **asked)
+            answered = verify.ask(
+                client, rows, tokens=NEW_TOKENS, temperature=verifier.temperature, vocab=vocab, k=k
+            )
     found = verify.compare(
         client,
         answered,

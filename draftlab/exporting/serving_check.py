@@ -106,9 +106,10 @@ class ServedDraft:
         yield self._chat_template()
         yield from self._context()
         vocab = self.artifact.target_vocab
-        asked = {"tokens": TOKENS, "temperature": self.temperature, "vocab": vocab}
         try:
-            answered = verify.ask(self.server, self.fitting, **asked)
+            answered = verify.ask(
+                self.server, self.fitting, tokens=TOKENS, temperature=self.temperature, vocab=vocab
+            )
         except NothingDrafted as failure:
             fix = "draftlab export writes a command that drafts"
             yield error("acceptance", str(failure), fix)

@@ -313,7 +313,7 @@ class Trainer:
             group["lr"] = rate * peak
         sums = self._accumulate_gradients(parts, tokens)
         norm = self.accelerator.clip_grad_norm_(self.module.parameters(), MAX_GRAD_NORM)
-        means = StepSums.of(self._total(sums) / max(1, tokens))
+        means = StepSums.of((self._total(sums) / max(1, tokens)).cpu())
         objective = float(means.objective)
         grad_norm = None if norm is None else float(norm)
         finite = math.isfinite(objective) and math.isfinite(grad_norm or 0.0)

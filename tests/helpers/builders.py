@@ -40,7 +40,6 @@ from draftlab.training.losses import parse_loss
 from draftlab.training.trainer import StepRecord, TeacherModel, TrainingSetup, train
 
 Record = TypeVar("Record")
-
 SIZES = {
     "vocab_size": 307,
     "hidden_size": 64,
@@ -95,6 +94,11 @@ TOKENIZER_TEXT = [
     "def parse(line):\n    if not line:\n        return None\n    return [int(part) for part in line.split(',')]\n",
     "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read(self):\n        return 1\n",
 ]
+# terms behind a logit of the largest model here: in each layer four products over hidden_size, a product over
+# intermediate_size, and the attention's sum over the context
+PASS_TERMS = SIZES["num_hidden_layers"] * (
+    4 * SIZES["hidden_size"] + SIZES["intermediate_size"] + SIZES["max_position_embeddings"]
+)
 
 
 def build(family: str, seed: int = 0, noise: float = 0.0, **changes: int) -> PreTrainedModel:
@@ -163,11 +167,6 @@ def rounding(dtype: torch.dtype, terms: int, magnitude: float, factor: float = 4
     return factor * torch.finfo(dtype).eps * math.sqrt(terms) * magnitude
 
 
-# terms behind a logit of the largest model here: in each layer four products over hidden_size, a product over
-# intermediate_size, and the attention's sum over the context
-PASS_TERMS = SIZES["num_hidden_layers"] * (
-    4 * SIZES["hidden_size"] + SIZES["intermediate_size"] + SIZES["max_position_embeddings"]
-)
 PASS_ROUNDING = rounding(torch.float32, PASS_TERMS, 1.0)  # of a value of 1 in float32
 
 

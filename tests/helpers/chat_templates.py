@@ -12,39 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from draftlab.data.text import Message
 
 TEMPLATES = Path(__file__).parents[1] / "files" / "chat_templates"
-
-
 LINES = ["\n\n\nassistant\n\n yes, it is  so\n", "user: yes yes\n\n\n it is  two  lines\n\n"] * 9
-
-
 CHATML = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
-
-
-@cache
-def trained() -> str:
-    """Return a byte-level tokenizer with merges of words, spaces and newlines, as JSON."""
-    inner = Tokenizer(BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer: Any = trainers.BpeTrainer(
-        vocab_size=330, initial_alphabet=alphabet, show_progress=False
-    )
-    inner.train_from_iterator(LINES, trainer)
-    return inner.to_str()
-
-
-def tokenizer(template: str, special: Sequence[str], *, eats_space: bool = False) -> Any:
-    """Return a tokenizer whose eos is the first special token. eats_space: Special tokens take the space after them."""
-    inner = Tokenizer.from_str(trained())
-    inner.add_special_tokens(
-        [AddedToken(s, special=True, normalized=False, rstrip=eats_space) for s in special]
-    )
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=special[0], bos_token="<s>")
-    made.chat_template = template
-    return made
-
-
 # for each family: special tokens, with eos first, other tokens at which it stops, and what the model writes
 FAMILIES: dict[str, tuple[Sequence[str], Sequence[str], Callable[[str], str]]] = {
     "chatml": (CHATML, (), lambda said: said + "<|im_end|>"),
@@ -121,6 +90,39 @@ FAMILIES: dict[str, tuple[Sequence[str], Sequence[str], Callable[[str], str]]] =
     "falcon3": (("<|endoftext|>",), (), lambda said: said + "<|endoftext|>"),
     "zephyr": (("</s>",), (), lambda said: said + "</s>"),
 }
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TOOL: Message = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALLED: list[Message] = [
+    {"role": "user", "content": "is it"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "it is 42"},
+]
+
+
+@cache
+def trained() -> str:
+    """Return a byte-level tokenizer with merges of words, spaces and newlines, as JSON."""
+    inner = Tokenizer(BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer: Any = trainers.BpeTrainer(
+        vocab_size=330, initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator(LINES, trainer)
+    return inner.to_str()
+
+
+def tokenizer(template: str, special: Sequence[str], *, eats_space: bool = False) -> Any:
+    """Return a tokenizer whose eos is the first special token. eats_space: Special tokens take the space after them."""
+    inner = Tokenizer.from_str(trained())
+    inner.add_special_tokens(
+        [AddedToken(s, special=True, normalized=False, rstrip=eats_space) for s in special]
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=special[0], bos_token="<s>")
+    made.chat_template = template
+    return made
 
 
 @cache
@@ -134,17 +136,3 @@ def family(name: str, **how: bool) -> tuple[Any, list[int], Callable[[str], str]
 def rendered(made: Any, messages: list[Message], **how: Any) -> list[int]:
     """Return the ids that transformers gives a conversation."""
     return made.apply_chat_template(messages, tokenize=True, return_dict=False, **how)
-
-
-CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-
-
-TOOL: Message = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-CALLED: list[Message] = [
-    {"role": "user", "content": "is it"},
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "content": "42"},
-    {"role": "assistant", "content": "it is 42"},
-]

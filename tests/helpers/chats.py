@@ -18,16 +18,17 @@ TEMPLATE = (
     "{{ raise_exception('no role ' + m.role) }}{% endif %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-
-
 USER = {"role": "user", "content": "def parse(line):"}
-
-
 TALK = [
     USER,
     {"role": "assistant", "content": "return 1"},
     {"role": "user", "content": "class Reader:"},
 ]
+BUILD = "outputs build --use replay --prompt-file prompts.jsonl --max-new-tokens 20"
+SCORE = (
+    "score --draft draft --prompt-file prompts.jsonl --k 1,3 --max-new-tokens 20 --repeats 1 "
+    "--mode eager --dtype float32"
+)
 
 
 @pytest.fixture(name="plain")
@@ -75,12 +76,3 @@ def space_fixture(tmp_path, monkeypatch, tokenizer_dir) -> Path:
         {"messages": [USER]},
     )
     return tmp_path
-
-
-BUILD = "outputs build --use replay --prompt-file prompts.jsonl --max-new-tokens 20"
-
-
-SCORE = (
-    "score --draft draft --prompt-file prompts.jsonl --k 1,3 --max-new-tokens 20 --repeats 1 "
-    "--mode eager --dtype float32"
-)

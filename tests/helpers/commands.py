@@ -10,6 +10,10 @@ from typer.testing import Result
 from helpers.small_files import write_functions, write_workspace
 from helpers.typed import call
 
+PRUNE = "prune --layers 2 --width 32 --calibration-tokens 128 --seq-len 32"
+DISTILL = "distill --steps 2 --batch-size 2 --seq-len 16 --training-dtype float32"
+SCORE = "score --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1 --k 1,2"
+
 
 @pytest.fixture(scope="module", name="made")
 def made_fixture(tmp_path_factory, family_dirs) -> Path:
@@ -44,15 +48,6 @@ def refused(command: str, *arguments: str) -> str:
     line = result.stderr.splitlines()[-1]
     assert line.startswith("error: ")
     return line
-
-
-PRUNE = "prune --layers 2 --width 32 --calibration-tokens 128 --seq-len 32"
-
-
-DISTILL = "distill --steps 2 --batch-size 2 --seq-len 16 --training-dtype float32"
-
-
-SCORE = "score --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1 --k 1,2"
 
 
 def proposed(result: Result) -> list[str]:

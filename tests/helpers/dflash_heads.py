@@ -10,8 +10,6 @@ from draftlab.model import checkpoint, dflash
 from helpers.head_texts import LAYERS, V, W, id_tensors, random_weights
 
 BLOCK = 5
-
-
 LAYER: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 64,
@@ -29,8 +27,6 @@ LAYER: dict[str, Any] = {
     "layer_types": ["full_attention", "full_attention"],
     "sliding_window": None,
 }
-
-
 SPECULATORS: dict[str, Any] = {
     "architectures": ["DFlashSpeculator"],
     "speculators_model_type": "dflash",
@@ -42,13 +38,23 @@ SPECULATORS: dict[str, Any] = {
     "sliding_window_non_causal": False,
     "sample_from_anchor": False,
 }
-
-
 NATIVE = LAYER | {
     "architectures": ["DFlashDraftModel"],
     "block_size": BLOCK,
     "draft_vocab_size": W,
     "dflash_config": {"mask_token_id": 2, "target_layer_ids": [i - 1 for i in LAYERS]},
+}
+MARKOV: dict[str, Any] = {
+    "markov_rank": 8,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    "sample_from_anchor": True,
+}
+DSPARK = SPECULATORS | {
+    "architectures": ["DSparkSpeculator"],
+    "speculators_model_type": "dspark",
+    **MARKOV,
 }
 
 
@@ -66,19 +72,3 @@ def loaded(folder: Path, target: Path, kind: Any = dflash) -> Any:
     return kind.load(
         folder, target, weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     )
-
-
-MARKOV: dict[str, Any] = {
-    "markov_rank": 8,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-    "sample_from_anchor": True,
-}
-
-
-DSPARK = SPECULATORS | {
-    "architectures": ["DSparkSpeculator"],
-    "speculators_model_type": "dspark",
-    **MARKOV,
-}

@@ -31,6 +31,22 @@ from helpers.head_texts import random_weights
 
 VOCAB = 307
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 90, 91]]
+EAGLE: dict[str, Any] = {
+    "hidden": 64,
+    "heads": 8,
+    "kv_heads": 4,
+    "head_dim": 12,
+    "ffn": 88,
+    "eps": 1e-6,
+    "context": 256,
+    "rope": {"rope_type": "default", "rope_theta": 10000.0},
+    "vocab": VOCAB,
+    "draft_vocab": 102,
+    "target_hidden": 64,
+    "layer_ids": (1, 2, 3),
+    "norm_before_residual": False,
+}
+Score = Callable[[list[tuple[np.ndarray, np.ndarray]], SamplingParams], Sequence[Any]]
 
 
 def save_models(
@@ -53,23 +69,6 @@ def save_models(
     loaded["parallel"] = llama.load(Path(root / "noisy"), torch.float32)
     loaded["parallel"].pard_token = 2
     return loaded
-
-
-EAGLE: dict[str, Any] = {
-    "hidden": 64,
-    "heads": 8,
-    "kv_heads": 4,
-    "head_dim": 12,
-    "ffn": 88,
-    "eps": 1e-6,
-    "context": 256,
-    "rope": {"rope_type": "default", "rope_theta": 10000.0},
-    "vocab": VOCAB,
-    "draft_vocab": 102,
-    "target_hidden": 64,
-    "layer_ids": (1, 2, 3),
-    "norm_before_residual": False,
-}
 
 
 def eagle_drafter(target: llama.Llama) -> EagleDrafter:
@@ -166,9 +165,6 @@ def check_q(target: llama.Llama, drafter: Drafter) -> None:
     draft = drafter.propose(PROMPTS, 4, SamplingParams(temperature=0.9, top_k=50), uniform)
     assert draft.q is not None
     assert torch.equal(draw(draft.q, uniform[:, : draft.ids.shape[1]]), draft.ids)
-
-
-Score = Callable[[list[tuple[np.ndarray, np.ndarray]], SamplingParams], Sequence[Any]]
 
 
 def check_greedy_replay(target: llama.Llama, drafter: Drafter, score: Score, k: int) -> None:

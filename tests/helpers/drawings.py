@@ -10,11 +10,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
 GLYPHS = 100  # size in which matplotlib writes glyphs
-
-
 CALL = re.compile(r"(translate|rotate|scale)\(([^)]*)\)")
 
 

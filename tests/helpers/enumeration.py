@@ -11,6 +11,9 @@ from draftlab.sampling import SamplingParams
 
 # what was written behind the prompt -> distribution [V]
 Table = Callable[[tuple[int, ...]], Tensor]
+CHAIN = (0, 1, 2)
+WIDE = (0, 0, 0)
+TREE = (0, 0, 1, 1, 2)
 
 
 class Outcome:
@@ -192,19 +195,20 @@ def rows_of(q: Table, tokens: Tokens) -> Tensor:
     return torch.stack([q(prefix_of(tokens, parent)) for parent in tokens.parents])
 
 
-CHAIN = (0, 1, 2)
-WIDE = (0, 0, 0)
-TREE = (0, 0, 1, 1, 2)
-
-
 def exact(*rows: list[float]) -> list[Tensor]:
     return [torch.tensor(row, dtype=torch.float64) for row in rows]
 
 
 ROWS = exact([0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.7, 0.1, 0.2], [0, 0.4, 0.6])
+
+
 DRAFTS = exact([0.2, 0.5, 0.3], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8])
+
+
 # more than one token has more of p than of q
 FOUR = exact([0.4, 0.3, 0.2, 0.1], [0.1, 0.5, 0.1, 0.3])
+
+
 DRAFTS_OF_FOUR = exact([0.1, 0.15, 0.3, 0.45], [0.4, 0.1, 0.4, 0.1])
 
 

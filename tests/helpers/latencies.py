@@ -8,8 +8,6 @@ from draftlab.model.shape import Shape
 from draftlab.results.score import Latency
 
 SHAPE = Shape(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=176, vocab=307)
-
-
 WIDTHS, BATCHES, CONTEXTS = (1, 2, 5), (1, 4), (16, 64)
 
 

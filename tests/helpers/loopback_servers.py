@@ -24,6 +24,7 @@ RECORDED = json.loads((Path(__file__).parents[1] / "files" / "vllm_tiny.json").r
 LLAMA_CPP = json.loads((Path(__file__).parents[1] / "files" / "llama_cpp_answers.json").read_text())
 Answering = Callable[[str, str, Any], tuple[int, Any]]  # method, path, body -> status, answer
 DROP = -1  # a status: close the connection without an answer
+Raw = Callable[[BaseHTTPRequestHandler], None]
 
 
 @contextmanager
@@ -304,9 +305,6 @@ def serving_vllm(directory: Path, *options: object) -> Iterator[Server]:
     command = [program, "serve", directory, *flags.split(), *options]
     with verifying.running(command, verifying.VLLM_ON_CPU | os.environ) as (server, _):
         yield server
-
-
-Raw = Callable[[BaseHTTPRequestHandler], None]
 
 
 @contextmanager

@@ -7,9 +7,8 @@ from draftlab.training.fused_loss import Dense, Sums, TopK
 from draftlab.training.losses import log_probs
 
 N, D, V = 13, 6, 31
-
-
 LOSSES = ["ce", "fkl", "rkl", "jsd(0.3)", "tvd", "nla", "lk(3)", "0.7*fkl + 0.3*ce"]
+ALL = ("objective", "cross_entropy", "acceptance", "agreement")
 
 
 def inputs(
@@ -57,9 +56,6 @@ def same(
     ]
     for there, here in zip(*gradients, strict=True):
         torch.testing.assert_close(there, here, atol=error, rtol=error)
-
-
-ALL = ("objective", "cross_entropy", "acceptance", "agreement")
 
 
 def top_k(x: dict[str, Tensor], k: int, temperature: float) -> TopK:

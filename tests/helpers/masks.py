@@ -13,6 +13,16 @@ from draftlab.pruning.masks.masked_model import Folded, masked
 from draftlab.training.loop import Loop
 
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(1))
+SETTINGS = Loop(
+    steps=6,
+    optimizer="adamw",
+    lr=1e-4,
+    dtype="float32",
+    eval_steps=6,
+    save_steps=2,
+    warmup_ratio=0.1,
+    weight_decay=0.1,
+)
 
 
 def smaller(have: Shape) -> Shape:
@@ -53,15 +63,3 @@ def both(directory: Path, model: torch.nn.Module, masks: Masks) -> tuple[Tensor,
 def error(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference, relative to the largest logit."""
     return float(((found - expected).abs().max() / expected.abs().max()).detach())
-
-
-SETTINGS = Loop(
-    steps=6,
-    optimizer="adamw",
-    lr=1e-4,
-    dtype="float32",
-    eval_steps=6,
-    save_steps=2,
-    warmup_ratio=0.1,
-    weight_decay=0.1,
-)

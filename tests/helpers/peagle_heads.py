@@ -11,8 +11,6 @@ from helpers.dflash_heads import LAYER
 from helpers.head_texts import LAYERS, V, W, id_tensors, random_weights
 
 MASK, K = 2, 4
-
-
 PEAGLE: dict[str, Any] = {
     "architectures": ["PEagleSpeculator"],
     "speculators_model_type": "peagle",

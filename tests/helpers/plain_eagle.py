@@ -14,6 +14,33 @@ from draftlab.model import checkpoint, eagle, llama
 from draftlab.model.eagle_llama import EagleLlama
 from helpers.builders import build
 
+VARIANTS: dict[str, dict[str, Any]] = {  # of a head
+    "plain": {},
+    "residual": {"norm_before_residual": True},
+    "speculators": {
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "norm_output": True,
+        "sliding_window": 3,
+    },
+    "fc_norm": {"fc_norm": True, "qk_norm": True, "sliding_window": 4},
+}
+DRAWN = (
+    "fc",
+    "layers.0.input_layernorm",
+    "layers.0.hidden_norm",
+    "layers.0.self_attn.q_proj",
+    "layers.0.self_attn.k_proj",
+    "layers.0.self_attn.v_proj",
+    "layers.0.self_attn.o_proj",
+    "layers.0.post_attention_layernorm",
+    "layers.0.mlp.gate_proj",
+    "layers.0.mlp.up_proj",
+    "layers.0.mlp.down_proj",
+    "norm",
+    "lm_head",
+)  # order in which the weights are drawn, whatever the order of sizes()
+
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean() + eps) * weight
@@ -30,19 +57,6 @@ def rotated(x: Tensor, position: int, theta: float) -> Tensor:
             b * math.cos(angle) + a * math.sin(angle),
         )
     return out
-
-
-VARIANTS: dict[str, dict[str, Any]] = {  # of a head
-    "plain": {},
-    "residual": {"norm_before_residual": True},
-    "speculators": {
-        "norm_before_residual": True,
-        "norm_before_fc": True,
-        "norm_output": True,
-        "sliding_window": 3,
-    },
-    "fc_norm": {"fc_norm": True, "qk_norm": True, "sliding_window": 4},
-}
 
 
 @dataclass
@@ -159,23 +173,6 @@ class PlainHead:
             if weight is None
             else torch.stack([rms(r, weight, self.sizes["rms_norm_eps"]) for r in rows])
         )
-
-
-DRAWN = (
-    "fc",
-    "layers.0.input_layernorm",
-    "layers.0.hidden_norm",
-    "layers.0.self_attn.q_proj",
-    "layers.0.self_attn.k_proj",
-    "layers.0.self_attn.v_proj",
-    "layers.0.self_attn.o_proj",
-    "layers.0.post_attention_layernorm",
-    "layers.0.mlp.gate_proj",
-    "layers.0.mlp.up_proj",
-    "layers.0.mlp.down_proj",
-    "norm",
-    "lm_head",
-)  # order in which the weights are drawn, whatever the order of sizes()
 
 
 def target_and_head(

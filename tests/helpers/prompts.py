@@ -1,8 +1,6 @@
 """Prompts as token ids."""
 
 PROMPT = [0, 17, 44, 101, 9, 250, 31]
-
-
 RAGGED = [
     PROMPT,
     [0],

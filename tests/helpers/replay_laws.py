@@ -20,11 +20,7 @@ from helpers.builders import build
 from helpers.built import built
 
 KS = (1, 2, 4)
-
-
 VOCAB = 307
-
-
 PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 5, 250], [0, 90, 91, 92]]
 
 

@@ -24,13 +24,9 @@ from draftlab.results.tables import Table, TerminalTable
 from helpers.latencies import latency
 
 PROMPTS = 12
-
-
 ACC = TaskResult(
     task="py_choice", metric="acc", value=0.612, stderr=0.014, n=200, higher_is_better=True
 )
-
-
 CONDITIONS = Conditions(
     device="cpu",
     dtype="float32",
@@ -48,6 +44,8 @@ CONDITIONS = Conditions(
     seed=0,
     selection="theirs",
 )
+IDLE = Environment(system="s", processor="p", cores=2, busy_cores=0.0, governor=None, driver=None)
+BUSY = IDLE.model_copy(update={"busy_cores": 1.5})
 
 
 def model(name: str, layers: int, ms: float, tasks: list[TaskResult]) -> Model:
@@ -195,12 +193,6 @@ def kept(folder: Path, *scores: Score) -> list[Path]:
         (folder / one.name).mkdir(parents=True)
         (folder / one.name / "score.json").write_text(one.model_dump_json())
     return [folder / one.name for one in scores]
-
-
-IDLE = Environment(system="s", processor="p", cores=2, busy_cores=0.0, governor=None, driver=None)
-
-
-BUSY = IDLE.model_copy(update={"busy_cores": 1.5})
 
 
 def generation(prompt=0, drafted=[], accepted=[], emitted=None, seconds=1.0) -> Generation:  # noqa: B006

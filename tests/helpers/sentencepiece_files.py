@@ -10,6 +10,12 @@ from transformers import PreTrainedTokenizerFast
 
 from draftlab.model.sentencepiece import PROBES
 
+TEXT = [
+    *PROBES,
+    "def parse(line):\n    if not line:\n        return None\n    return [int(part) for part in line.split(',')]\n",
+]
+CONFIG = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False}
+
 
 @pytest.fixture(scope="module", name="sentencepiece")
 def sentencepiece_fixture(tmp_path_factory) -> Path:
@@ -27,12 +33,6 @@ def sentencepiece_fixture(tmp_path_factory) -> Path:
     roles = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=inner, **roles).save_pretrained(out)
     return out
-
-
-TEXT = [
-    *PROBES,
-    "def parse(line):\n    if not line:\n        return None\n    return [int(part) for part in line.split(',')]\n",
-]
 
 
 def train_sentencepiece(out: Path, vocab: int = 480, normalization: str = "identity") -> None:
@@ -57,6 +57,3 @@ def train_sentencepiece(out: Path, vocab: int = 480, normalization: str = "ident
             piece.score = -1e9
     file.write_bytes(proto.SerializeToString())
     (out / "tokenizer.vocab").unlink()
-
-
-CONFIG = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "legacy": False}

@@ -20,8 +20,6 @@ SETTINGS = Loop(
     save_steps=2,
     weight_decay=0.1,
 )
-
-
 BAD = (
     7  # an id whose embedding is so small that the gradient of the first norm overflows in float32
 )

@@ -12,8 +12,6 @@ from draftlab.model.shape import Shape
 from draftlab.pruning.walk import Walk
 
 CPU = torch.device("cpu")
-
-
 IDS = torch.randint(3, 300, (4, 33), generator=torch.Generator().manual_seed(1))
 
 

@@ -192,7 +192,7 @@ def result(quiet: Sequence[Score], noisy: Sequence[Sequence[Score]]) -> dict[str
         "false_faster": sum(faster and truth[ranking[0].name] <= 1 for ranking, faster in said),
         "doubtful": sum(ranking[0].doubt is not None for ranking in rankings),
         "coverage": mean(covered),
-        "intervals": len(covered),
+        "timed_intervals": len(covered),
         "relative_spread": stdev(best) / mean(best),
         "reference": truth,
         "reference_in_doubt": [row.name for row in reference if row.doubt is not None],

@@ -17,7 +17,6 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from draftlab.errors import UserError
 from draftlab.model import Mode
 from draftlab.model.shape import Shape
-from draftlab.quantities import format_number
 from draftlab.reading import FileModel, read_model
 from draftlab.results.score import Latency, Milliseconds
 
@@ -120,8 +119,8 @@ class CostModel:
         steady: Milliseconds of Profile.steady by number of passes before, batch and context, [N, B, L].
         prefill: Prompt lengths, and the milliseconds for each length.
         host: Widths, and the milliseconds for each width.
-        extrapolate: Whether to extrapolate widths, contexts and prompt lengths linearly. Batches are never
-            extrapolated.
+        extrapolate: Whether to extrapolate widths, contexts and prompt lengths linearly, as a + b x with neither a nor
+            b below 0. Batches are never extrapolated.
     """
 
     profile: Profile
@@ -217,12 +216,15 @@ class CostModel:
         i = np.clip(np.searchsorted(xs, at, "right") - 1, 0, len(xs) - 2)
         part = ((at - xs[i]) / (xs[i + 1] - xs[i])).reshape(at.shape + (1,) * (ys.ndim - 1))
         result = ys[i] * (1 - part) + ys[i + 1] * part
-        if (result < 0).any():
-            raise UserError(
-                f"{self.profile.name}: a pass would take {format_number(result.min())} ms if its times were "
-                f"extrapolated to {axis} {outside.flat[0]}; measure a larger profile, or repeat the measurement"
-            )
-        return result
+        if not outside.size:
+            return result
+        # Beyond the points, a time is a + b x with neither a nor b below 0: more tokens never take less time, and the
+        # time never grows faster than their number. Noise in two close points could otherwise extrapolate below 0.
+        end = np.where(at < xs[0], 0, len(xs) - 1)
+        ratio = (at / np.maximum(xs[end], 1e-9)).reshape(at.shape + (1,) * (ys.ndim - 1))
+        bounds = np.sort(np.stack([ys[end], ys[end] * ratio]), axis=0)
+        beyond = ((at < xs[0]) | (at > xs[-1])).reshape(ratio.shape)
+        return np.where(beyond, result.clip(*bounds), result)
 
 
 def expected_tokens(alpha: float, k: int) -> float:

@@ -348,11 +348,11 @@ def export_command(groups: Sequence[Group]) -> str:
     drafts = [draft for draft in named if draft.endswith(score.draft.name)]
     if not drafts or score.draft.sha256 is None or score.served:
         return ""
-    base, _, rounded = drafts[0].rpartition("@")
-    form = ["vllm"]
+    draft, form = drafts[0], ["vllm"]
+    base, _, rounded = draft.rpartition("@")
     if rounded in hub.ROUNDED:  # a type of GGUF files
-        form = ["llama.cpp", "--outtype", rounded]
-    words = ["draftlab", "export", Path(base if rounded in hub.ROUNDED else drafts[0])]
+        draft, form = base, ["llama.cpp", "--outtype", rounded]
+    words = ["draftlab", "export", Path(draft)]
     if target := target_named(score):
         words += ["--target", target]
     return typed(*words, "--to", *form, "--k", fastest.k)

@@ -81,24 +81,22 @@ class Environment(FileModel):
     def doubt(self, device: str, threads: int | None) -> str | None:
         """Return the reason to doubt times that were measured in this environment, or None.
 
-        CPU seconds exclude waits, and all ways to decode a conversation are timed one after the other. Other programs
-        on other cores therefore make intervals wider, but seldom change a verdict (benchmarks.noise). CPU seconds are
-        in doubt only if decoding often waited for a core: other programs then evict the caches of the running thread,
-        and speed-ups of 1.29x to 1.70x were measured instead of 1.79x. `pressure` includes the waits of other threads,
-        so it is checked only for wall-clock times.
+        CPU seconds exclude the waits for a core, and all ways to decode a conversation are timed one after the other.
+        Other programs therefore make intervals of CPU seconds wider, but seldom change a verdict (benchmarks.noise).
+        Whether CPU seconds exclude what the hypervisor gave away depends on the machine.
 
         device, threads: Device that decodes, and its number of CPU threads.
         """
-        if self.busy and not self.counts_cpu_seconds(device, threads):
-            return f"other programs kept {self.busy_cores:.1f} of {self.cores} cores busy"
         if (self.stolen_share or 0) > LONG_WAITS:
             return (
                 f"the hypervisor gave {self.stolen_share:.0%} of the cores' time to other machines"
             )
-        if (self.waited_share or 0) > LONG_WAITS:
-            return f"decoding waited for a free core {self.waited_share:.0%} of the time"
         if self.counts_cpu_seconds(device, threads):
             return None
+        if self.busy:
+            return f"other programs kept {self.busy_cores:.1f} of {self.cores} cores busy"
+        if (self.waited_share or 0) > LONG_WAITS:
+            return f"decoding waited for a free core {self.waited_share:.0%} of the time"
         if device == self.processor and (self.pressure or 0) > UNDER_PRESSURE:
             return f"a thread waited for a free core {self.pressure:.0%} of the time"
         return None

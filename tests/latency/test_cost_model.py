@@ -17,6 +17,7 @@ from draftlab.latency.cost_model import (
     alpha_for,
     break_even_length,
     closed_form_speedup,
+    exact,
     expected_tokens,
     read_profile,
     write_profile,
@@ -33,6 +34,7 @@ from draftlab.model.eagle import HeadShape
 from draftlab.model.families import presets
 from draftlab.model.shape import Shape
 from draftlab.reading import read_model
+from draftlab.results.score import Latency
 
 
 @pytest.fixture
@@ -92,12 +94,22 @@ def test_extrapolation_continues_widths_and_contexts_but_no_batch(profile):
         cost.forward_ms(1, 5, np.array([16]))
 
 
-def test_times_are_not_extrapolated_below_0(profile):
-    points = [point.model_copy(update={"width": 80 - point.width}) for point in profile.prefill]
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        # milliseconds at prompt lengths 16 and 64 -> milliseconds at 8 and 128
+        ((2.0, 4.0), (2 - 8 / 24, 4 + 64 / 24)),
+        ((4.0, 3.0), (4.0, 3.0)),  # by noise, the longer prompt took less time
+        ((1.0, 9.0), (0.5, 18.0)),  # 9 times the time for 4 times the tokens
+    ],
+)
+def test_extrapolated_times_grow_with_the_tokens_and_no_faster(profile, times, expected):
+    points = [
+        Latency(width=width, **exact(ms)) for width, ms in zip((16, 64), times, strict=True)
+    ]
     cost = CostModel.of(profile.model_copy(update={"prefill": points}), extrapolate=True)
-    assert cost.prefill_ms(np.array([70])).item() > 0
-    with raises_option(profile.name):
-        cost.prefill_ms(np.array([10_000]))
+    assert cost.prefill_ms(np.array([8, 128])) == pytest.approx(expected)
+    assert cost.prefill_ms(np.array([16, 64])) == pytest.approx(times)
 
 
 def test_a_profile_survives_its_file_and_a_folder_of_two_is_none(profile, tmp_path):

@@ -151,7 +151,8 @@ def test_a_parallel_draft_implies_one_pass_over_the_last_steps_tokens_and_the_ma
         ({"busy_cores": 1.5}, "p", 2, True),
         ({"stolen_share": 0.1}, "p", 2, False),
         ({"stolen_share": 0.2}, "p", 2, True),
-        ({"waited_share": 0.25}, "p", 1, True),
+        ({"waited_share": 0.25}, "p", 2, True),
+        ({"waited_share": 0.25}, "p", 1, False),
         ({"pressure": 0.6}, "p", 2, True),
         ({"pressure": 0.6}, "p", 1, False),  # CPU seconds are counted, without waits
         ({"pressure": 1.0}, "H100", 1, False),

@@ -62,12 +62,8 @@ ROUNDS, TIMED = 9, 48  # number of timed rounds, and of new tokens in each round
 
 
 def main(
-    models: Annotated[
-        list[str] | None, typer.Option(help="Names of models in tests/zoo/models.yaml.")
-    ] = None,
-    smollm2: Annotated[
-        Path | None, typer.Option(help="SmolLM2-135M-Instruct as imported by draftlab.")
-    ] = None,
+    models: Annotated[list[str] | None, typer.Option(help="Names of models in tests/zoo/models.yaml.")] = None,
+    smollm2: Annotated[Path | None, typer.Option(help="SmolLM2-135M-Instruct as imported by draftlab.")] = None,
     out: Annotated[Path, typer.Option(help="File to write.")] = RESULT,
 ) -> None:
     torch.set_num_threads(1)
@@ -161,9 +157,7 @@ def pace(target: Decoder, model: PreTrainedModel) -> dict[str, float]:
     }
 
 
-def timed(
-    ways: Sequence[Callable[[list[int]], object]], texts: list[list[int]], rounds: int
-) -> list[list[float]]:
+def timed(ways: Sequence[Callable[[list[int]], object]], texts: list[list[int]], rounds: int) -> list[list[float]]:
     """Return the CPU seconds that each function in `ways` takes in each round.
 
     The functions take turns in a round. A first round warms up, and is not counted.
@@ -186,9 +180,7 @@ def prompts(count: int, vocab: int) -> list[list[int]]:
     return [[*part, *part[:5]] for part in parts]
 
 
-def equal_texts(
-    target: Decoder, model: PreTrainedModel, folder: Path
-) -> Iterator[tuple[str, bool | None]]:
+def equal_texts(target: Decoder, model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, bool | None]]:
     """Yield, for each drafter and batch size, whether the speculative texts equal those of generate().
 
     None stands for a drafter that the target does not support.
@@ -235,16 +227,12 @@ def drafter_of(name: str, context: DrafterContext, folder: Path) -> Drafter:
         return DFlashDrafter(target, head)
     markov = {"markov_rank": 8, "markov_kind": "gated", "confidence": hidden + 8}
     spark = DSparkShape.model_validate(shape.model_dump() | markov)
-    return DSparkDrafter(
-        target, DSpark(spark, weights(spark), target.embed, target.head[ids], ids, rope)
-    )
+    return DSparkDrafter(target, DSpark(spark, weights(spark), target.embed, target.head[ids], ids, rope))
 
 
 def weights(shape: DFlashShape) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {
-        name: 0.1 * torch.randn(size, generator=generator) for name, size in shape.sizes().items()
-    }
+    return {name: 0.1 * torch.randn(size, generator=generator) for name, size in shape.sizes().items()}
 
 
 def paths(folder: Path, length: int = 32, rounds: int = 6) -> dict[str, Any]:
@@ -258,14 +246,10 @@ def paths(folder: Path, length: int = 32, rounds: int = 6) -> dict[str, Any]:
     }
     tokenizer, sampling = checkpoint.load_tokenizer(folder), SamplingParams(max_tokens=length)
     texts = [
-        tokenizer.encode(
-            f"def part{i}(line):\n    return [int(x) for x in line.split({i})]\n\ndef "
-        )
+        tokenizer.encode(f"def part{i}(line):\n    return [int(x) for x in line.split({i})]\n\ndef ")
         for i in range(rounds + 1)
     ]
-    ways: dict[str, Callable[[list[int]], object]] = {
-        "generate": lambda prompt: generated(model, prompt, length)
-    }
+    ways: dict[str, Callable[[list[int]], object]] = {"generate": lambda prompt: generated(model, prompt, length)}
     for name, target in targets.items():
         ways[name] = lambda prompt, target=target: output_tokens(decode(target, [prompt], sampling))
         ways[f"{name}, prompt lookup"] = lambda prompt, target=target: output_tokens(
@@ -275,9 +259,7 @@ def paths(folder: Path, length: int = 32, rounds: int = 6) -> dict[str, Any]:
     return {
         name: {
             "tokens_per_second": length / statistics.median(times),
-            "over_generate": statistics.median(
-                g / t for g, t in zip(seconds[0], times, strict=True)
-            ),
+            "over_generate": statistics.median(g / t for g, t in zip(seconds[0], times, strict=True)),
         }
         for name, times in zip(ways, seconds, strict=True)
     }

@@ -15,9 +15,7 @@ from draftlab.model import devices
 def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtypes: Annotated[str, typer.Option(help="Dtypes, separated by commas.")] = "float32,bfloat16",
-    gigabytes: Annotated[
-        float, typer.Option(help="Size of the matrix to read, in GB; at most 1 GiB is read.")
-    ] = 1.0,
+    gigabytes: Annotated[float, typer.Option(help="Size of the matrix to read, in GB; at most 1 GiB is read.")] = 1.0,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:
     torch.set_num_threads(threads)
@@ -27,9 +25,7 @@ def main(
     result = {
         "benchmark": "ceilings",
         "device": device_name(place),
-        "bandwidth_gbs": {
-            name: bandwidth_gbs(weights[name], dtype, place) for name, dtype in chosen.items()
-        },
+        "bandwidth_gbs": {name: bandwidth_gbs(weights[name], dtype, place) for name, dtype in chosen.items()},
         "matmul_tflops": {name: matmul_tflops(dtype, place) for name, dtype in chosen.items()},
     }
     print(json.dumps(result | environment(threads)))

@@ -163,18 +163,14 @@ def _cells_of(n: int) -> list[Cell]:
     found.append(Cell(scenario=TURNS, n=n, turns=2, correlation=0.7, truths=(PEAKED,)))
     for paired in (True, False):
         found += [
-            Cell(scenario=RATIO, n=n, truths=((1.3,), (1.2,)), own=own, paired=paired)
-            for own in (0.05, 0.1, 0.2)
+            Cell(scenario=RATIO, n=n, truths=((1.3,), (1.2,)), own=own, paired=paired) for own in (0.05, 0.1, 0.2)
         ]
     found.append(Cell(scenario=RATIO, n=n, truths=(PEAKED, PEAKED), own=0.1))
     rankings = [((1.3,) * drafters, own) for drafters in (2, 4, 8) for own in (0.05, 0.2)]
     rankings += [
-        ((1.3 * gain, *(1.3,) * (drafters - 1)), 0.1)
-        for gain, drafters in ((1.05, 2), (1.05, 8), (1.1, 4), (1.1, 8))
+        ((1.3 * gain, *(1.3,) * (drafters - 1)), 0.1) for gain, drafters in ((1.05, 2), (1.05, 8), (1.1, 4), (1.1, 8))
     ]
-    rankings += [
-        (tuple(1.3 * (1 - 0.03 * step) for step in range(drafters)), 0.1) for drafters in (4, 8)
-    ]
+    rankings += [(tuple(1.3 * (1 - 0.03 * step) for step in range(drafters)), 0.1) for drafters in (4, 8)]
     found += [
         Cell(
             scenario=WINNER,
@@ -188,8 +184,7 @@ def _cells_of(n: int) -> list[Cell]:
     ]
     found.append(Cell(scenario=WINNER, n=n, truths=(FLAT,) * 4, spread=0.2, own=0.1))
     found += [
-        Cell(scenario=scenario, n=n, truths=((truth,),), spread=0.1, rare=True)
-        for truth, scenario in RARE.items()
+        Cell(scenario=scenario, n=n, truths=((truth,),), spread=0.1, rare=True) for truth, scenario in RARE.items()
     ]
     return found
 
@@ -219,9 +214,7 @@ def _shares(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _draws(
-    cell: Cell, scores: int, rng: np.random.Generator
-) -> Iterable[tuple[list[Timings], list[Timings]]]:
+def _draws(cell: Cell, scores: int, rng: np.random.Generator) -> Iterable[tuple[list[Timings], list[Timings]]]:
     """Yield the timings of all drafters in each score, and those of a second run with other requests."""
     runs = [_seconds(cell, scores, rng) for _ in range(1 if cell.paired else 2)]
     for score in range(scores):
@@ -291,9 +284,7 @@ def _outcome(cell: Cell, drafters: list[Timings], others: list[Timings]) -> Outc
     )
 
 
-def _at_predicted_k(
-    drafters: list[Timings], rng: np.random.Generator
-) -> tuple[list[Timings], list[int]]:
+def _at_predicted_k(drafters: list[Timings], rng: np.random.Generator) -> tuple[list[Timings], list[int]]:
     """Return timings with each conversation at the K chosen by predictions, and the best K of each drafter."""
     columns, best = [], []
     for each in drafters:
@@ -352,9 +343,7 @@ def control(cell: Cell, scores: int, rng: np.random.Generator) -> dict[str, Any]
     low, high = np.quantile((draws @ plain.T) / (draws @ drafted.T), [0.025, 0.975], axis=0)
     values = plain.sum(1) / drafted.sum(1)
     outcomes = [
-        Outcome(
-            estimate=Interval(value=value, low=low, high=high, n=cell.n), truth=cell.truths[0][0]
-        )
+        Outcome(estimate=Interval(value=value, low=low, high=high, n=cell.n), truth=cell.truths[0][0])
         for value, low, high in zip(values, low, high, strict=True)
     ]
     return dataclasses.asdict(cell) | {"scenario": CONTROL, "scores": scores} | _shares(outcomes)
@@ -431,9 +420,7 @@ def record_early(scores: int) -> None:
     rows = []
     for number, cell in enumerate(early_cells()):
         rows.append(simulated(cell, scores, np.random.default_rng(number)))
-        note(
-            f"{cell.scenario}, n {cell.n}: {rows[-1]['coverage']:.3f} {rows[-1]['false_faster']:.3f}"
-        )
+        note(f"{cell.scenario}, n {cell.n}: {rows[-1]['coverage']:.3f} {rows[-1]['false_faster']:.3f}")
     found = figures(rows)
     result = environment(threads=1) | {
         "command": f"python -m benchmarks.coverage --early --scores {scores}",
@@ -446,13 +433,9 @@ def record_early(scores: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scores", type=int, default=2000, help="simulated scores of each cell")
-    parser.add_argument(
-        "--early", action="store_true", help="simulate timings that may end early, and nothing else"
-    )
+    parser.add_argument("--early", action="store_true", help="simulate timings that may end early, and nothing else")
     options = parser.parse_args()
     scores = options.scores
     if options.early:

@@ -19,9 +19,7 @@ from draftlab.runs import provenance
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--read", type=Path)
     parser.add_argument("--figure", type=Path)
@@ -49,11 +47,7 @@ def measured(folder: Path) -> dict[str, Any]:
         "dtype": first.conditions.dtype,
         "seconds": {name: record.seconds for name, record in records.items() if record is not None},
         "drafts": {score.name: drafting_row(score) for score in scores},
-        "acceptance": {
-            name: _learnt(record)
-            for name, record in records.items()
-            if record and "distilled" in name
-        },
+        "acceptance": {name: _learnt(record) for name, record in records.items() if record and "distilled" in name},
     } | environment(first.conditions.threads)
 
 

@@ -33,13 +33,9 @@ from draftlab.results.plots import Panel, save_panels
 
 def main(
     params: Annotated[str, typer.Option(help="Number of parameters of every shape.")] = "350m",
-    source: Annotated[
-        str, typer.Option(help="Shape whose proportions the shapes have.")
-    ] = "llama-7b",
+    source: Annotated[str, typer.Option(help="Shape whose proportions the shapes have.")] = "llama-7b",
     layers: Annotated[str, typer.Option(help="Numbers of layers.")] = "1,2,3,4,6,8,12,16,24,32",
-    modes: Annotated[
-        str, typer.Option(help="Modes, separated by commas: eager, native, graphs.")
-    ] = "eager",
+    modes: Annotated[str, typer.Option(help="Modes, separated by commas: eager, native, graphs.")] = "eager",
     context: Annotated[int, typer.Option(help="Cached tokens before a pass.")] = 64,
     passes: Annotated[int, typer.Option(help="Timed passes of each shape.")] = 12,
     dtype: Annotated[str, typer.Option(help="Type of the weights.")] = "float32",
@@ -58,10 +54,7 @@ def main(
     for shape in shapes:
         for mode, rows in found.items():
             rows.append(_measured(shape, mode, dtype, place, context, passes, clock, ceiling))  # type: ignore[arg-type]
-        note(
-            f"{shape.describe()}: "
-            + ", ".join(f"{mode} {rows[-1]['ms']:.3g} ms" for mode, rows in found.items())
-        )
+        note(f"{shape.describe()}: " + ", ".join(f"{mode} {rows[-1]['ms']:.3g} ms" for mode, rows in found.items()))
     if plot is not None:
         _draw(plot, found)
     about = {

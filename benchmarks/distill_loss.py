@@ -79,9 +79,7 @@ def main(
     vocab: Annotated[int, typer.Option(help="Size of the vocabulary, V.")] = 65536,
     hidden: Annotated[int, typer.Option(help="Hidden size of the draft.")] = 1024,
     teacher_hidden: Annotated[int, typer.Option(help="Hidden size of the target.")] = 2048,
-    top_k: Annotated[
-        int, typer.Option(help="Tokens per position in stored outputs. 0 leaves them out.")
-    ] = 64,
+    top_k: Annotated[int, typer.Option(help="Tokens per position in stored outputs. 0 leaves them out.")] = 64,
     repeats: Annotated[int, typer.Option(help="Timed runs of each implementation.")] = 3,
     budget: Annotated[
         int | None,
@@ -93,11 +91,7 @@ def main(
         loss="", dtype="", top_k=0, tokens=tokens, vocab=vocab, hidden=hidden, teacher_hidden=teacher_hidden,
         budget=budget, repeats=repeats, threads=threads,
     )  # fmt: skip
-    peers = {
-        name: metadata.version(name)
-        for name in ("trl", "liger_kernel")
-        if importlib.util.find_spec(name)
-    }
+    peers = {name: metadata.version(name) for name in ("trl", "liger_kernel") if importlib.util.find_spec(name)}
     if len(peers) < 2:
         note("not installed, so left out: " + ", ".join({"trl", "liger_kernel"} - peers.keys()))
     result: dict[str, object] = {}
@@ -136,9 +130,7 @@ def _report(cases: list[Case]) -> dict[str, object]:
             for name in found.keys() - {"fused"}:
                 for key, value in ours.over(found[name]).items():
                     ratios.setdefault(name, {}).setdefault(key, {})[case.loss] = value
-            note(
-                f"{case.dtype} {case.loss} {case.top_k or 'all'}: fused / naive: {ours.over(found['naive'])}"
-            )
+            note(f"{case.dtype} {case.loss} {case.top_k or 'all'}: fused / naive: {ours.over(found['naive'])}")
     naive = {f"{key}_ratio": values for key, values in ratios.pop("naive").items()}
     peers = {f"over_{name}": values for name, values in sorted(ratios.items())}
     return {**naive, "growth_at_twice_the_tokens": growth, **peers, "arms": arms}
@@ -149,11 +141,7 @@ def _measure(case: Case) -> dict[str, Found]:
     inputs = _Inputs(case, case.tokens)
     arms = {"fused": inputs.fused, "naive": inputs.naive}
     if case.loss in BETAS and not case.top_k:
-        arms |= {
-            name: arm
-            for name, arm in inputs.peers().items()
-            if importlib.util.find_spec(PEERS[name])
-        }
+        arms |= {name: arm for name, arm in inputs.peers().items() if importlib.util.find_spec(PEERS[name])}
     runs: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in arms}
     for number in range(case.repeats + 1):
         for name in arms if number % 2 else reversed(arms):
@@ -161,13 +149,9 @@ def _measure(case: Case) -> dict[str, Found]:
             runs[name] += [run] if number else []  # the first run is a warm-up
     twice = _Inputs(case, 2 * case.tokens)
     runs["twice"] = [twice.run(twice.fused) for _ in range(2)]
-    medians = {
-        name: [statistics.median(column) for column in zip(*rows, strict=True)]
-        for name, rows in runs.items()
-    }
+    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in runs.items()}
     return {
-        name: Found(None if inputs.device.type == "cuda" else cpu, *others)
-        for name, (cpu, *others) in medians.items()
+        name: Found(None if inputs.device.type == "cuda" else cpu, *others) for name, (cpu, *others) in medians.items()
     }
 
 
@@ -199,9 +183,7 @@ class _Inputs:
         if case.top_k:
             # k distinct ids per token from the whole vocabulary: an even stride from a random start
             start = torch.randint(0, case.vocab, (tokens, 1), generator=rng, device=device)
-            ids = (
-                start + torch.arange(case.top_k, device=device) * (case.vocab // case.top_k)
-            ) % case.vocab
+            ids = (start + torch.arange(case.top_k, device=device) * (case.vocab // case.top_k)) % case.vocab
             log_p = torch.log_softmax(draw(tokens, case.top_k + 1), -1)
             self.listed = TopK(ids, log_p[:, :-1], log_p[:, -1])
 
@@ -209,9 +191,7 @@ class _Inputs:
         """Run an implementation forward and backward. Return CPU seconds, wall seconds, GiB of memory, and the loss."""
         before = _held(self.device)
         began = _clock(self.device)
-        with torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.case.dtype == "bfloat16"
-        ):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.case.dtype == "bfloat16"):
             loss = arm()
         torch.autograd.grad(loss, [self.hidden, self.head])
         cpu, wall = (end - start for start, end in zip(began, _clock(self.device), strict=True))
@@ -220,16 +200,12 @@ class _Inputs:
 
     def fused(self) -> Tensor:
         given = self.hidden, self.head, self.labels, self.weights
-        return fused_loss(
-            *given, self.listed or self.teacher, self.loss, 1.0, self.case.budget
-        ).objective
+        return fused_loss(*given, self.listed or self.teacher, self.loss, 1.0, self.case.budget).objective
 
     def naive(self) -> Tensor:
         log_q = functional.log_softmax((self.hidden @ self.head.T).float(), -1)
         if self.listed is None:
-            return TEXTBOOK[self.case.loss](
-                functional.log_softmax(self._teacher_logits(), -1), log_q
-            ).mean()
+            return TEXTBOOK[self.case.loss](functional.log_softmax(self._teacher_logits(), -1), log_q).mean()
         listed = log_q.gather(1, self.listed.ids)
         rest = torch.log1p(-listed.exp().sum(-1, keepdim=True).clamp_max(1 - 1e-7))
         log_p = torch.cat([self.listed.log_p, self.listed.tail.unsqueeze(1)], 1)
@@ -263,9 +239,7 @@ class _Inputs:
     def _liger(self) -> Tensor:
         from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss  # type: ignore[import-not-found]
 
-        loss = LigerFusedLinearJSDLoss(
-            weight_hard_loss=0.0, weight_soft_loss=1.0, beta=BETAS[self.case.loss]
-        )
+        loss = LigerFusedLinearJSDLoss(weight_hard_loss=0.0, weight_soft_loss=1.0, beta=BETAS[self.case.loss])
         return loss(self.hidden, self.head, self.teacher.hidden, self.teacher.head, self.labels)
 
 
@@ -329,9 +303,7 @@ def _most(device: torch.device) -> int:
 
 
 def _resident(which: str) -> int:
-    line = next(
-        li for li in Path("/proc/self/status").read_text().splitlines() if li.startswith(which)
-    )
+    line = next(li for li in Path("/proc/self/status").read_text().splitlines() if li.startswith(which))
     return int(line.split()[1]) * 1024
 
 

@@ -41,13 +41,9 @@ Step = Callable[[], object]  # one optimiser step
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Folder for drafts and stored outputs.")] = Path(
-        "runs/distill_step"
-    ),
+    folder: Annotated[Path, typer.Option(help="Folder for drafts and stored outputs.")] = Path("runs/distill_step"),
     loss: Annotated[str, typer.Option(help=f"One of {', '.join(BETAS)}.")] = "fkl",
-    dtype: Annotated[
-        Dtype, typer.Option(help="bfloat16 trains with autocast and a target in bf16.")
-    ] = "bfloat16",
+    dtype: Annotated[Dtype, typer.Option(help="bfloat16 trains with autocast and a target in bf16.")] = "bfloat16",
     rows: Annotated[int, typer.Option(help="Rows per step.")] = 16,
     seq_len: Annotated[int, typer.Option(help="Tokens per row.")] = 256,
     steps: Annotated[int, typer.Option(help="Timed steps of each side.")] = 20,
@@ -60,9 +56,7 @@ def main(
         steps=ENDLESS, optimizer="adamw", lr=1e-4, weight_decay=0.1, dtype=dtype, eval_steps=ENDLESS,
         save_steps=ENDLESS,
     )  # fmt: skip
-    text = open_batches(
-        "stdlib", checkpoint.load_tokenizer(wide), rows=rows, seq_len=seq_len, steps=BATCHES, seed=0
-    )
+    text = open_batches("stdlib", checkpoint.load_tokenizer(wide), rows=rows, seq_len=seq_len, steps=BATCHES, seed=0)
     setup = TrainingSetup(
         teacher=_target(settings),
         batches=text,
@@ -71,9 +65,7 @@ def main(
     )
     stored = _cache(folder, BATCHES * rows, seq_len)
     cached = stored_setup(stored, small, loss, 1.0, rows=rows, seed=0)
-    seconds = _taking_turns(
-        {"cached": _ours(small, cached, settings), "local": _ours(small, setup, settings)}, steps
-    )
+    seconds = _taking_turns({"cached": _ours(small, cached, settings), "local": _ours(small, setup, settings)}, steps)
     report: dict[str, object] = {"cached_over_local": _ratio(seconds, "cached", "local")}
     if importlib.util.find_spec("trl"):
         arms = {
@@ -87,15 +79,9 @@ def main(
         }
     else:
         note("trl is not installed, so draftlab is not compared with its trainer")
-    report["cpu_seconds"] = {
-        arm: [round(s, 4) for s in sorted(taken)] for arm, taken in seconds.items()
-    }
-    report["tokens_per_second"] = {
-        arm: rows * seq_len / statistics.median(taken) for arm, taken in seconds.items()
-    }
-    report["target_operations_over_draft"] = {
-        path.name: _operations_over(path, seq_len) for path in (wide, small)
-    }
+    report["cpu_seconds"] = {arm: [round(s, 4) for s in sorted(taken)] for arm, taken in seconds.items()}
+    report["tokens_per_second"] = {arm: rows * seq_len / statistics.median(taken) for arm, taken in seconds.items()}
+    report["target_operations_over_draft"] = {path.name: _operations_over(path, seq_len) for path in (wide, small)}
     report["setting"] = {
         "loss": loss,
         "dtype": dtype,
@@ -134,9 +120,7 @@ def _cache(folder: Path, sequences: int, seq_len: int) -> Path:
 
 
 def _draftlab(*words: object) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "draftlab", *map(str, words)], check=True, stdout=sys.stderr
-    )
+    subprocess.run([sys.executable, "-m", "draftlab", *map(str, words)], check=True, stdout=sys.stderr)
 
 
 def _operations_over(draft: Path, seq_len: int) -> float:
@@ -165,9 +149,7 @@ def _target(settings: Loop) -> PreTrainedModel:
 
 
 def _ours(draft: Path, setup: TrainingSetup, settings: Loop) -> Step:
-    records = train(
-        checkpoint.load_model(draft, torch.float32), setup, settings, Path(tempfile.mkdtemp())
-    )
+    records = train(checkpoint.load_model(draft, torch.float32), setup, settings, Path(tempfile.mkdtemp()))
     return lambda: next(record for record in records if isinstance(record, StepRecord))
 
 
@@ -203,9 +185,7 @@ def _theirs(draft: Path, text: TokenBatches, settings: Loop, loss: str) -> Step:
         teacher_model=_target(settings),
         args=arguments,
         data_collator=collate,
-        train_dataset=Dataset.from_dict(
-            {"input_ids": [row for i in range(BATCHES) for row in text.batch(i).ids]}
-        ),
+        train_dataset=Dataset.from_dict({"input_ids": [row for i in range(BATCHES) for row in text.batch(i).ids]}),
         processing_class=checkpoint.load_tokenizer(draft),
         callbacks=[turns],
     )

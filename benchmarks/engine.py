@@ -51,23 +51,14 @@ def main(
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 12,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 96,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-    device: Annotated[
-        str, typer.Option(help="auto, cpu or cuda. On cuda, graphs is timed instead of native.")
-    ] = "cpu",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda. On cuda, graphs is timed instead of native.")] = "cpu",
 ) -> None:
     torch.set_num_threads(threads)
     place = devices.resolve_device(device)
     directories = hub.locate(target), hub.locate(draft)
-    texts = heldout_prompts(
-        "stdlib", checkpoint.load_tokenizer(directories[0]), count=prompts + 1, length=64, seed=0
-    )
-    found = {
-        name: _measure(directories, name, texts, k, new_tokens, place)
-        for name in ("float32", "bfloat16")
-    }
-    each = {
-        key: {dtype: figures[key] for dtype, figures in found.items()} for key in found["float32"]
-    }
+    texts = heldout_prompts("stdlib", checkpoint.load_tokenizer(directories[0]), count=prompts + 1, length=64, seed=0)
+    found = {name: _measure(directories, name, texts, k, new_tokens, place) for name in ("float32", "bfloat16")}
+    each = {key: {dtype: figures[key] for dtype, figures in found.items()} for key in found["float32"]}
     print(
         json.dumps(
             {"benchmark": "engine", **each, "k": k, "prompts": prompts, "new_tokens": new_tokens}
@@ -108,9 +99,7 @@ def _measure(
                     arm.accepted += accepted
             advance(number, "")
     per_second = {name: sum(map(len, arm.tokens)) / arm.seconds for name, arm in arms.items()}
-    accepted = {
-        name: sum(arm.accepted) / len(arm.accepted) for name, arm in arms.items() if arm.accepted
-    }
+    accepted = {name: sum(arm.accepted) / len(arm.accepted) for name, arm in arms.items() if arm.accepted}
     ours, theirs = accepted["fast_speculative"], accepted["transformers_assisted"]
     return {
         "mode": mode,  # mode of "fast_plain" and "fast_speculative"
@@ -135,9 +124,7 @@ def _ours(target: Llama, draft: Llama | None, k: int, new_tokens: int) -> Arm:
 
     def decode(prompt: list[int]) -> Spoken:
         steps = list(speculative_decode(target, drafter, [prompt], k if drafter else 0, sampling))
-        return [t for step in steps for t in step.tokens], [
-            step.accepted for step in steps if step.drafted
-        ]
+        return [t for step in steps for t in step.tokens], [step.accepted for step in steps if step.drafted]
 
     return Arm(decode)
 
@@ -157,9 +144,7 @@ def _theirs(
     draft.generation_config.assistant_confidence_threshold = 0.0
     return {
         "transformers_plain": Arm(lambda prompt: _generate(target, prompt, new_tokens)),
-        "transformers_assisted": Arm(
-            lambda prompt: _generate(target, prompt, new_tokens, assistant_model=draft)
-        ),
+        "transformers_assisted": Arm(lambda prompt: _generate(target, prompt, new_tokens, assistant_model=draft)),
     }
 
 

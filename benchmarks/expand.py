@@ -48,9 +48,7 @@ class Expanded(TensorView):
     epsilon but keep their width, so q_proj and k_proj are scaled as well.
     """
 
-    def __init__(
-        self, weights: Mapping[str, Tensor], source: Shape, shape: Shape, seed: int
-    ) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], source: Shape, shape: Shape, seed: int) -> None:
         if source.tied and not shape.tied:
             weights = Untied(weights, source.model_copy(update={"tied": False}))
         super().__init__(weights, shape)
@@ -60,24 +58,17 @@ class Expanded(TensorView):
     def __getitem__(self, name: str) -> Tensor:
         layer = checkpoint.layer_of(name)
         added = layer is not None and layer >= self.source.layers
-        origin = self.weights[
-            name.replace(f".{layer}.", f".{layer % self.source.layers}.", 1) if layer else name
-        ]
+        origin = self.weights[name.replace(f".{layer}.", f".{layer % self.source.layers}.", 1) if layer else name]
         origin = self._scaled(name, origin)
         tensor = self._filled(name, origin)
         if added and "norm" not in name:
             return tensor
-        places = [
-            self._places(axis, size)
-            for axis, size in zip(self.axes[name], origin.shape, strict=True)
-        ]
+        places = [self._places(axis, size) for axis, size in zip(self.axes[name], origin.shape, strict=True)]
         tensor[tuple(into for into, _ in places)] = origin[tuple(source for _, source in places)]
         return tensor
 
     def _scaled(self, name: str, origin: Tensor) -> Tensor:
-        normed = (self.shape.qk_norm or self.shape.qk_layernorm) and (
-            "q_proj" in name or "k_proj" in name
-        )
+        normed = (self.shape.qk_norm or self.shape.qk_layernorm) and ("q_proj" in name or "k_proj" in name)
         norm = "norm" in name and self.axes[name] == ("hidden",)
         return (origin.float() * self.scale).to(origin.dtype) if norm or normed else origin
 
@@ -103,9 +94,7 @@ class Expanded(TensorView):
             heads % (have.heads // have.kv_heads),
         )
         kv_place = kv_head * kv_copies(have, self.shape) + within // group
-        into, copied = (
-            (kv_place * group + within % group, heads) if axis == "q" else (kv_place, kv_head)
-        )
+        into, copied = (kv_place * group + within % group, heads) if axis == "q" else (kv_place, kv_head)
         return _values(into, have.head_dim), _values(copied, have.head_dim)
 
 
@@ -167,9 +156,7 @@ def check_contains(shape: Shape, have: Shape) -> None:
     ):
         size, own = getattr(shape, field), getattr(have, field)
         if size != own and not (field == "tied" and own):  # an expansion may untie a tied head
-            raise UserError(
-                f"{field} is {size} instead of the source's {own}, which an expansion cannot change"
-            )
+            raise UserError(f"{field} is {size} instead of the source's {own}, which an expansion cannot change")
     fewest = have.kv_heads * kv_copies(have, shape)
     if shape.heads % shape.kv_heads == 0 and shape.kv_heads < fewest:
         raise UserError(
@@ -192,9 +179,7 @@ def larger(
     """
     hidden = width or have.hidden
     natural = max(have.heads, have.heads * hidden // have.hidden)
-    heads = next(
-        n for n in range(natural, max(natural, hidden) + 1) if hidden % n == 0 or n >= hidden
-    )
+    heads = next(n for n in range(natural, max(natural, hidden) + 1) if hidden % n == 0 or n >= hidden)
     sizes = {
         "layers": layers or have.layers,
         "hidden": hidden,
@@ -206,9 +191,7 @@ def larger(
     if params is None:
         return shape
     total = parse_count(params)
-    return solve_ffn(
-        shape, total, most=round_up(total // hidden + 1, FFN_STEP), multiple_of=FFN_STEP
-    )
+    return solve_ffn(shape, total, most=round_up(total // hidden + 1, FFN_STEP), multiple_of=FFN_STEP)
 
 
 def _values(heads: Tensor, head_dim: int) -> Tensor:
@@ -232,15 +215,9 @@ tags: [speculative-decoding, measuring-instrument]
 def main(
     source: Annotated[str, typer.Argument(help="Checkpoint to expand.")],
     out: Annotated[Path, typer.Argument(help="Directory to write.")],
-    layers: Annotated[
-        int | None, typer.Option(help="Number of layers. Default: as in the source.")
-    ] = None,
-    width: Annotated[
-        int | None, typer.Option(help="Hidden dimensions. Default: as in the source.")
-    ] = None,
-    params: Annotated[
-        str | None, typer.Option(help="Parameters, such as 1.3b, reached by the FFN's width.")
-    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of layers. Default: as in the source.")] = None,
+    width: Annotated[int | None, typer.Option(help="Hidden dimensions. Default: as in the source.")] = None,
+    params: Annotated[str | None, typer.Option(help="Parameters, such as 1.3b, reached by the FFN's width.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random values that are added.")] = 0,
 ) -> None:
     directory = hub.locate(source)

@@ -76,20 +76,12 @@ def main(
         rows[name] = []
         for count in ks:
             found, text = bench.run(drafter, count)
-            same = sum(
-                a == b
-                for one, other in zip(said, text, strict=True)
-                for a, b in zip(one, other, strict=False)
-            )
+            same = sum(a == b for one, other in zip(said, text, strict=True) for a, b in zip(one, other, strict=False))
             found |= {"k": count, "same_tokens": same / sum(map(len, said))}
-            rows[name].append(
-                found | {"speedup": found["tokens_per_second"] / alone["tokens_per_second"]}
-            )
+            rows[name].append(found | {"speedup": found["tokens_per_second"] / alone["tokens_per_second"]})
         del drafter
         gc.collect()
-        note(
-            f"{name}: {max(row['speedup'] for row in rows[name]):.2f} x the speed of plain decoding"
-        )
+        note(f"{name}: {max(row['speedup'] for row in rows[name]):.2f} x the speed of plain decoding")
     best = {name: max(row["speedup"] for row in found) for name, found in rows.items()}
     read = pass_bytes(shape, dtype) * alone["tokens_per_second"] / 1e9
     result = {
@@ -106,9 +98,7 @@ def main(
 class Bench:
     """A target to time on prompts, of which the first is a warm-up."""
 
-    def __init__(
-        self, target: Llama, prompts: list[list[int]], new_tokens: int, device: torch.device
-    ) -> None:
+    def __init__(self, target: Llama, prompts: list[list[int]], new_tokens: int, device: torch.device) -> None:
         self.target, self.prompts, self.sampling = (
             target,
             prompts,
@@ -123,9 +113,7 @@ class Bench:
             if drafter is None:
                 steps = decode(self.target, [prompt], self.sampling, self.step_clock)
             else:
-                steps = speculative_decode(
-                    self.target, drafter, [prompt], k, self.sampling, self.step_clock
-                )
+                steps = speculative_decode(self.target, drafter, [prompt], k, self.sampling, self.step_clock)
             first: list[Step] = [next(steps)]  # the prefill
             began = self.clock()
             rest = list(steps)
@@ -144,14 +132,10 @@ def like(shape: Shape, source: Shape) -> Shape:
     """Return a shape with head_dim, vocabulary and options of a source, but its own heads x head_dim."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     heads = {"heads": q // source.head_dim, "kv_heads": kv // source.head_dim}
-    return source.model_copy(
-        update={"layers": shape.layers, "hidden": shape.hidden, "ffn": shape.ffn} | heads
-    )
+    return source.model_copy(update={"layers": shape.layers, "hidden": shape.hidden, "ffn": shape.ffn} | heads)
 
 
-def expanded(
-    directory: Path, shape: Shape, dtype: torch.dtype, device: torch.device, context: int
-) -> Llama:
+def expanded(directory: Path, shape: Shape, dtype: torch.dtype, device: torch.device, context: int) -> Llama:
     """Load a checkpoint expanded to a shape. Each weight is expanded on the device when it is read.
 
     Raises:

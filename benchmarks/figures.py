@@ -33,10 +33,7 @@ def depth(name: str, modes: dict[str, str]) -> Callable[[Records], list[Panel]]:
 
     def panels(record: Records) -> list[Panel]:
         sweep = record(name)
-        points = {
-            shown: [(row["layers"], row["ms"]) for row in sweep["rows"][mode]]
-            for mode, shown in modes.items()
-        }
+        points = {shown: [(row["layers"], row["ms"]) for row in sweep["rows"][mode]] for mode, shown in modes.items()}
         title = f"350M parameters in all, {sweep['device'].replace('(R)', '')}"
         return [Panel(title=title, x="layers", y="ms per pass over one token", series=points)]
 
@@ -49,11 +46,7 @@ def batches(record: Records) -> list[Panel]:
         shown: sorted((row["batch"], row["by_k"]["2"]) for key, row in rows if key.startswith(name))
         for name, shown in DRAFTERS.items()
     }
-    return [
-        Panel(
-            title="SmolLM2, K = 2", x="prompts at once", y="speed-up", series=points, level=NO_DRAFT
-        )
-    ]
+    return [Panel(title="SmolLM2, K = 2", x="prompts at once", y="speed-up", series=points, level=NO_DRAFT)]
 
 
 def accuracy(record: Records) -> list[Panel]:
@@ -84,15 +77,10 @@ def deep_or_wide(record: Records) -> list[Panel]:
         "whole width": ["2x576", "7x576", "10x576"],
     }
     points = {
-        kind: [(live[name]["layers"], live[name]["speedup"][0]) for name in names]
-        for kind, names in kinds.items()
+        kind: [(live[name]["layers"], live[name]["speedup"][0]) for name in names] for kind, names in kinds.items()
     }
     bars = {
-        kind: [
-            (live[name]["layers"], value)
-            for name in names
-            for value in (*live[name]["speedup"][1:], math.nan)
-        ]
+        kind: [(live[name]["layers"], value) for name in names for value in (*live[name]["speedup"][1:], math.nan)]
         for kind, names in kinds.items()
     }
     return [

@@ -41,12 +41,8 @@ class Typed:
 
 
 def main(
-    steps: Annotated[
-        int | None, typer.Option(help="Training steps. Default: as on the page.")
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="Empty folder to run in. Default: a temporary folder.")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps. Default: as on the page.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Empty folder to run in. Default: a temporary folder.")] = None,
     threads: Annotated[int, typer.Option(help="OMP_NUM_THREADS of the commands.")] = 1,
 ) -> None:
     lines = commands(PAGE.read_text(), steps)
@@ -65,11 +61,7 @@ def commands(page: str, steps: int | None = None) -> list[str]:
     """Return the commands in the section of the page. steps: Number to write after --steps instead of the page's."""
     section = page.partition(f"{SECTION}\n")[2].partition("\n## ")[0]
     lines = re.findall(r"^\$ (.+)$", section, re.MULTILINE)
-    return (
-        lines
-        if steps is None
-        else [re.sub(r"--steps \d+", f"--steps {steps}", line) for line in lines]
-    )
+    return lines if steps is None else [re.sub(r"--steps \d+", f"--steps {steps}", line) for line in lines]
 
 
 def type_all(lines: list[str], folder: Path, threads: int) -> list[Typed]:

@@ -41,9 +41,7 @@ class Value(float):
 
     def __str__(self) -> str:
         if not self.is_integer():
-            raise ValueError(
-                f"{self.key} is {float(self)}; name a format, such as {{{{ {self.key}|fixed }}}}"
-            )
+            raise ValueError(f"{self.key} is {float(self)}; name a format, such as {{{{ {self.key}|fixed }}}}")
         return f"{self:,.0f}"
 
 
@@ -54,13 +52,9 @@ def _key(number: float) -> str:
 def tagged(value: Any, key: str, printed: Printed, narrow: bool = False) -> Any:
     """Return a JSON value with every number in it replaced by a Value that has the number's key. narrow: See Value."""
     if isinstance(value, dict):
-        return {
-            name: tagged(each, _joined(key, name), printed, narrow) for name, each in value.items()
-        }
+        return {name: tagged(each, _joined(key, name), printed, narrow) for name, each in value.items()}
     if isinstance(value, list):
-        return [
-            tagged(each, f"{key}[{place}]", printed, narrow) for place, each in enumerate(value)
-        ]
+        return [tagged(each, f"{key}[{place}]", printed, narrow) for place, each in enumerate(value)]
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     return Value.of(value, key, printed, narrow)

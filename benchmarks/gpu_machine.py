@@ -18,9 +18,7 @@ QUERIED = ("name", "driver_version", "pstate", "clocks.sm", "clocks.mem", "clock
 
 
 def main(
-    tests: Annotated[
-        bool, typer.Option("--tests", help="Run pytest -m gpu, and count the tests that passed.")
-    ] = False,
+    tests: Annotated[bool, typer.Option("--tests", help="Run pytest -m gpu, and count the tests that passed.")] = False,
 ) -> None:
     print(json.dumps(tested() if tests else machine()))
 
@@ -31,9 +29,7 @@ def machine() -> dict[str, object]:
         "gpus": [dict(zip(QUERIED, row.split(", "), strict=True)) for row in queried()],
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
-        "capabilities": [
-            torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())
-        ],
+        "capabilities": [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())],
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "sdpa": {
             "flash": torch.backends.cuda.flash_sdp_enabled(),
@@ -49,11 +45,7 @@ def queried() -> list[str]:
     """Return the values of QUERIED for each GPU as a line of nvidia-smi. Without nvidia-smi, return no lines."""
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERIED)}", "--format=csv,noheader"]
     try:
-        return (
-            subprocess.run(command, capture_output=True, text=True, check=True)
-            .stdout.strip()
-            .splitlines()
-        )
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()
     except (OSError, subprocess.CalledProcessError):
         return []
 
@@ -68,9 +60,7 @@ def tested() -> dict[str, object]:
             lines.append(line)
     if run.returncode:
         raise typer.Exit(1)
-    counts = {
-        kind: int(n) for n, kind in re.findall(r"(\d+) (passed|skipped|deselected)", lines[-1])
-    }
+    counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|skipped|deselected)", lines[-1])}
     return {"benchmark": "gpu_tests", **counts}
 
 

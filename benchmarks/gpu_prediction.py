@@ -34,9 +34,7 @@ def main(
     device_profile: Annotated[str, typer.Option(help="Profile of the device.")] = "h200",
     law: Annotated[Path, typer.Option(help="Latency law of the target.")] = Path("runs/gpu/target"),
     drafts: Annotated[Path, typer.Option(help="Profiles of the drafts.")] = Path("runs/gpu/drafts"),
-    eager: Annotated[Path, typer.Option(help="Profiles of the drafts in eager mode.")] = Path(
-        "runs/gpu/drafts-eager"
-    ),
+    eager: Annotated[Path, typer.Option(help="Profiles of the drafts in eager mode.")] = Path("runs/gpu/drafts-eager"),
     alpha: Annotated[float, typer.Option(help="Acceptance probability.")] = 0.8,
 ) -> None:
     measured = json.loads(result.read_text())
@@ -85,9 +83,7 @@ def compared(
     draft, target = profile(name), profile(measured["target"])
     widest = max(point.width for point in target.forward)
     rows = {row["k"]: row for row in measured["rows"][name] if row["k"] < widest}
-    work = constant_workload(
-        alpha, tokens=measured["new_tokens"], prompt_tokens=measured["prompt_tokens"]
-    )
+    work = constant_workload(alpha, tokens=measured["new_tokens"], prompt_tokens=measured["prompt_tokens"])
     found = predict(CostModel.of(draft), CostModel.of(target), work, list(rows))
     result = []
     for own, (k, row) in zip(found.rows, rows.items(), strict=True):

@@ -76,15 +76,9 @@ def vllm(asked: dict) -> tuple[dict, str]:
     )  # fmt: skip
 
     def decode(prompt: list[int], new_tokens: int) -> list[int]:
-        how = engine.SamplingParams(
-            temperature=0, max_tokens=new_tokens, stop_token_ids=asked["eos"], detokenize=False
-        )
+        how = engine.SamplingParams(temperature=0, max_tokens=new_tokens, stop_token_ids=asked["eos"], detokenize=False)
         before = drafted()
-        tokens = list(
-            model.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)[0]
-            .outputs[0]
-            .token_ids
-        )
+        tokens = list(model.generate([{"prompt_token_ids": prompt}], how, use_tqdm=False)[0].outputs[0].token_ids)
         drafts, accepted = (now - then for now, then in zip(drafted(), before, strict=True))
         counted[0] += len(tokens) - 1
         # passes of a lookup are counted by tokens, because a lookup without a match drafts nothing
@@ -93,9 +87,7 @@ def vllm(asked: dict) -> tuple[dict, str]:
 
     def drafted() -> tuple[int, int]:
         found = {m.name: m.value for m in model.get_metrics() if hasattr(m, "value")}
-        return found.get("vllm:spec_decode_num_drafts", 0), found.get(
-            "vllm:spec_decode_num_accepted_tokens", 0
-        )
+        return found.get("vllm:spec_decode_num_drafts", 0), found.get("vllm:spec_decode_num_accepted_tokens", 0)
 
     counted = [0, 0]
     return timed(decode, asked, counted), engine.__version__

@@ -49,9 +49,7 @@ def main(
     target: Annotated[str, typer.Option(help="Shape of the target.")] = "llama-65b",
     drafts: Annotated[str, typer.Option(help="Shapes of drafts, separated by commas.")] = DRAFTS,
     k: Annotated[str, typer.Option(help="Drafted tokens per step, such as 1,2,4.")] = "1,2,4,6,8",
-    alphas: Annotated[
-        str, typer.Option(help="Acceptance probabilities, separated by commas.")
-    ] = "0.5,0.6,0.7,0.8,0.9",
+    alphas: Annotated[str, typer.Option(help="Acceptance probabilities, separated by commas.")] = "0.5,0.6,0.7,0.8,0.9",
     coin: Annotated[float, typer.Option(help="Acceptance probability of the timed runs.")] = 0.8,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens after the prompt.")] = 64,
@@ -66,9 +64,7 @@ def main(
     bench = Bench(place, mode, dtype, prompt, new_tokens, max(ks), coin)  # type: ignore[arg-type]
     whole = shape_of(target)
     shape = as_fits(whole, devices.free_bytes(place) - room, bench.dtype.itemsize)
-    note(
-        f"{target}: {shape.layers} of {whole.layers} layers, {shape.weight_bytes(bench.dtype.itemsize) / 1e9:.1f} GB"
-    )
+    note(f"{target}: {shape.layers} of {whole.layers} layers, {shape.weight_bytes(bench.dtype.itemsize) / 1e9:.1f} GB")
     ceiling = bandwidth_gbs(shape.params(), bench.dtype, place)
     model = bench.load(shape)
     passes, steps = bench.plain(model), {}
@@ -80,8 +76,7 @@ def main(
         note(f"{name}: {', '.join(f'K={row.k} {median(row.ms):.1f} ms' for row in steps[name])}")
     alone = quartiles(passes)
     speedup = {
-        alpha: {name: best(rows, float(alpha), alone) for name, rows in steps.items()}
-        for alpha in alphas.split(",")
+        alpha: {name: best(rows, float(alpha), alone) for name, rows in steps.items()} for alpha in alphas.split(",")
     }
     gains = {a: {n: row["speedup"] for n, row in each.items()} for a, each in speedup.items()}
     result = {
@@ -204,9 +199,7 @@ def as_fits(shape: Shape, free: float, itemsize: int) -> Shape:
     """Return the shape with as many of its layers as fit into the free bytes, but at least one."""
     layer = shape.body_params() / shape.layers * itemsize
     beside = (shape.params() - shape.body_params()) * itemsize
-    return shape.model_copy(
-        update={"layers": max(1, min(shape.layers, int((free - beside) / layer)))}
-    )
+    return shape.model_copy(update={"layers": max(1, min(shape.layers, int((free - beside) / layer)))})
 
 
 def quartiles(times: list[float]) -> Quartiles:

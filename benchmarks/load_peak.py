@@ -44,22 +44,14 @@ print(json.dumps(resident("VmHWM") - before))
 
 
 def main(
-    directory: Annotated[
-        Path | None, typer.Option(help="Checkpoint to load. Default: random weights.")
-    ] = None,
-    stored: Annotated[
-        str, typer.Option(help="dtype in which random weights are stored.")
-    ] = "bfloat16",
+    directory: Annotated[Path | None, typer.Option(help="Checkpoint to load. Default: random weights.")] = None,
+    stored: Annotated[str, typer.Option(help="dtype in which random weights are stored.")] = "bfloat16",
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         place = directory or Path(folder) / "1b"
         if directory is None:
             write_random(SHAPE, place, devices.DTYPES[stored])
-        peaks = {
-            f"{way} {dtype}": peak(way, place, dtype)
-            for way in WAYS
-            for dtype in ("bfloat16", "float32")
-        }
+        peaks = {f"{way} {dtype}": peak(way, place, dtype) for way in WAYS for dtype in ("bfloat16", "float32")}
     found = {"peak_over_weights": peaks, "load_peak_ratio": max(peaks.values()), "stored": stored}
     print(json.dumps({"benchmark": "load_peak", **found} | environment(1)))
 
@@ -100,9 +92,7 @@ def write_random(shape: Shape, directory: Path, dtype: torch.dtype) -> None:
     weights = (
         (
             name,
-            torch.ones(shape.dims(axes), dtype=dtype)
-            if len(axes) == 1
-            else _matrix(shape.dims(axes), dtype),
+            torch.ones(shape.dims(axes), dtype=dtype) if len(axes) == 1 else _matrix(shape.dims(axes), dtype),
         )
         for name, axes in shape.axes().items()
     )
@@ -115,9 +105,7 @@ def _matrix(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def resident(what: str) -> int:
     """Return the process's resident bytes: `what` is VmRSS for now, or VmHWM for the peak since the last reset."""
-    line = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what)
-    )
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
     return 1024 * int(line.split()[1])
 
 

@@ -92,9 +92,7 @@ class Bench:
                 out.mkdir(parents=True)
                 used, peak = run_in(tree, command(tree, out), out, self.threads)
                 print(f"{row} {name} {label}: {used:.1f} s of CPU", file=sys.stderr)
-                self.runs.append(
-                    Run(tree=label, row=row, name=name, cpu_seconds=used, peak_gb=peak)
-                )
+                self.runs.append(Run(tree=label, row=row, name=name, cpu_seconds=used, peak_gb=peak))
                 seconds[label] += used
         return seconds["now"] / seconds["before"]
 
@@ -133,9 +131,7 @@ def run_in(tree: Path, words: Sequence[str], folder: Path, threads: int) -> tupl
     environ = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
     log = folder / "log.txt"
     with log.open("wb") as stream:
-        child = subprocess.Popen(
-            words, cwd=folder, env=environ, stdout=stream, stderr=subprocess.STDOUT
-        )
+        child = subprocess.Popen(words, cwd=folder, env=environ, stdout=stream, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
@@ -151,9 +147,7 @@ def draftlab(*words: object) -> list[str]:
 def import_row(bench: Bench) -> dict[str, float]:
     """Import GGUF files."""
     return {
-        name: bench.ratio(
-            "import", name, lambda _, out, file=file: draftlab("import", file, "--out", out / "out")
-        )
+        name: bench.ratio("import", name, lambda _, out, file=file: draftlab("import", file, "--out", out / "out"))
         for name, file in bench.models.items()
     }
 
@@ -164,8 +158,7 @@ def pair(bench: Bench) -> tuple[Path, Path]:
     if bench.quick:
         files = {"smollm2": bench.models["smollm2"], "draft": DRAFT}
     target, draft = (
-        bench.made("import", file, out=bench.folder / "checkpoints" / name)
-        for name, file in files.items()
+        bench.made("import", file, out=bench.folder / "checkpoints" / name) for name, file in files.items()
     )
     return target, draft
 
@@ -176,13 +169,8 @@ def score_row(bench: Bench) -> dict[str, Any]:
     The other tree tries K 2 to 5, and this tree K 1 to 6. The intervals of both have the same method and level.
     """
     ks = {bench.before: "2-5", ROOT: "1-6"}
-    ratio = bench.ratio(
-        "score", "pair", lambda tree, out: _scored(bench, out, ks[tree], prompts=8, tokens=64)
-    )
-    found = {
-        label: rank(_scores(bench.folder / "score/pair" / f"{label}-0"))
-        for label in ("before", "now")
-    }
+    ratio = bench.ratio("score", "pair", lambda tree, out: _scored(bench, out, ks[tree], prompts=8, tokens=64))
+    found = {label: rank(_scores(bench.folder / "score/pair" / f"{label}-0")) for label in ("before", "now")}
     before, now = (found[label][0] for label in ("before", "now"))
     alike = [before.name, *(row.name for row in found["before"][1:] if row.significant is False)]
     widths = {label: _log_width(rows[0].score) for label, rows in found.items()}
@@ -199,12 +187,8 @@ def long_score_row(bench: Bench) -> dict[str, float]:
     """Score the same drafts on 24 prompts of 128 tokens in this tree, and return the minutes of CPU."""
     out = bench.folder / "score_24x128"
     out.mkdir(parents=True)
-    used, peak = run_in(
-        ROOT, _scored(bench, out, "1-6", prompts=24, tokens=128), out, bench.threads
-    )
-    bench.runs.append(
-        Run(tree="now", row="score_24x128", name="pair", cpu_seconds=used, peak_gb=peak)
-    )
+    used, peak = run_in(ROOT, _scored(bench, out, "1-6", prompts=24, tokens=128), out, bench.threads)
+    bench.runs.append(Run(tree="now", row="score_24x128", name="pair", cpu_seconds=used, peak_gb=peak))
     first = rank(_scores(out))[0]
     return {"minutes": used / 60, "conversations": first.score.conversations}
 
@@ -214,12 +198,8 @@ def auto_row(bench: Bench) -> dict[str, Any]:
     target, draft = pair(bench)
     found = {}
     for minutes in (60, 240):
-        words = draftlab(
-            "auto", target, "--draft", draft, "--minutes", minutes, "--dry-run", "--json"
-        )
-        printed = subprocess.run(
-            words, cwd=bench.folder, check=True, capture_output=True, text=True
-        )
+        words = draftlab("auto", target, "--draft", draft, "--minutes", minutes, "--dry-run", "--json")
+        printed = subprocess.run(words, cwd=bench.folder, check=True, capture_output=True, text=True)
         steps: dict[str, float] = {}
         for name, text in json.loads(printed.stdout).items():
             if re.match(r"\d+\. ", name):
@@ -277,10 +257,7 @@ def outputs_row(bench: Bench) -> dict[str, Any]:
         lambda _, out: draftlab("outputs", "build", *words, "--out", out / "out"),
     )
     outs = {label: bench.output("outputs", target.name, label) for label in ("before", "now")}
-    tokens = {
-        label: json.loads((out / RECORD).read_text())["notes"]["tokens"]
-        for label, out in outs.items()
-    }
+    tokens = {label: json.loads((out / RECORD).read_text())["notes"]["tokens"] for label, out in outs.items()}
     return {target.name: ratio, "tokens": tokens}
 
 
@@ -297,9 +274,7 @@ def distill_row(bench: Bench) -> dict[str, Any]:
     words = ["--target", target, "--prompt-file", PROMPTS, "--max-new-tokens", 64]
     bench.made("outputs", "build", *words, out=store)
     words = ["--draft", draft, "--outputs", store, "--steps", DISTILL_STEPS]
-    ratio = bench.ratio(
-        "distill", target.name, lambda _, out: draftlab("distill", *words, "--out", out / "out")
-    )
+    ratio = bench.ratio("distill", target.name, lambda _, out: draftlab("distill", *words, "--out", out / "out"))
     losses: dict[str, list[float]] = {}
     for label in ("before", "now"):
         lines = (bench.output("distill", target.name, label) / LOG).read_text().splitlines()
@@ -310,9 +285,7 @@ def distill_row(bench: Bench) -> dict[str, Any]:
 
 def demo_row(bench: Bench) -> dict[str, float]:
     """Run the steps of `make demo`, each tree with its own recipe."""
-    return {
-        "quickstart": bench.ratio("demo", "quickstart", lambda *_: draftlab("run", "quickstart"))
-    }
+    return {"quickstart": bench.ratio("demo", "quickstart", lambda *_: draftlab("run", "quickstart"))}
 
 
 def tests_row(bench: Bench) -> dict[str, Any]:
@@ -325,12 +298,8 @@ def tests_row(bench: Bench) -> dict[str, Any]:
     ratio = bench.ratio("tests", "pytest", lambda tree, _: ["sh", "-c", TESTS, str(tree), *words])
     counts = {}
     for label in ("before", "now"):
-        last = (
-            (bench.folder / "tests/pytest" / f"{label}-0" / "log.txt").read_text().splitlines()[-1]
-        )
-        counts[label] = {
-            what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|error)", last)
-        }
+        last = (bench.folder / "tests/pytest" / f"{label}-0" / "log.txt").read_text().splitlines()[-1]
+        counts[label] = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|error)", last)}
     return {
         "per_test": ratio * counts["before"]["passed"] / counts["now"]["passed"],
         "counts": counts,
@@ -358,9 +327,7 @@ def main(
     quick: Annotated[bool, typer.Option(help="Use SmolLM2 in place of the real models.")] = False,
     rounds: Annotated[int, typer.Option(help="Runs of each command in each tree.")] = 1,
     threads: Annotated[int, typer.Option(help="OMP_NUM_THREADS of the commands.")] = 1,
-    folder: Annotated[
-        Path | None, typer.Option(help="Empty folder for outputs. Default: a temporary folder.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Empty folder for outputs. Default: a temporary folder.")] = None,
 ) -> None:
     unknown = set(only or ()) - ROWS.keys()
     if unknown:

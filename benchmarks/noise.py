@@ -46,23 +46,13 @@ def main() -> None:
     options = parsed()
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
-    settings = json.dumps(
-        {
-            name: str(value)
-            for name, value in vars(options).items()
-            if name not in ("folder", "runs")
-        }
-    )
+    settings = json.dumps({name: str(value) for name, value in vars(options).items() if name not in ("folder", "runs")})
     asked = folder / "settings.json"
     if asked.exists() and asked.read_text() != settings:
-        raise SystemExit(
-            f"{folder} has scores with other settings: {asked.read_text()}; use another --folder"
-        )
+        raise SystemExit(f"{folder} has scores with other settings: {asked.read_text()}; use another --folder")
     asked.write_text(settings)
     if options.draft is None:
-        make(
-            folder, "pruned", "prune", "--source", "tiny", "--layers", "3", "--width", "128", *TEXT
-        )
+        make(folder, "pruned", "prune", "--source", "tiny", "--layers", "3", "--width", "128", *TEXT)
         training = ("--steps", str(options.steps), "--batch-size", "8", *TEXT)
         make(folder, "draft", "distill", "--draft", "pruned", "--target", "tiny", *training)
     load = [os.getloadavg()[0]]
@@ -80,31 +70,23 @@ def main() -> None:
 
 
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/noise"))
     parser.add_argument("--target", default="tiny")
     parser.add_argument(
         "--draft",
         help="draft of the target; by default a draft of the embedded target is pruned and distilled",
     )
-    parser.add_argument(
-        "--prompt-file", type=Path, help="by default, prompts are from Python's standard library"
-    )
+    parser.add_argument("--prompt-file", type=Path, help="by default, prompts are from Python's standard library")
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--num-prompts", type=int, default=24)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--k", default="2-3")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--int8", choices=["draft", "target", "both"])
-    parser.add_argument(
-        "--stolen-cores", type=int, default=1, help="number of processes that compute meanwhile"
-    )
+    parser.add_argument("--stolen-cores", type=int, default=1, help="number of processes that compute meanwhile")
     parser.add_argument("--steps", type=int, default=120, help="steps of distillation")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="with more than one, times are in wall seconds"
-    )
+    parser.add_argument("--threads", type=int, default=1, help="with more than one, times are in wall seconds")
     parser.add_argument("--quick", action="store_true", help="make only two runs on four prompts")
     options = parser.parse_args(words)
     if options.draft is None and options.target != "tiny":

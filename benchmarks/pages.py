@@ -20,8 +20,7 @@ from benchmarks.formats import FILTERS, Printed, tagged
 
 ROOT = Path(__file__).parents[1]
 RECORDS = {  # by name: of instruments, and of studies
-    file.stem: file
-    for file in sorted([*ROOT.glob("benchmarks/results/*.json"), *ROOT.glob("studies/*/*.json")])
+    file.stem: file for file in sorted([*ROOT.glob("benchmarks/results/*.json"), *ROOT.glob("studies/*/*.json")])
 }
 SOURCES = ROOT / "docs" / "pages"
 EXPRESSION = re.compile(r"\{\{([^{}]+)\}\}")
@@ -89,16 +88,10 @@ class Pages:
         """
         tree = self.environment.parse(f"{{{{ {expression} }}}}")
         places = [id(item.arg) for item in tree.find_all(nodes.Getitem)]
-        places += [
-            id(argument)
-            for node in tree.find_all((nodes.Filter, nodes.Call))
-            for argument in node.args
-        ]
+        places += [id(argument) for node in tree.find_all((nodes.Filter, nodes.Call)) for argument in node.args]
         typed = [constant for constant in tree.find_all(nodes.Const) if id(constant) not in places]
         if typed:
-            raise ValueError(
-                f"{{{{{expression}}}}} contains {typed[0].value!r}: name a key of a record instead"
-            )
+            raise ValueError(f"{{{{{expression}}}}} contains {typed[0].value!r}: name a key of a record instead")
 
     def text(self, source: Path) -> str:
         return "".join(f"{line.text}\n" for line in self.lines(source.read_text()))

@@ -28,14 +28,10 @@ def main(
     widths: Annotated[
         str, typer.Option(help="Tokens in a pass over one text, separated by commas.")
     ] = "1,2,4,5,6,8,9,12,16",
-    rows: Annotated[
-        str, typer.Option(help="Texts in a pass over one token each, separated by commas.")
-    ] = "16,32,64",
+    rows: Annotated[str, typer.Option(help="Texts in a pass over one token each, separated by commas.")] = "16,32,64",
     context: Annotated[int, typer.Option(help="Cached tokens of each text.")] = 128,
     rounds: Annotated[int, typer.Option(help="Number of times that each pass is run.")] = 25,
-    float32: Annotated[
-        bool, typer.Option(help="Also run float32, which needs the most memory.")
-    ] = True,
+    float32: Annotated[bool, typer.Option(help="Also run float32, which needs the most memory.")] = True,
 ) -> None:
     torch.set_num_threads(1)
     directory = hub.locate(model)
@@ -66,9 +62,7 @@ def main(
     print(json.dumps(result | environment(1)))
 
 
-def _measure(
-    arms: dict[str, Llama], sizes: list[tuple[int, int]], context: int, rounds: int
-) -> dict[Pass, float]:
+def _measure(arms: dict[str, Llama], sizes: list[tuple[int, int]], context: int, rounds: int) -> dict[Pass, float]:
     tasks: list[Chain[Pass]] = []
     for name, arm in arms.items():
         for size in sizes:
@@ -86,9 +80,7 @@ def _measure(
 
 def _pass(model: Llama, rows: int, width: int, context: int) -> tuple[Task, Task]:
     cache = model.new_cache(rows, context + width)
-    ids = torch.randint(
-        3, model.shape.vocab, (rows, width), generator=torch.Generator().manual_seed(0)
-    )
+    ids = torch.randint(3, model.shape.vocab, (rows, width), generator=torch.Generator().manual_seed(0))
     cache.keys.normal_()
     cache.values.normal_()
 

@@ -27,9 +27,7 @@ KS = "1-6"
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Folder of drafts and scores.")] = Path(
-        "runs/passes-in-place"
-    ),
+    folder: Annotated[Path, typer.Option(help="Folder of drafts and scores.")] = Path("runs/passes-in-place"),
     num_prompts: Annotated[int, typer.Option(help="Prompts of each score.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
 ) -> None:
@@ -48,9 +46,7 @@ def main(
         for name, int8 in (("smollm2", []), ("smollm2 int8", ["--int8", "both"])):
             given = [*words, *common, *int8]
             scored[name] = _scores(folder, name.replace(" ", "-"), given)
-    rows = [
-        row for name, scores in scored.items() for score in scores for row in _rows(name, score)
-    ]
+    rows = [row for name, scores in scored.items() for score in scores for row in _rows(name, score)]
     errors = [row["error"] for row in rows]
     found: dict[str, Any] = {
         "benchmark": "passes_in_place",
@@ -85,9 +81,7 @@ def _scores(folder: Path, name: str, words: list[str]) -> list[Score]:
 
 def _rows(name: str, score: Score) -> list[dict[str, Any]]:
     """Return a row for plain decoding, with k = 0, and one for each K."""
-    alone = score.model_copy(
-        update={"other_plain": {}}
-    )  # passes are timed with the weights of verification
+    alone = score.model_copy(update={"other_plain": {}})  # passes are timed with the weights of verification
     rows: list[dict[str, Any]] = []
     for k in (0, *score.speculative):
         tpot, request = alone.tpot_ms(k), alone.request_ms(k)

@@ -96,9 +96,7 @@ class Answer:
     version: str
 
     def requests(self) -> list[Timing]:
-        return [
-            (len(text), seconds) for text, seconds in zip(self.texts, self.seconds, strict=True)
-        ]
+        return [(len(text), seconds) for text, seconds in zip(self.texts, self.seconds, strict=True)]
 
     def decoding(self) -> list[Timing]:
         times = zip(self.texts, self.seconds, self.prefill_seconds, strict=True)
@@ -149,54 +147,30 @@ def main(
     draft: Annotated[Path, typer.Option(help="Draft checkpoint.")],
     work: Annotated[Path, typer.Option(help="Folder for answers, in which a stopped run resumes.")],
     target: Annotated[str, typer.Option(help="Target checkpoint.")] = "tiny",
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="JSON-lines file with prompts or conversations.")
-    ] = None,
-    data: Annotated[
-        str, typer.Option(help="Without a prompt file: data whose beginnings are the prompts.")
-    ] = "stdlib",
-    prompts: Annotated[
-        int, typer.Option(help="Number of prompts, evenly spaced in the file.")
-    ] = 24,
-    parts: Annotated[
-        int, typer.Option(help="Number of parts into which prompts are split for the turns.")
-    ] = 2,
-    new_tokens: Annotated[
-        int, typer.Option(help="Largest number of tokens after each prompt.")
-    ] = 64,
-    chat: Annotated[
-        ChatMode, typer.Option(help="Use the chat template: auto, on or off.")
-    ] = "auto",
-    k: Annotated[
-        str, typer.Option(help="Numbers of tokens to draft with the draft model.")
-    ] = "1,2,3",
+    prompt_file: Annotated[Path | None, typer.Option(help="JSON-lines file with prompts or conversations.")] = None,
+    data: Annotated[str, typer.Option(help="Without a prompt file: data whose beginnings are the prompts.")] = "stdlib",
+    prompts: Annotated[int, typer.Option(help="Number of prompts, evenly spaced in the file.")] = 24,
+    parts: Annotated[int, typer.Option(help="Number of parts into which prompts are split for the turns.")] = 2,
+    new_tokens: Annotated[int, typer.Option(help="Largest number of tokens after each prompt.")] = 64,
+    chat: Annotated[ChatMode, typer.Option(help="Use the chat template: auto, on or off.")] = "auto",
+    k: Annotated[str, typer.Option(help="Numbers of tokens to draft with the draft model.")] = "1,2,3",
     ngram_k: Annotated[str, typer.Option(help="Numbers of tokens to draft with n-grams.")] = "2,5",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     llama_server: Annotated[Path | None, typer.Option(help="Path of llama-server.")] = None,
-    vllm: Annotated[
-        Path | None, typer.Option(help="Path of a Python that has vLLM's CPU build.")
-    ] = None,
-    transformers: Annotated[
-        Path | None, typer.Option(help="Path of a Python that has transformers.")
-    ] = Path(sys.executable),
-    out: Annotated[
-        Path | None, typer.Option(help="File for the result, which is also printed.")
-    ] = None,
+    vllm: Annotated[Path | None, typer.Option(help="Path of a Python that has vLLM's CPU build.")] = None,
+    transformers: Annotated[Path | None, typer.Option(help="Path of a Python that has transformers.")] = Path(
+        sys.executable
+    ),
+    out: Annotated[Path | None, typer.Option(help="File for the result, which is also printed.")] = None,
 ) -> None:
     torch.set_num_threads(1)
     programs = {"transformers": transformers, "llama.cpp": llama_server, "vllm": vllm}
-    here = {
-        name: program
-        for name, program in programs.items()
-        if program is not None and program.exists()
-    }
+    here = {name: program for name, program in programs.items() if program is not None and program.exists()}
     for name in programs.keys() - here.keys():
         note(f"{name} is not installed, and is skipped")
     locations = hub.locate(target), hub.locate(str(draft))
     tokenizer = checkpoint.load_tokenizer(locations[0])
-    chosen = load_prompts(
-        prompt_file, data, tokenizer, count=prompts + 1, tokens=None, seed=0, chat=chat
-    )
+    chosen = load_prompts(prompt_file, data, tokenizer, count=prompts + 1, tokens=None, seed=0, chat=chat)
     ks = {"plain": [0], "draft": _numbers(k), "ngram": _numbers(ngram_k)}
     arms = list(arms_of([OURS, *here], ks, dtype))
     work.mkdir(parents=True, exist_ok=True)
@@ -215,9 +189,7 @@ def main(
             file = work / f"{arm.name}-{part}.json"
             if not file.exists():
                 note(f"part {part + 1} of {parts}, arm {number} of {len(arms)}: {arm.name}")
-                answer = (
-                    _ours(job, arm) if arm.engine == OURS else _theirs(here[arm.engine], job, arm)
-                )
+                answer = _ours(job, arm) if arm.engine == OURS else _theirs(here[arm.engine], job, arm)
                 file.write_text(json.dumps(asdict(answer)))
     answers = {arm: _answer(work, arm, parts) for arm in arms}
     about = {
@@ -273,10 +245,7 @@ def _jobs(
 
 
 def _answer(work: Path, arm: Arm, parts: int) -> Answer:
-    answers = [
-        Answer(**json.loads((work / f"{arm.name}-{part}.json").read_text()))
-        for part in range(parts)
-    ]
+    answers = [Answer(**json.loads((work / f"{arm.name}-{part}.json").read_text())) for part in range(parts)]
     whole = answers[0]
     for answer in answers[1:]:
         whole = whole.and_then(answer)
@@ -296,9 +265,7 @@ def _ours(job: Job, arm: Arm) -> Answer:
 
     def decode(prompt: list[int], new_tokens: int) -> list[int]:
         sampling = SamplingParams(max_tokens=new_tokens, stop_token_ids=tuple(job.eos))
-        steps = list(
-            speculative_decode(target, drafter, [prompt], arm.k if drafter else 0, sampling)
-        )
+        steps = list(speculative_decode(target, drafter, [prompt], arm.k if drafter else 0, sampling))
         counted[0] += sum(len(step.tokens) for step in steps[1:])
         counted[1] += len(steps) - 1
         return [token for step in steps for token in step.tokens]
@@ -315,9 +282,7 @@ def _theirs(program: Path, job: Job, arm: Arm) -> Answer:
         "draft": str(job.peer_draft),
     }
     environ = os.environ | VLLM | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [program, INSIDE], input=json.dumps(asked), capture_output=True, text=True, env=environ
-    )
+    done = subprocess.run([program, INSIDE], input=json.dumps(asked), capture_output=True, text=True, env=environ)
     if done.returncode:
         raise UserError(f"{program}: {done.stderr.strip()[-600:]}")
     return Answer(**json.loads(done.stdout))
@@ -439,9 +404,7 @@ def _over(first: dict[int, Answer], second: dict[int, Answer]) -> Interval:
     """Return the ratio of two speeds of whole requests, paired by prompt, each at a K chosen on other prompts."""
     # both speed-ups have the same baseline, which cancels out
     shared = next(iter(second.values())).requests()
-    timings = [
-        Timings([answer.requests() for answer in by_k.values()], shared) for by_k in (first, second)
-    ]
+    timings = [Timings([answer.requests() for answer in by_k.values()], shared) for by_k in (first, second)]
     return intervals.speedup_ratio(timings[0], timings[1], paired=True)
 
 
@@ -463,9 +426,7 @@ def _leads(groups: Groups) -> Iterator[dict[str, Any]]:
 def _same(answer: Answer, plain: Answer) -> float:
     """Return the fraction of texts that equal those of plain decoding. A missing end-of-text token is ignored."""
     pairs = zip(answer.texts, plain.texts, strict=True)
-    return sum(
-        a == b or ([*a, *b[len(a) :]] == b and len(b) - len(a) == 1) for a, b in pairs
-    ) / len(plain.texts)
+    return sum(a == b or ([*a, *b[len(a) :]] == b and len(b) - len(a) == 1) for a, b in pairs) / len(plain.texts)
 
 
 if __name__ == "__main__":

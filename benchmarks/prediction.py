@@ -49,9 +49,9 @@ Timing = TypeVar("Timing", bound=Latency)
 
 
 def main(
-    folder: Annotated[
-        Path, typer.Option(help="Folder for drafts. Drafts that exist are used.")
-    ] = Path("runs/prediction"),
+    folder: Annotated[Path, typer.Option(help="Folder for drafts. Drafts that exist are used.")] = Path(
+        "runs/prediction"
+    ),
     rounds: Annotated[int, typer.Option(help="Rounds of profiling and decoding.")] = 12,
     prompts: Annotated[int, typer.Option(help="Prompts per round.")] = 1,
     new_tokens: Annotated[int, typer.Option(help="Tokens after each prompt.")] = 96,
@@ -64,9 +64,7 @@ def main(
     texts = heldout_prompts("stdlib", tokenizer, count=rounds * prompts, length=PROMPT, seed=0)
     contexts = [PROMPT, PROMPT + new_tokens + max(KS)]
     widths = sorted({1, 2, *(k + 1 for k in KS)})
-    grid = Grid(
-        widths=widths, batches=[1], contexts=contexts, prompts=[PROMPT, PROMPT + 1], repeats=repeats
-    )
+    grid = Grid(widths=widths, batches=[1], contexts=contexts, prompts=[PROMPT, PROMPT + 1], repeats=repeats)
     curves: list[dict[str, LatencyCurves]] = []
     runs: dict[Arm, list[Generation]] = {}
     wrote: list[list[int]] = []
@@ -74,10 +72,7 @@ def main(
         curves.append(measure({TARGET: target, **drafts}, grid, clock=time.process_time))
         measured = measure_throughput(
             target,
-            {
-                name: (model_drafter(draft, target.vocab), list(KS))
-                for name, draft in drafts.items()
-            },
+            {name: (model_drafter(draft, target.vocab), list(KS)) for name, draft in drafts.items()},
             texts[number * prompts : (number + 1) * prompts],
             sampling=SamplingParams(max_tokens=new_tokens),
             repeats=1,
@@ -89,9 +84,7 @@ def main(
             placed = [g.model_copy(update={"prompt": number * prompts + g.prompt}) for g in found]
             runs.setdefault(arm, []).extend(placed)
         note(f"round {number + 1} of {rounds}")
-    costs = {
-        n: _cost(n, m, [each[n] for each in curves]) for n, m in {TARGET: target, **drafts}.items()
-    }
+    costs = {n: _cost(n, m, [each[n] for each in curves]) for n, m in {TARGET: target, **drafts}.items()}
     rows = [row for name in drafts for row in _rows(name, drafts[name], costs, texts, wrote, runs)]
     print(json.dumps(_result(rows, rounds * prompts, new_tokens, rounds, repeats) | environment(1)))
 
@@ -163,15 +156,11 @@ def _row(
 
     Each simpler prediction leaves out one term of the cost model.
     """
-    measured = intervals.speedup(
-        intervals.Timings([decode_timings(runs[name, row.k])], decode_timings(runs[PLAIN]))
-    )
+    measured = intervals.speedup(intervals.Timings([decode_timings(runs[name, row.k])], decode_timings(runs[PLAIN])))
     counted = sum(len(g.drafted) for g in runs[name, row.k])
     less = {
         "without_turns": _without_turns(paid),
-        "without_catching_up": replace(
-            paid, step_cost=lambda passes, k, _: passes.step(k, unread=1), tables={}
-        ),
+        "without_catching_up": replace(paid, step_cost=lambda passes, k, _: passes.step(k, unread=1), tables={}),
         "without_host": replace(paid, host=0 * paid.host),
         "without_growth": _at_middle(paid, work),
     }
@@ -189,10 +178,7 @@ def _row(
         "others": {
             "closed_form": row.closed_form_speedup / measured.value - 1,
             "closed_form_independent": row.closed_form_speedup * independent / measured.value - 1,
-            **{
-                what: _speedup(prices, work, row.k) / measured.value - 1
-                for what, prices in less.items()
-            },
+            **{what: _speedup(prices, work, row.k) / measured.value - 1 for what, prices in less.items()},
         },
     }
 
@@ -218,9 +204,7 @@ def _at_middle(paid: StepCosts, work: Workload) -> StepCosts:
 
 
 def _speedup(paid: StepCosts, work: Workload, k: int) -> float:
-    plain, drafted = (
-        float(expected_time(paid, work.prompt_tokens, steps(work, n)).total.sum()) for n in (0, k)
-    )
+    plain, drafted = (float(expected_time(paid, work.prompt_tokens, steps(work, n)).total.sum()) for n in (0, k))
     return plain / drafted
 
 
@@ -237,9 +221,7 @@ def _result(
         "median_abs_error": median(errors),
         "mean_error": statistics.mean(errors),
         "worst_abs_error": max(map(abs, errors)),
-        "median_abs_error_of_simpler_models": {
-            name: median([each[name] for each in others]) for name in others[0]
-        },
+        "median_abs_error_of_simpler_models": {name: median([each[name] for each in others]) for name in others[0]},
         "rows": rows,
         "target": TARGET,
         "prompts": prompts,

@@ -37,9 +37,7 @@ from draftlab.training.losses import parse_loss
 from draftlab.training.trainer import StepRecord, TrainingSetup, train
 
 DRAFTLAB = [sys.executable, "-m", "draftlab"]
-LLAMA_7B = Shape(
-    layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000
-)
+LLAMA_7B = Shape(layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=11008, vocab=32000)
 
 
 def main(
@@ -47,9 +45,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="Calibration tokens.")] = 8192,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
     seven_b: Annotated[bool, typer.Option(help="Prune the 7B source.")] = True,
-    mask_steps: Annotated[
-        int, typer.Option(help="Pairs of steps with and without masks to time.")
-    ] = 12,
+    mask_steps: Annotated[int, typer.Option(help="Pairs of steps with and without masks to time.")] = 12,
 ) -> None:
     torch.set_num_threads(threads)
     result: dict[str, object] = _mask_cost(mask_steps) if mask_steps else {}
@@ -72,9 +68,7 @@ def _write_source(out: Path) -> None:
         for name, axes in LLAMA_7B.axes().items():
             size = LLAMA_7B.dims(axes)
             spread = 0.02 if "embed" in name else size[-1] ** -0.5
-            tensor = (
-                torch.ones(size) if len(size) == 1 else torch.randn(size, generator=rng) * spread
-            )
+            tensor = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=rng) * spread
             yield name, tensor.half()
         for layer in range(LLAMA_7B.layers):
             yield (
@@ -143,9 +137,7 @@ def _float16_cost(threads: int) -> dict[str, object]:
             weights = checkpoint.Weights(hub.locate("tiny"))
             cast = ((name, weights[name].to(devices.DTYPES[dtype])) for name in weights)
             source.mkdir()
-            saving.write_checkpoint(
-                source, checkpoint.read_config(weights.directory), cast, weights.directory
-            )
+            saving.write_checkpoint(source, checkpoint.read_config(weights.directory), cast, weights.directory)
             words = [
                 "prune",
                 "--source",
@@ -161,12 +153,7 @@ def _float16_cost(threads: int) -> dict[str, object]:
             before = os.times()
             _draftlab([*words, "--force"], Path(folder), threads)
             after = os.times()
-            seconds[dtype] = (
-                after.children_user
-                + after.children_system
-                - before.children_user
-                - before.children_system
-            )
+            seconds[dtype] = after.children_user + after.children_system - before.children_user - before.children_system
     return {
         "prune_cpu_seconds": seconds,
         "float16_over_bfloat16": seconds["float16"] / seconds["bfloat16"],
@@ -180,9 +167,7 @@ def _mask_cost(pairs: int) -> dict[str, object]:
     """
     source = hub.locate("tiny")
     have = checkpoint.read_shape(source)
-    shape = have.model_copy(
-        update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 512}
-    )
+    shape = have.model_copy(update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 512})
     settings = Loop(
         steps=pairs + 3, optimizer="adamw", lr=1e-4, weight_decay=0.1, dtype="bfloat16", eval_steps=10**9,
         save_steps=10**9,

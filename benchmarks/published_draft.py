@@ -52,12 +52,9 @@ LARGE: dict[str, Options] = {
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Folder of the models and scores.")] = Path(
-        "runs/published-draft"
-    ),
-    prompts: Annotated[
-        Path, typer.Option(help="JSON-lines file of prompts to score on.")
-    ] = PUBLISHED / "questions.jsonl",
+    folder: Annotated[Path, typer.Option(help="Folder of the models and scores.")] = Path("runs/published-draft"),
+    prompts: Annotated[Path, typer.Option(help="JSON-lines file of prompts to score on.")] = PUBLISHED
+    / "questions.jsonl",
     num_prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 24,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
     expanded: Annotated[bool, typer.Option(help="Also score with targets of 1.3B and 3B.")] = False,
@@ -73,9 +70,7 @@ def main(
             if not out.exists():
                 expand(source, out, larger(checkpoint.read_shape(source), **SIZES[size]))
         found |= scored(folder, prompts, num_prompts, max_new_tokens, LARGE)
-    result: dict[str, Any] = goals(found) | {
-        "settings": {name: settings(each) for name, each in found.items()}
-    }
+    result: dict[str, Any] = goals(found) | {"settings": {name: settings(each) for name, each in found.items()}}
     for name, each in found.items():
         result[name] = {
             score.name: drafting_row(over_same_weights(score))

@@ -53,8 +53,7 @@ def main(
         "benchmark": "quick_scores",
         "agree": sum(row["agrees"] for row in rows),
         "scores": len(rows),
-        "cpu_ratio": sum(row["quick_cpu"] for row in rows)
-        / sum(row["exhaustive_cpu"] for row in rows),
+        "cpu_ratio": sum(row["quick_cpu"] for row in rows) / sum(row["exhaustive_cpu"] for row in rows),
         "prediction_error": max(row["prediction_error"] for row in rows),
         "rows": rows,
     } | environment(1)
@@ -63,9 +62,7 @@ def main(
     print(json.dumps(result))
 
 
-def _settings(
-    folder: Path, target: Path | None, draft: Path | None
-) -> Iterator[tuple[str, tuple[object, ...]]]:
+def _settings(folder: Path, target: Path | None, draft: Path | None) -> Iterator[tuple[str, tuple[object, ...]]]:
     """Yield the name of each pair of scores, and the words that both commands have."""
     made = _made(
         folder,

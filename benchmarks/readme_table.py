@@ -31,9 +31,7 @@ GREEDY: dict[str, Options] = {"bfloat16": SCORES["greedy"], "int8": SCORES["int8
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="Folder of the models and scores.")] = Path(
-        "runs/readme-table"
-    ),
+    folder: Annotated[Path, typer.Option(help="Folder of the models and scores.")] = Path("runs/readme-table"),
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 64,
     read: Annotated[Path | None, typer.Option(help="Earlier result to draw.")] = None,
     figure: Annotated[Path | None, typer.Option(help="File of the figure, with --read.")] = None,

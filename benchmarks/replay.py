@@ -111,15 +111,10 @@ def _replay(model: Llama, texts: Texts) -> Accepted:
 
 
 def _sequential(model: Llama, texts: Texts, keep_cache: bool) -> Accepted:
-    return {
-        k: [_drafted_again(model, prompt, text, k, keep_cache) for prompt, text in texts]
-        for k in KS
-    }
+    return {k: [_drafted_again(model, prompt, text, k, keep_cache) for prompt, text in texts] for k in KS}
 
 
-def _drafted_again(
-    model: Llama, prompt: list[int], text: list[int], k: int, keep_cache: bool
-) -> list[int]:
+def _drafted_again(model: Llama, prompt: list[int], text: list[int], k: int, keep_cache: bool) -> list[int]:
     drafter, at, found = ModelDrafter(model), 1, []
     drafter.reset(1, len(prompt) + len(text) + k)
     while at < len(text):
@@ -130,11 +125,7 @@ def _drafted_again(
         accepted = 0
         if count:
             drafted = (
-                drafter.propose(
-                    [[*prompt, *text[:at]]], count, SamplingParams(), torch.zeros(1, count)
-                )
-                .ids[0]
-                .tolist()
+                drafter.propose([[*prompt, *text[:at]]], count, SamplingParams(), torch.zeros(1, count)).ids[0].tolist()
             )
             while accepted < count and drafted[accepted] == text[at + accepted]:
                 accepted += 1

@@ -25,9 +25,7 @@ def draftlab(folder: Path, *words: str) -> None:
     """Run a command of draftlab in the folder, on one thread."""
     note(f"draftlab {' '.join(words)}")
     environ = child_environ(OMP_NUM_THREADS="1")
-    done = subprocess.run(
-        [sys.executable, "-m", "draftlab", *words], cwd=folder, env=environ, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", "draftlab", *words], cwd=folder, env=environ, check=False)
     if done.returncode:
         raise UserError(f"draftlab {' '.join(words)} ended with {done.returncode}")
 
@@ -46,9 +44,7 @@ def settings(scored: Sequence[Score]) -> dict[str, Any]:
     return {
         "dtype": about.dtype,
         "target_weights": about.target_weights,
-        "draft_weights": sorted(
-            {s.conditions.draft_weights for s in scored if s.conditions.draft_weights}
-        ),
+        "draft_weights": sorted({s.conditions.draft_weights for s in scored if s.conditions.draft_weights}),
         "mode": about.mode,
         "threads": about.threads,
         "batch": about.batch,

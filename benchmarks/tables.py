@@ -35,9 +35,7 @@ class Tables:
         for name, by_size in found.items():
             entries = []
             for row in by_size.values():
-                covered, lowest, faster = (
-                    row[key].scaled(100) for key in ("coverage", "lowest", "false_faster")
-                )
+                covered, lowest, faster = (row[key].scaled(100) for key in ("coverage", "lowest", "false_faster"))
                 entries.append(f"{covered:.1f} ({lowest:.0f}), {faster:.1f}")
             yield cells(name, *entries)
         widths = [row["width"].scaled(100) for row in found["one drafter, one K"].values()]
@@ -48,10 +46,7 @@ class Tables:
         about = self.results["readme_table"]
         arms = [(kind, weights) for kind in ("questions", "edits") for weights in about[kind]]
         yield from header("drafter", *(f"{kind}, {weights} target" for kind, weights in arms))
-        found = [
-            {label(name): row for name, row in about[kind][weights].items()}
-            for kind, weights in arms
-        ]
+        found = [{label(name): row for name, row in about[kind][weights].items()} for kind, weights in arms]
         for name, _ in ordered(found[0]):
             rows = [scores[name] for scores in found]
             texts = [f"{interval(row['speedup'])}, K = {row['k']}" for row in rows]
@@ -147,9 +142,7 @@ class Tables:
     def paper_predicted(self) -> Lines:
         """Yield the prediction of the paper's five drafts at their best K, the fastest first."""
         found = self.results["paper_predicted"]
-        yield from header(
-            "draft", "draft pass / target pass", "best K", "tokens per pass", "tokens/s", "speed-up"
-        )
+        yield from header("draft", "draft pass / target pass", "best K", "tokens per pass", "tokens/s", "speed-up")
         for name, row in sorted(found["drafts"].items(), key=lambda row: -row[1]["speedup"]):
             shown = (
                 fixed(row["c"], 3),
@@ -177,9 +170,7 @@ class Tables:
         """Yield the tokens per target pass of the published draft after training on more and more answers."""
         found = self.results["learning_curve"]["drafts"]
         counts = found[0]["tokens_per_pass"]
-        yield from header(
-            "million tokens of answers", *(f"tokens per pass, K = {k}" for k in counts)
-        )
+        yield from header("million tokens of answers", *(f"tokens per pass, K = {k}" for k in counts))
         for place in LEARNT:
             row = found[place]
             yield cells(millions(row["tokens"], 1), *map(interval, row["tokens_per_pass"].values()))

@@ -73,19 +73,14 @@ def write_model(shape: Shape, out: Path, *, context: int, seed: int) -> None:
     saving.write_checkpoint(out, config, weights, None)
 
 
-def llama_config(
-    shape: Shape, *, context: int, bos: int | None, eos: int | None, pad: int | None
-) -> dict[str, object]:
+def llama_config(shape: Shape, *, context: int, bos: int | None, eos: int | None, pad: int | None) -> dict[str, object]:
     """Return config.json of a new LLaMA of this shape. context: Length in tokens of the longest text.
 
     Raises:
         UserError: the shape has weights that LLaMA lacks: q/k norms, norms after attention and MLP, or biases of only
             some of q, k, v and o.
     """
-    if (
-        shape.options - {"untied", "qkv_bias", "o_bias", "mlp_bias"}
-        or shape.qkv_bias != shape.o_bias
-    ):
+    if shape.options - {"untied", "qkv_bias", "o_bias", "mlp_bias"} or shape.qkv_bias != shape.o_bias:
         raise UserError(
             "a new model must be a LLaMA, but this shape has norms or biases that LLaMA lacks; use a shape without q/k "
             "norms, in which q, k, v and o all have biases or all have none"
@@ -109,16 +104,12 @@ def llama_config(
 
 def model_weights(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Return names and parameters of a transformers model, in a dtype and on the CPU. A tied head is left out."""
-    return (
-        (name, p.detach().to("cpu", dtype).contiguous()) for name, p in model.named_parameters()
-    )
+    return ((name, p.detach().to("cpu", dtype).contiguous()) for name, p in model.named_parameters())
 
 
 def main(
     out: Annotated[Path, typer.Argument(help="Directory to write.")] = Path("runs/tiny-target/new"),
-    shape: Annotated[Path, typer.Option(help="Shape file of the model.")] = Path(
-        "configs/widths/tiny-16x256.yaml"
-    ),
+    shape: Annotated[Path, typer.Option(help="Shape file of the model.")] = Path("configs/widths/tiny-16x256.yaml"),
     data: Annotated[
         str, typer.Option(help="Data to train the tokenizer on.")
     ] = "stdlib=0.45,stdlib-tests=0.15,packages=0.4",

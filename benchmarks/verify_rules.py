@@ -50,9 +50,7 @@ def main(
     tokens, steps = [], []
     with progress("verify_rules", len(texts)) as advance:
         for seed, text in enumerate(texts):
-            sampling = SamplingParams(
-                temperature=1, max_tokens=max_new_tokens, seed=seed, stop_token_ids=stops
-            )
+            sampling = SamplingParams(temperature=1, max_tokens=max_new_tokens, seed=seed, stop_token_ids=stops)
             rule = ExpectedTokens()
             drafter = ModelDrafter(draft, target.vocab)
             for _ in speculative_decode(target, drafter, [text], K, sampling, rule=rule):
@@ -71,16 +69,10 @@ def main(
         for k in range(1, K + 1)
     }
     settings = {"prompts": len(texts), "max_tokens": max_new_tokens, "steps": int(passes.sum())}
-    print(
-        json.dumps(
-            {"benchmark": "verify_rules", "by_k": by_k, "settings": settings} | environment(1)
-        )
-    )
+    print(json.dumps({"benchmark": "verify_rules", "by_k": by_k, "settings": settings} | environment(1)))
 
 
-def first_of_categories(
-    prompts: Path, count: int, tokenizer: PreTrainedTokenizerBase
-) -> list[list[int]]:
+def first_of_categories(prompts: Path, count: int, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return the token ids of the first `count` prompts of each category in a file, as turns of a chat."""
     by_category: dict[str, list[str]] = defaultdict(list)
     for line in prompts.read_text().splitlines():

@@ -111,13 +111,8 @@ def typer_function(command: Command) -> Callable[..., None]:
         wiring = {name: value for name, value in values.items() if name not in fields}
         _exit_with(partial(_run, command, typed, wiring), wiring["json_output"], command.config)
 
-    parameters = [
-        inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    ]
-    parameters += [
-        _parameter(command.config, name, field)
-        for name, field in command.config.model_fields.items()
-    ]
+    parameters = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    parameters += [_parameter(command.config, name, field) for name, field in command.config.model_fields.items()]
     parameters += _wiring(command)
     call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -167,9 +162,7 @@ def _exit_with(outcome_of: Callable[[], Outcome], as_json: bool, config: type[Co
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # of torch, which may not be imported
             raise
-        print(
-            f"error: {one_line(str(error).partition(' GPU ')[0])} {_cures(config)}", file=sys.stderr
-        )
+        print(f"error: {one_line(str(error).partition(' GPU ')[0])} {_cures(config)}", file=sys.stderr)
         raise typer.Exit(EXIT_USER_ERROR) from None
     if not is_main_process():
         return
@@ -212,9 +205,7 @@ def _parameter(config: type[Config], name: str, field: FieldInfo) -> inspect.Par
     info = Argument(**common) if details["argument"] else Option(*flags, **common)
     optional = kind if default is not None else kind | None
     annotation = Annotated[optional, info]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _wiring(command: Command) -> list[inspect.Parameter]:
@@ -260,9 +251,7 @@ _HELP_ALL = inspect.Parameter(
     "help_all",
     inspect.Parameter.KEYWORD_ONLY,
     default=False,
-    annotation=Annotated[
-        bool, Option("--help-all", help="Show all options.", is_eager=True, callback=_show_all)
-    ],
+    annotation=Annotated[bool, Option("--help-all", help="Show all options.", is_eager=True, callback=_show_all)],
 )
 
 
@@ -300,8 +289,7 @@ def _class_of(command: Command) -> type[TyperCommand]:
 
 def _add_commands() -> None:
     groups = {"": app} | {
-        name: typer.Typer(cls=Group, help=text, no_args_is_help=True)
-        for name, (text, _) in GROUPS.items()
+        name: typer.Typer(cls=Group, help=text, no_args_is_help=True) for name, (text, _) in GROUPS.items()
     }
     for commands in ALL.values():
         for command in commands:

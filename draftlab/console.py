@@ -114,9 +114,7 @@ class TimedStream:
         seconds: Longest time without output.
     """
 
-    def __init__(
-        self, stream: TextIO, work: str, seconds: float, clock: Clock = time.monotonic
-    ) -> None:
+    def __init__(self, stream: TextIO, work: str, seconds: float, clock: Clock = time.monotonic) -> None:
         self._stream, self._work, self._seconds, self._clock = stream, work, seconds, clock
         self._started_at = self.written_at = clock()
         self._stages: list[Stage] = []  # the inner ones last
@@ -269,9 +267,7 @@ def _bar(shown: contextlib.ExitStack, console: Console, label: str, total: int) 
     return lambda done, status: bars.update(task, completed=done, status=status)
 
 
-def _plain_lines(
-    label: str, total: int, stage: Stage | None, clock: Clock = time.monotonic
-) -> Advance:
+def _plain_lines(label: str, total: int, stage: Stage | None, clock: Clock = time.monotonic) -> Advance:
     """Print the first line of a stage, and return the function that shows its progress.
 
     stage: The stage whose later lines never_silent prints. None: the function prints them.

@@ -62,9 +62,7 @@ class MissingExtra(UserError):
     """The error for a missing package of an extra (pip install draftlab[EXTRA]). The message names the extra."""
 
     def __init__(self, package: str) -> None:
-        super().__init__(
-            f"the package {package} is missing; run pip install 'draftlab[{EXTRAS[package]}]'"
-        )
+        super().__init__(f"the package {package} is missing; run pip install 'draftlab[{EXTRAS[package]}]'")
 
 
 class Interrupted(KeyboardInterrupt):

@@ -38,9 +38,7 @@ def library_function(name: str) -> Callable[..., Outcome]:
     fields = command.config.model_fields
 
     def call(**settings: Any) -> Outcome:
-        return command(
-            **{name: _as_option(fields.get(name), value) for name, value in settings.items()}
-        )
+        return command(**{name: _as_option(fields.get(name), value) for name, value in settings.items()})
 
     call.__name__ = call.__qualname__ = name
     call.__module__ = "draftlab"
@@ -67,10 +65,7 @@ def _signature(command: Command) -> inspect.Signature:
         inspect.Parameter(name, keyword, default=_default(field), annotation=field.annotation)
         for name, field in command.config.model_fields.items()
     ]
-    parameters += [
-        inspect.Parameter(name, keyword, default=False, annotation=bool)
-        for name in _switches(command)
-    ]
+    parameters += [inspect.Parameter(name, keyword, default=False, annotation=bool) for name in _switches(command)]
     returned = inspect.signature(command.function).return_annotation
     return inspect.Signature(parameters, return_annotation=returned)
 
@@ -82,19 +77,12 @@ def _default(field: FieldInfo) -> object:
 
 
 def _switches(command: Command) -> list[str]:
-    return [
-        name
-        for name, takes in (("force", command.has_force), ("dry_run", command.dry_run))
-        if takes
-    ]
+    return [name for name, takes in (("force", command.has_force), ("dry_run", command.dry_run)) if takes]
 
 
 def _documentation(command: Command) -> str:
     """Return the docstring of a command's function: the command's help, then every option with its help."""
     options = {name: field.description or "" for name, field in command.config.model_fields.items()}
     options |= {name: SWITCHES[name] for name in _switches(command)}
-    lines = [
-        textwrap.fill(f"{name}: {text}", 116, subsequent_indent="    ")
-        for name, text in options.items()
-    ]
+    lines = [textwrap.fill(f"{name}: {text}", 116, subsequent_indent="    ") for name, text in options.items()]
     return f"{command.function.__doc__}\n\nArgs:\n{textwrap.indent(chr(10).join(lines), '    ')}\n"

@@ -17,9 +17,7 @@ NOUNS = {"str": "text", "Path": "path", "bool": "true, false", "int": "integer",
 REQUIRED = "Required"
 
 
-def command_help(
-    command: Command, program: str, switches: Mapping[str, str], *, everything: bool
-) -> str:
+def command_help(command: Command, program: str, switches: Mapping[str, str], *, everything: bool) -> str:
     """Return the help of a command.
 
     Args:
@@ -66,9 +64,7 @@ def command_help(
     return "\n\n".join(parts)
 
 
-def group_help(
-    program: str, about: str, start: Sequence[str], panels: Mapping[str, Mapping[str, str]]
-) -> str:
+def group_help(program: str, about: str, start: Sequence[str], panels: Mapping[str, Mapping[str, str]]) -> str:
     """Return the help of a group of commands.
 
     Args:
@@ -81,10 +77,7 @@ def group_help(
     if start:
         parts.append("\n".join(["Start with:", *(f"  {line}" for line in start)]))
     for name, commands in panels.items():
-        rows = [
-            _wrapped(f"  {command:{widest}}  {text}", " " * (widest + 4))
-            for command, text in commands.items()
-        ]
+        rows = [_wrapped(f"  {command:{widest}}  {text}", " " * (widest + 4)) for command, text in commands.items()]
         parts.append("\n".join([f"{name}:", *rows]))
     parts.append(f"{program} COMMAND --help shows the options of a command.")
     return "\n\n".join(parts)
@@ -148,9 +141,7 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 def _lines(text: str, columns: int, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    return textwrap.wrap(text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _columns() -> int:

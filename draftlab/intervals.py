@@ -111,9 +111,7 @@ class Interval(FileModel):
         return f"{value} (n = {self.n})" if self.n < 2 else f"{value} (n = {self.n}, too few)"
 
 
-def by_conversation(
-    values: "ArrayLike", conversations: Sequence[int | None] | None
-) -> "np.ndarray":
+def by_conversation(values: "ArrayLike", conversations: Sequence[int | None] | None) -> "np.ndarray":
     """Return the sums over the requests of each conversation, [G, C].
 
     values: One row for each request, [requests, C].
@@ -135,9 +133,7 @@ def by_conversation(
     return sums
 
 
-def ratio_intervals(
-    over: "np.ndarray", under: "np.ndarray", most: "np.ndarray | float" = math.inf
-) -> list[Interval]:
+def ratio_intervals(over: "np.ndarray", under: "np.ndarray", most: "np.ndarray | float" = math.inf) -> list[Interval]:
     """Return the ratio sum(over) / sum(under) of each column, with its interval.
 
     A ratio with sum(under) = 0 is 0. Conversations without a denominator are not counted in n.
@@ -291,9 +287,7 @@ def against_first(drafters: Sequence[Timings]) -> list[Behind]:
     n, m, alpha = len(logs[0]) - 1, len(logs), min(each.alpha for each in drafters)
     gaps = [logs[0] - each for each in logs[1:]]
     errors = [_standard_error(gap) for gap in gaps]
-    scores = np.array(
-        [gap[0] / error if error > 0 else math.inf for gap, error in zip(gaps, errors, strict=True)]
-    )
+    scores = np.array([gap[0] / error if error > 0 else math.inf for gap, error in zip(gaps, errors, strict=True)])
     critical = np.zeros(m - 1)
     order = np.argsort(-scores)
     for i, left in enumerate(range(m, 1, -1)):
@@ -451,9 +445,7 @@ def _swapped(drafted: "np.ndarray", swaps: "np.ndarray") -> "np.ndarray":
     return drafted * np.stack([np.ones_like(seconds), seconds], -1)
 
 
-def _at_cross_validated_column(
-    drafted: "np.ndarray", judged: "np.ndarray", kept: "np.ndarray"
-) -> "np.ndarray":
+def _at_cross_validated_column(drafted: "np.ndarray", judged: "np.ndarray", kept: "np.ndarray") -> "np.ndarray":
     """Return tokens and seconds with drafts, [1 + G, 2]: sums over the parts of all partitions.
 
     Args:

@@ -74,9 +74,7 @@ class Output:
         out = self.out.resolve()
         for path, name in held.items():
             if path.is_relative_to(out):
-                raise UserError(
-                    f"--force would remove {self.out}, which holds {name}; choose another --out"
-                )
+                raise UserError(f"--force would remove {self.out}, which holds {name}; choose another --out")
 
     @property
     def _replaces(self) -> bool:
@@ -161,9 +159,7 @@ class Output:
             UserError: The directory belongs to another run or is damaged, and force is off. Or it cannot be written.
         """
         settings = self.config.settings() | {"command": self.command, "inputs": self.inputs(paths)}
-        date = claim_state(
-            self.state, settings, date=dates.run_date(), force=self.force, may_fall=may_fall
-        )
+        date = claim_state(self.state, settings, date=dates.run_date(), force=self.force, may_fall=may_fall)
         dates.resume_date(date)
 
     @contextlib.contextmanager

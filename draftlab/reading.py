@@ -95,9 +95,7 @@ def check_downloaded(file: Path) -> None:
         raise UserError(f"{file} is no regular file, but it is read several times; name a file")
     with reading(file), file.open("rb") as stream:
         if stream.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise UserError(
-                f"{file} is a pointer of Git LFS in place of the data; run git lfs pull in its folder"
-            )
+            raise UserError(f"{file} is a pointer of Git LFS in place of the data; run git lfs pull in its folder")
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, int, bytes]]:
@@ -143,9 +141,7 @@ def read_model(kind: type[Kind], path: Path, name: str = "", hint: str = "") -> 
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}{hint}") from None
     with reading(f"{file} is not a {kind.__name__.lower()}"):
-        return kind.model_validate(
-            parse_yaml(data) if file.suffix in (".yaml", ".yml") else parse_json(data)
-        )
+        return kind.model_validate(parse_yaml(data) if file.suffix in (".yaml", ".yml") else parse_json(data))
 
 
 def read_yaml(path: Path, label: str) -> Any:
@@ -186,9 +182,7 @@ def validation_text(error: ValidationError) -> str:
     """Return the first three complaints of a pydantic error as one line, each with its field and value."""
     parts = []
     for item in error.errors()[:3]:
-        complaint = (
-            "must be an object" if item["type"].startswith("model_") else plain_words(item["msg"])
-        )
+        complaint = "must be an object" if item["type"].startswith("model_") else plain_words(item["msg"])
         if item["loc"]:
             complaint = f"{'.'.join(map(str, item['loc']))[:80]}: {complaint}"
         if item["loc"] and item["type"] != "missing":

@@ -82,9 +82,7 @@ class Registry(Generic[Kind]):
         """
         offered = self.plugins.get(name, [])
         if len(offered) + (name in self.builtin) > 1:
-            packages = [_package(entry) for entry in offered] + ["draftlab"] * (
-                name in self.builtin
-            )
+            packages = [_package(entry) for entry in offered] + ["draftlab"] * (name in self.builtin)
             raise UserError(
                 f"{where}: several packages offer the {self.what} {name!r}: {', '.join(packages)}; uninstall all "
                 "but one"
@@ -94,9 +92,7 @@ class Registry(Generic[Kind]):
         elif name not in self.kinds and offered:
             self._load(offered[0], where)
         if name not in self.kinds:
-            raise UserError(
-                f"{where}: there is no {self.what} {name!r}{did_you_mean(name, self.names())}"
-            )
+            raise UserError(f"{where}: there is no {self.what} {name!r}{did_you_mean(name, self.names())}")
         return self.kinds[name]
 
     def _load(self, entry: EntryPoint, where: str) -> None:

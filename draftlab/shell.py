@@ -11,6 +11,5 @@ def typed(*words: object) -> str:
     program reads it as an option.
     """
     return shlex.join(
-        f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
-        for word in words
+        f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word) for word in words
     )

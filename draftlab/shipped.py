@@ -51,7 +51,5 @@ def locate(name: str | Path, *kinds: str) -> Path:
     path = Path(name)
     if not path.is_file():
         called = path.stem if path.suffix in (".yaml", ".yml") else path.name  # names may have dots
-        raise UserError(
-            f"{name} is neither a file nor a name that draftlab knows{did_you_mean(called, known)}"
-        )
+        raise UserError(f"{name} is neither a file nor a name that draftlab knows{did_you_mean(called, known)}")
     return path

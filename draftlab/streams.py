@@ -82,6 +82,4 @@ def _spelled(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     escaped = (c.encode("ascii", "backslashreplace").decode() for c in lacking)
-    return "".join(
-        SPELLED.get(c, text) for c, text in zip(lacking, escaped, strict=True)
-    ), error.end
+    return "".join(SPELLED.get(c, text) for c, text in zip(lacking, escaped, strict=True)), error.end

@@ -33,9 +33,7 @@ def printable(text: str, keep: str = "") -> str:
 
     keep: Characters that are not escaped.
     """
-    return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
-    )
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def checked_name(text: str, label: str) -> str:

@@ -19,15 +19,11 @@ def follow(traffic: Path, draft: Path, out: Path, **training: Any) -> Path:
     """Train a draft on the last store but one; return the draft to serve, the new draft or the old draft."""
     stores = sorted(file.parent for file in traffic.glob("*/manifest.json"))
     if len(stores) < 2:
-        sys.exit(
-            f"{traffic} has {len(stores)} stores, but needs two: one to train on and one to compare on"
-        )
+        sys.exit(f"{traffic} has {len(stores)} stores, but needs two: one to train on and one to compare on")
     *_, seen, newest = stores
     COMMANDS["distill"](draft=str(draft), outputs=seen, out=out, **training)
     judged = out.with_name(f"{out.name}-judged")
-    result: Any = COMMANDS["replay"](
-        directory=newest, draft=[str(draft), str(out)], k=JUDGED_K, out=judged
-    ).data
+    result: Any = COMMANDS["replay"](directory=newest, draft=[str(draft), str(out)], k=JUDGED_K, out=judged).data
     before, after = (replay["rows"][0]["tokens_per_pass"] for replay in result["replays"])
     print(f"tokens per target pass on {newest.name}: {before['value']:.3f} -> {after['value']:.3f}")
     return out if after["low"] > before["value"] else draft

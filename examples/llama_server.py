@@ -24,9 +24,7 @@ def main() -> None:
     parser.add_argument("--api-key", default=os.environ.get("LLAMA_API_KEY"))
     parser.add_argument("--metrics", action="store_true")
     parser.add_argument("--ctx-size", "-c", type=int)
-    parser.add_argument(
-        "--parallel", "-np", type=int, help="default: four slots that share a cache"
-    )
+    parser.add_argument("--parallel", "-np", type=int, help="default: four slots that share a cache")
     parser.add_argument("--threads", "-t", type=int)
     parser.add_argument("--cache-ram", type=int)
     parser.add_argument("--flash-attn", choices=FLASH_VALUES)

@@ -34,9 +34,7 @@ def fp32(tmp_path_factory) -> Path:
     out, target = tmp_path_factory.mktemp("tiny") / "tiny", hub.locate("tiny")
     out.mkdir()
     weights = ((name, tensor.float()) for name, tensor in checkpoint.Weights(target).items())
-    saving.write_checkpoint(
-        out, checkpoint.read_config(target) | {"dtype": "float32"}, weights, target
-    )
+    saving.write_checkpoint(out, checkpoint.read_config(target) | {"dtype": "float32"}, weights, target)
     return out
 
 

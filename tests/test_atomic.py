@@ -229,8 +229,7 @@ def test_files_have_the_modes_of_the_umask(tmp_path):
     finally:
         os.umask(before)
     modes = [
-        oct(path.stat().st_mode & 0o777)
-        for path in (tmp_path / "out", tmp_path / "out/weights", tmp_path / "file")
+        oct(path.stat().st_mode & 0o777) for path in (tmp_path / "out", tmp_path / "out/weights", tmp_path / "file")
     ]
     assert modes == ["0o750", "0o640", "0o640"]
 

@@ -34,9 +34,7 @@ def test_a_terminal_breaks_between_words():
     assert " ".join(line.strip() for line in lines) == WORDS
 
 
-@pytest.mark.parametrize(
-    "text", ["draftlab distill --draft x --steps 20", "written to runs/distill-3x256/score.json"]
-)
+@pytest.mark.parametrize("text", ["draftlab distill --draft x --steps 20", "written to runs/distill-3x256/score.json"])
 def test_what_is_copied_stays_whole(text):
     assert printed(text, terminal=True) == [text]
 

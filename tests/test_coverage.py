@@ -37,9 +37,7 @@ def error(name: str, side: int, rows: list[dict], scores: int) -> float:
 
 
 def simulated(cells: list[Cell], scores: int) -> list[dict]:
-    return [
-        coverage.simulated(cell, scores, np.random.default_rng(i)) for i, cell in enumerate(cells)
-    ]
+    return [coverage.simulated(cell, scores, np.random.default_rng(i)) for i, cell in enumerate(cells)]
 
 
 @pytest.mark.slow

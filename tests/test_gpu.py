@@ -44,24 +44,17 @@ def test_a_prefill_with_shared_heads_runs_by_flash_attention():
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:
         model.forward(ids, model.new_cache(1, 256))
     ran = {event.key for event in watched.key_averages()}
-    assert any("_flash_attention_forward" in name for name in ran), sorted(
-        name for name in ran if "attention" in name
-    )
+    assert any("_flash_attention_forward" in name for name in ran), sorted(name for name in ran if "attention" in name)
     assert not any("_scaled_dot_product_attention_math" in name for name in ran)
 
 
 def test_a_gpu_writes_many_texts_at_once_and_they_are_those_of_small_batches():
-    target = LocalTarget(
-        hub.locate("tiny"), GPU, torch.float32, batch_size=batch_size("distill", GPU)
-    )
+    target = LocalTarget(hub.locate("tiny"), GPU, torch.float32, batch_size=batch_size("distill", GPU))
     prompts, sampling = (
         [Prompt(ids) for ids in PROMPTS],
         SamplingParams(temperature=1, max_tokens=32),
     )
-    many, one = (
-        each.generate(prompts, range(3), sampling, 4)
-        for each in (target, replace(target, memory=1e-6))
-    )
+    many, one = (each.generate(prompts, range(3), sampling, 4) for each in (target, replace(target, memory=1e-6)))
     assert [output.ids.tolist() for output in many] == [output.ids.tolist() for output in one]
     assert target.batch_size > batch_size("distill", torch.device("cpu"))
     assert target.writing_memory() > MEMORY

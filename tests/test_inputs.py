@@ -233,9 +233,7 @@ class Yesterday(datetime):
         return datetime.now(tz) - timedelta(days=1)
 
 
-def test_a_template_prints_the_date_of_the_start_also_after_a_resume(
-    space, family_dirs, monkeypatch
-):
+def test_a_template_prints_the_date_of_the_start_also_after_a_resume(space, family_dirs, monkeypatch):
     """The text of a day comes from transformers, whose clock is put back."""
     monkeypatch.setattr(building, "DISTILL_SHARD", 8)
     target = with_template(family_dirs["llama"], Path("chat"), DATED)
@@ -289,9 +287,7 @@ def test_a_resumed_training_reads_text_of_the_date_of_its_start(space, family_di
             COMMANDS["distill"](**asked, out=Path("out"))
     COMMANDS["distill"](**asked, out=Path("out"))
     logs = [[json.loads(line) for line in (Path(n) / "log.jsonl").open()] for n in ("whole", "out")]
-    assert [step["loss"] for step in logs[0] if "loss" in step] == [
-        step["loss"] for step in logs[1] if "loss" in step
-    ]
+    assert [step["loss"] for step in logs[0] if "loss" in step] == [step["loss"] for step in logs[1] if "loss" in step]
     record = provenance.read_record(Path("out"))
     assert record is not None
     assert record.notes["date"] == start

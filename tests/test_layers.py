@@ -57,10 +57,7 @@ HEAVY = {
 def modules() -> dict[str, Path]:
     """Dotted name below draftlab -> file."""
     files = [f for f in PACKAGE.rglob("*.py") if f.name != "__init__.py" or f.parent != PACKAGE]
-    return {
-        ".".join(f.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): f
-        for f in files
-    }
+    return {".".join(f.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): f for f in files}
 
 
 def imported(file: Path, *, top_level_only: bool) -> set[str]:
@@ -81,26 +78,18 @@ def level(name: str) -> int:
 
 
 def test_every_module_has_a_layer():
-    assert {name.split(".")[0] for name in modules()} == {
-        name for layer in LAYERS for name in layer
-    }
+    assert {name.split(".")[0] for name in modules()} == {name for layer in LAYERS for name in layer}
 
 
 @pytest.mark.parametrize("name", sorted(modules()))
 def test_imports_point_upwards(name):
-    used = {
-        n.split(".")[1]
-        for n in imported(modules()[name], top_level_only=False)
-        if n.startswith("draftlab.")
-    }
+    used = {n.split(".")[1] for n in imported(modules()[name], top_level_only=False) if n.startswith("draftlab.")}
     used -= {name.split(".")[0], "__version__"}
     allowed = {m for layer in LAYERS[: level(name) + 1] for m in layer}
     assert used <= allowed
 
 
-@pytest.mark.parametrize(
-    "name", sorted(n for n in modules() if any(n == m or n.startswith(f"{m}.") for m in NO_TORCH))
-)
+@pytest.mark.parametrize("name", sorted(n for n in modules() if any(n == m or n.startswith(f"{m}.") for m in NO_TORCH)))
 def test_light_modules_import_nothing_heavy(name):
     tops = {n.split(".")[0] for n in imported(modules()[name], top_level_only=True)}
     assert not tops & HEAVY
@@ -108,8 +97,7 @@ def test_light_modules_import_nothing_heavy(name):
 
 def test_help_does_not_import_torch():
     code = (
-        "import sys, draftlab.cli; print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} "
-        "& set(sys.modules)))"
+        "import sys, draftlab.cli; print(sorted({'torch', 'transformers', 'numpy', 'matplotlib'} & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

@@ -28,9 +28,7 @@ def test_own_cost_begins_at_the_source(tmp_path):
     target = checkpoint(tmp_path / "target", "distill", 99.0)
     answers = output(tmp_path / "answers", "outputs build", 60.0, target)
     pruned = checkpoint(tmp_path / "pruned", "prune", 30.0, source, answers, source=str(source))
-    first = checkpoint(
-        tmp_path / "first", "distill", 40.0, pruned, target, draft=str(pruned), target=str(target)
-    )
+    first = checkpoint(tmp_path / "first", "distill", 40.0, pruned, target, draft=str(pruned), target=str(target))
     second = checkpoint(tmp_path / "second", "distill", 50.0, first, answers, draft=str(first))
     made = costs(second, tmp_path / "served", own=True)
     assert made == {

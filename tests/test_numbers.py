@@ -29,12 +29,8 @@ NAMES = re.compile(
     )(?![\w.]*\d)""",
     re.VERBOSE,
 )
-COMMAND = re.compile(
-    r"([A-Z_]+=\S+ )*(\S*/)?(draftlab|python3?|pip|make|bash|pytest|vllm|llama-server|exit)( |$)"
-)
-FILE = re.compile(
-    r"[\w.-]*[a-zA-Z][\w.-]*(/[\w.-]+)+/?|[\w-]*[a-zA-Z][\w-]*\.(json|jsonl|md|py|yaml|svg|gguf)"
-)
+COMMAND = re.compile(r"([A-Z_]+=\S+ )*(\S*/)?(draftlab|python3?|pip|make|bash|pytest|vllm|llama-server|exit)( |$)")
+FILE = re.compile(r"[\w.-]*[a-zA-Z][\w.-]*(/[\w.-]+)+/?|[\w-]*[a-zA-Z][\w-]*\.(json|jsonl|md|py|yaml|svg|gguf)")
 OPTION = re.compile(
     r"--[a-z][\w-]*|[a-z][\w-]*:[a-z_]+=[\w=,.-]+|[a-z_]+=[\w.]+|[\w.-]+@[\w=,.-]+|[a-z_]\w*(\.[a-z_]\w*)+"
 )
@@ -99,11 +95,7 @@ def is_code(text: str) -> bool:
     if not (COMMAND.match(text) or words[0].startswith("--")):
         return len(words) == 1 and bool(FILE.fullmatch(text) or OPTION.fullmatch(text))
     pairs = zip(["", *words], words, strict=False)
-    return all(
-        before.startswith("-") or before == "exit"
-        for before, word in pairs
-        if WORD_OF_DIGITS.fullmatch(word)
-    )
+    return all(before.startswith("-") or before == "exit" for before, word in pairs if WORD_OF_DIGITS.fullmatch(word))
 
 
 @pytest.fixture(scope="module")
@@ -139,23 +131,11 @@ def test_tables_have_no_number_of_their_own():
     """Keys of the results may have digits; what is printed may not."""
     tree = ast.parse(Path(tables.__file__).read_text())
     keys = [node.slice for node in ast.walk(tree) if isinstance(node, ast.Subscript)]
-    keys += [
-        key
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Dict)
-        for key in node.keys
-        if key is not None
-    ]
-    keys += [
-        node.format_spec
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FormattedValue) and node.format_spec
-    ]
+    keys += [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys if key is not None]
+    keys += [node.format_spec for node in ast.walk(tree) if isinstance(node, ast.FormattedValue) and node.format_spec]
     exempt = {id(inner) for key in keys for inner in ast.walk(key)}
     texts: list[Any] = [
-        n
-        for n in ast.walk(tree)
-        if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in exempt
+        n for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in exempt
     ]
     assert [(text.lineno, bad) for text in texts for bad in uncited(text.value)] == []
 

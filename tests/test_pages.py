@@ -17,11 +17,7 @@ PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
-    *(
-        str(page.relative_to(pages.ROOT))
-        for each in FOLDERS
-        for page in sorted(pages.ROOT.glob(each))
-    ),
+    *(str(page.relative_to(pages.ROOT)) for each in FOLDERS for page in sorted(pages.ROOT.glob(each))),
 ]
 
 

@@ -23,17 +23,13 @@ pytestmark = pytest.mark.slow  # make peers installs them
 Peer = Callable[[Tensor, Tensor, Dense, float, float], Tensor]
 
 
-def trl_gkd(
-    hidden: Tensor, head: Tensor, teacher: Dense, beta: float, temperature: float
-) -> Tensor:
+def trl_gkd(hidden: Tensor, head: Tensor, teacher: Dense, beta: float, temperature: float) -> Tensor:
     gkd = pytest.importorskip("trl.experimental.gkd")
     logits = hidden @ head.T, teacher.logits(slice(None))
     return gkd.GKDTrainer.generalized_jsd_loss(*logits, beta=beta, temperature=temperature)
 
 
-def trl_chunked(
-    hidden: Tensor, head: Tensor, teacher: Dense, beta: float, temperature: float
-) -> Tensor:
+def trl_chunked(hidden: Tensor, head: Tensor, teacher: Dense, beta: float, temperature: float) -> Tensor:
     chunked = pytest.importorskip("trl.kernels.chunked_divergence")
     heads = hidden, head, None, teacher.hidden, teacher.head, None
     return chunked.ChunkedDivergenceFunction.apply(*heads, beta, temperature)[0].mean()
@@ -41,9 +37,7 @@ def trl_chunked(
 
 def liger(hidden: Tensor, head: Tensor, teacher: Dense, beta: float, temperature: float) -> Tensor:
     chunked = pytest.importorskip("liger_kernel.chunked_loss")
-    loss = chunked.LigerFusedLinearJSDLoss(
-        0.0, 1.0, beta, temperature=temperature, compiled=False, chunk_size=8
-    )
+    loss = chunked.LigerFusedLinearJSDLoss(0.0, 1.0, beta, temperature=temperature, compiled=False, chunk_size=8)
     return loss(hidden, head, teacher.hidden, teacher.head, torch.zeros(N, dtype=torch.long))
 
 
@@ -60,9 +54,7 @@ def test_loss_and_gradients_are_a_peers(peer: Peer, name: str, temperature: floa
     teacher = Dense(draw(N, TEACHER_D), draw(V, TEACHER_D))
     theirs = peer(hidden, head, teacher, BETAS[name], temperature)
     labels, weights = torch.zeros(N, dtype=torch.long), torch.full((N,), 1 / N)
-    ours = fused_loss(
-        hidden, head, labels, weights, teacher, parse_loss(name), temperature
-    ).objective
+    ours = fused_loss(hidden, head, labels, weights, teacher, parse_loss(name), temperature).objective
     assert_rounds(ours, theirs)
     gradients = [torch.autograd.grad(loss, [hidden, head]) for loss in (ours, theirs)]
     for here, there in zip(*gradients, strict=True):

@@ -14,9 +14,7 @@ from draftlab.recipe import read_recipe
 
 ROOT = Path(__file__).parents[1]
 BUILD = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
-IN_WHEEL = {
-    ROOT / file: place for file, place in BUILD["targets"]["wheel"]["force-include"].items()
-}
+IN_WHEEL = {ROOT / file: place for file, place in BUILD["targets"]["wheel"]["force-include"].items()}
 
 
 @pytest.mark.parametrize("kind", shipped.FOLDERS)
@@ -95,7 +93,4 @@ def test_shapes_and_tasks_by_name_are_inputs(tmp_path, monkeypatch):
     for file in shipped.folder("tasks").glob("code_*"):
         (changed / file.name).write_text(file.read_text() + "\n")
     monkeypatch.setitem(shipped.FOLDERS, "tasks", changed)
-    assert (
-        inputs_of(COMMANDS["score"].config.build(settings))["code_next_line"]
-        != inputs["code_next_line"]
-    )
+    assert inputs_of(COMMANDS["score"].config.build(settings))["code_next_line"] != inputs["code_next_line"]

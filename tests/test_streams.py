@@ -77,9 +77,7 @@ def test_a_reader_that_leaves_is_an_error_and_the_work_stays(tmp_path, rows):
     os.close(reader)
     words = [sys.executable, "-c", COMMAND, str(rows)]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(
-        words, cwd=tmp_path, env=environ, stdout=writer, stderr=subprocess.PIPE, check=False
-    )
+    ended = subprocess.run(words, cwd=tmp_path, env=environ, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert ended.returncode == 1
     assert ended.stderr.decode().splitlines()[-1].startswith("error: ")
@@ -103,9 +101,7 @@ def test_a_pipe_that_does_not_block_gets_everything(tmp_path):
     os.set_blocking(writer, False)
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, "-c", COMMAND, "--json", "20000"]
-    started = subprocess.Popen(
-        words, cwd=tmp_path, env=environ, stdout=writer, stderr=subprocess.DEVNULL
-    )
+    started = subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=writer, stderr=subprocess.DEVNULL)
     os.close(writer)
     while not (tmp_path / "made").exists() and started.poll() is None:
         time.sleep(0.05)

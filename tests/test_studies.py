@@ -12,9 +12,7 @@ from benchmarks.pages import RECORDS
 
 STUDIES = ROOT / "studies"
 SHELVES = sorted(place for place in STUDIES.iterdir() if place.is_dir())
-ROW = re.compile(
-    r"^\| `(\w+)\.json` \| (.+) \| ([0-9a-f]{7,40}) \| (\S+) \| (.+) \|$", re.MULTILINE
-)
+ROW = re.compile(r"^\| `(\w+)\.json` \| (.+) \| ([0-9a-f]{7,40}) \| (\S+) \| (.+) \|$", re.MULTILINE)
 
 
 def missing(shelf: Path) -> list[str]:
@@ -70,9 +68,7 @@ def test_a_shelf_without_day_machine_command_or_record_is_found(tmp_path):
 
 
 def test_every_shelf_and_every_instrument_is_listed():
-    listed = re.findall(
-        r"^\| \[([\w-]+)\]\(\1/README\.md\)", (STUDIES / "README.md").read_text(), re.M
-    )
+    listed = re.findall(r"^\| \[([\w-]+)\]\(\1/README\.md\)", (STUDIES / "README.md").read_text(), re.M)
     assert listed == [shelf.name for shelf in SHELVES]
     text = (ROOT / "benchmarks" / "README.md").read_text()
     named = {*re.findall(r"`(\w+)`", text)}

@@ -42,9 +42,7 @@ def test_names_with_other_meanings_are_refused(name):
         checked_name(name, "its version")
 
 
-@pytest.mark.parametrize(
-    ("name", "folder"), [("meta/Llama-3", "Llama-3"), ("a\\b", "b"), ("x/", "x"), ("/m/q/", "q")]
-)
+@pytest.mark.parametrize(("name", "folder"), [("meta/Llama-3", "Llama-3"), ("a\\b", "b"), ("x/", "x"), ("/m/q/", "q")])
 def test_a_server_names_one_folder(name, folder):
     assert folder_name(name, "the model") == folder
 
@@ -80,9 +78,7 @@ def test_a_manifest_cannot_lead_out_of_its_store():
 def test_secrets_stay_out_of_what_is_written(address):
     servers = {"server": address, "speculative_server": address}
     config = ScoreConfig.build({**servers, "target": "tiny", "data": "stdlib"})
-    written = (
-        json.dumps(config.settings()) + config.command_line("score") + without_secrets(address)
-    )
+    written = json.dumps(config.settings()) + config.command_line("score") + without_secrets(address)
     assert "SECRET" not in written
     assert "user" not in written
     assert "host" in written
@@ -140,9 +136,7 @@ def remote_checkpoint(folder: Path, tokenizer_dir: Path) -> Path:
         (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((folder / "config.json").read_text())
     auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-    (folder / "config.json").write_text(
-        json.dumps(config | {"model_type": "own", "auto_map": auto_map})
-    )
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": auto_map}))
     (folder / "code.py").write_text(
         f"open({str(folder / 'ran')!r}, 'w').close()\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
         "class Config(LlamaConfig):\n    model_type = 'own'\n"
@@ -391,9 +385,7 @@ def test_a_build_of_another_user_is_compiled_again(change, cache, monkeypatch):
     if change == "owner":
         other = os.geteuid() + 1
         stat = Path.stat
-        monkeypatch.setattr(
-            Path, "stat", lambda self, **flags: owned_by(stat(self, **flags), other)
-        )
+        monkeypatch.setattr(Path, "stat", lambda self, **flags: owned_by(stat(self, **flags), other))
     elif change == "mode":
         file.chmod(0o666)
     else:

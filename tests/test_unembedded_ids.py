@@ -97,9 +97,7 @@ def test_commands_refuse_before_a_pass(model, tmp_path, monkeypatch):
             with raises_option("--prompt-file", "prompts.jsonl:2", "<far>"):
                 score(**target, draft=[str(model)], prompt_file=prompts, chat=chat, mode=mode)
         with raises_option("prompts.jsonl:2", "<far>"):
-            outputs.build(
-                **target, prompt_file=prompts, chat=chat, use="replay", out=tmp_path / "a"
-            )
+            outputs.build(**target, prompt_file=prompts, chat=chat, use="replay", out=tmp_path / "a")
     with raises_option("data.jsonl:", "<far>"):
         outputs.build(**target, data=str(data), num_sequences=20, seq_len=16, out=tmp_path / "b")
     with raises_option("data.jsonl:", "<far>"):
@@ -132,9 +130,7 @@ def test_stored_ids_without_a_row_name_the_text(store, family_dirs, tmp_path):
         open_stored(store, small, batch_size=4, temperature=1.0)
 
 
-def test_a_larger_vocabulary_of_the_store_is_no_error_if_no_text_uses_it(
-    store, family_dirs, tmp_path
-):
+def test_a_larger_vocabulary_of_the_store_is_no_error_if_no_text_uses_it(store, family_dirs, tmp_path):
     wide = tmp_path / "wide"
     shutil.copytree(store, wide)
     for manifest in wide.rglob("manifest.json"):

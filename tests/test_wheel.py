@@ -23,9 +23,7 @@ def room(tmp_path_factory) -> Path:
     """Return a folder with a venv that has the wheel and, from this environment, all packages but draftlab's."""
     room = tmp_path_factory.mktemp("room")
     tree = room / "tree"
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
-    )
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
     for name in filter(None, listed.stdout.split("\0")):  # nothing that an earlier build left
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tree / name)
@@ -92,9 +90,7 @@ def test_the_laptop_tutorial_needs_no_repository(typed):
         line = re.sub(r" --verify-with \S+", "", line).replace("--steps 60", "--steps 4")
         typed(line + fewer.get(command, ""))
         typed_lines.append(command)
-    assert {"draftlab init", "draftlab design", "draftlab check", "draftlab export"} <= set(
-        typed_lines
-    )
+    assert {"draftlab init", "draftlab design", "draftlab check", "draftlab export"} <= set(typed_lines)
     assert typed("python -m draftlab.data.instructions 3").count("\n") == 3
 
 

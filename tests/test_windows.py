@@ -23,9 +23,7 @@ ENTRANCES = {
 
 @pytest.mark.parametrize("entrance", ENTRANCES.values(), ids=ENTRANCES)
 def test_windows_is_one_line(entrance):
-    ended = subprocess.run(
-        [sys.executable, "-c", WINDOWS + entrance], capture_output=True, text=True, check=False
-    )
+    ended = subprocess.run([sys.executable, "-c", WINDOWS + entrance], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (1, "", 1)
     assert "WSL" in ended.stderr
 

@@ -66,10 +66,7 @@ def score_blocks(
         if all(head.config.causal):
             scored.append(_score_blocks(head, whole, prompt, context, vocab, sampling, k))
             continue
-        by_length = [
-            _score_blocks(head, whole, prompt, context, vocab, sampling, length)
-            for length in range(1, k + 1)
-        ]
+        by_length = [_score_blocks(head, whole, prompt, context, vocab, sampling, length) for length in range(1, k + 1)]
         scored.append(TokenLogprobs.by_k(by_length, vocab))
     return scored
 

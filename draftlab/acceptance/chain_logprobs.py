@@ -73,9 +73,7 @@ def score_chains(
             if age and head.mask is not None:  # a P-EAGLE head does not read what it drafts
                 following = torch.full_like(following, head.mask[0])
                 states = head.mask[1].expand_as(states)
-            logits, states = head.decode_states(
-                following[None], states, cache, metadata, places - first
-            )
+            logits, states = head.decode_states(following[None], states, cache, metadata, places - first)
             drafted = whole[first + 2 + age :]
             own = token_logprobs(logits[0, : len(drafted), :vocab].float(), drafted, sampling)
             result.put((slice(first + 2 + age - prompt, None), age), own)
@@ -107,8 +105,6 @@ def _passes(head: EagleLlama, places: int, k: int) -> list[AttentionMetadata]:
         at = (torch.arange(places, device=head.device) + age).clamp_max(head.context - 1)
         new, end = slice(age * places, (age + 1) * places), (age + 1) * places
         passes.append(
-            AttentionMetadata(
-                head.rope.cos[at], head.rope.sin[at], mask, (slice(None), slice(None), new), end
-            )
+            AttentionMetadata(head.rope.cos[at], head.rope.sin[at], mask, (slice(None), slice(None), new), end)
         )
     return passes

@@ -66,9 +66,7 @@ def score_copies_by_k(
     return scored
 
 
-def _copies(
-    drafts: Sequence[list[int]], completion: np.ndarray, k: int, vocab: int
-) -> TokenLogprobs:
+def _copies(drafts: Sequence[list[int]], completion: np.ndarray, k: int, vocab: int) -> TokenLogprobs:
     """Return which tokens of a completion are drafted. drafts: Draft of the step that begins at each token, [n]."""
     n = len(completion)
     result = TokenLogprobs.unlikely(n, k, vocab)
@@ -79,9 +77,7 @@ def _copies(
     return replace(result, drafted=np.array([len(draft) for draft in drafts], dtype=np.int64))
 
 
-def after_lookup(
-    lookup: TokenLogprobs, second: TokenLogprobs, second_tokens: int | None
-) -> TokenLogprobs:
+def after_lookup(lookup: TokenLogprobs, second: TokenLogprobs, second_tokens: int | None) -> TokenLogprobs:
     """Return the result of a drafter that drafts with a lookup, and with a model where the lookup has no draft.
 
     Args:
@@ -92,14 +88,10 @@ def after_lookup(
     assert lookup.drafted is not None
     n, k = lookup.logprobs.shape
     copied = lookup.drafted > 0  # [n]
-    first = np.arange(n)[:, None] - np.arange(
-        k
-    )  # [n, K] token at which the step of each entry begins
+    first = np.arange(n)[:, None] - np.arange(k)  # [n, K] token at which the step of each entry begins
     # no step begins before token 0, and the lookup's result says so
     copies = (first < 0) | copied[first.clip(0)] if n else np.zeros((0, k), dtype=bool)
-    own = [
-        array if array.ndim == 2 else array[:, None] for array in (second.logprobs, second.ranks)
-    ]
+    own = [array if array.ndim == 2 else array[:, None] for array in (second.logprobs, second.ranks)]
     return TokenLogprobs(
         np.where(copies, lookup.logprobs, own[0]),
         np.where(copies, lookup.ranks, own[1]),

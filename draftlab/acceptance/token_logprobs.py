@@ -103,9 +103,7 @@ def score_tokens(
     while done < len(order):
         rows = max(1, min(MAX_LOGITS // vocab, limit) // _length(texts[order[done]]))
         batch = order[done : done + rows]
-        for i, result in zip(
-            batch, _score([texts[i] for i in batch], model, vocab, sampling, limit), strict=True
-        ):
+        for i, result in zip(batch, _score([texts[i] for i in batch], model, vocab, sampling, limit), strict=True):
             scored[i] = result
         done += len(batch)
         advance(done)
@@ -140,9 +138,7 @@ def max_positions(vocab: int, memory: float) -> int:
 
 
 @torch.inference_mode()
-def logits_in_parts(
-    model: Decoder, ids: Tensor, first: int, limit: int
-) -> Iterator[tuple[int, Tensor]]:
+def logits_in_parts(model: Decoder, ids: Tensor, first: int, limit: int) -> Iterator[tuple[int, Tensor]]:
     """Yield the logits of ids [B, W] from position `first` on, in parts of t positions.
 
     Each item is the first position of a part, and the part's logits, [B, t, V]. B times t is at most `limit`, unless t
@@ -161,9 +157,7 @@ def logits_in_parts(
         yield at, model.forward(part, cache, last=part.shape[1])
 
 
-def _score(
-    texts: list[Text], model: Decoder, vocab: int, sampling: SamplingParams, limit: int
-) -> list[TokenLogprobs]:
+def _score(texts: list[Text], model: Decoder, vocab: int, sampling: SamplingParams, limit: int) -> list[TokenLogprobs]:
     width = max(map(_length, texts)) - 1  # nothing follows the last token
     # padding comes after a row's text, so causal attention never reads it
     ids = torch.zeros(len(texts), width, dtype=torch.long)

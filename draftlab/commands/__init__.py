@@ -20,6 +20,4 @@ PANELS: dict[str, tuple[Command, ...]] = {
     "Predict": (profile, predict, outputs.replay),
     "Ship": (check, export),
 }
-COMMANDS: dict[str, Command] = {
-    command.name: command for panel in PANELS.values() for command in panel
-}
+COMMANDS: dict[str, Command] = {command.name: command for panel in PANELS.values() for command in panel}

@@ -66,9 +66,7 @@ class AutoConfig(OutputConfig, shared.CheckpointSettings):
         "1",
         "Numbers of concurrent requests, as 1,4,16. auto chooses the draft with the highest mean speed-up.",
     )
-    temperature: float = option(
-        0.0, "Sampling temperature of your users' requests; 0 is greedy.", ge=0
-    )
+    temperature: float = option(0.0, "Sampling temperature of your users' requests; 0 is greedy.", ge=0)
     verify_with: Path | None = option(
         None,
         "Path of the program vllm or llama-server, in which the exported draft is verified. Default: the program on "
@@ -189,9 +187,7 @@ def prepare_auto(config: AutoConfig, weights: bool) -> "Job[Verdict]":
     if plan is not None:
         resume_date(plan.date)
     else:
-        mode, choice = resolve(
-            "auto", config.dtype, device, target, [target], threads=config.threads
-        )
+        mode, choice = resolve("auto", config.dtype, device, target, [target], threads=config.threads)
         set_threads(mode, config.threads)
         machine = measure_machine(request.size, device, choice.dtype, folder)
         plan = make_plan(request, machine, config.minutes, settings, inputs)
@@ -225,9 +221,7 @@ def _facts(request: "Request", plan: "Plan") -> dict[str, object]:
     return facts
 
 
-def _run(
-    request: "Request", plan: "Plan", make: "Callable[..., CommandStep]", output: Output
-) -> "Verdict":
+def _run(request: "Request", plan: "Plan", make: "Callable[..., CommandStep]", output: Output) -> "Verdict":
     """Run every step of the plan, write the report and the verdict, and return the verdict."""
     from draftlab.runs.atomic import write_atomic
     from draftlab.searching.auto import PLAN, VERDICT, AutoRun
@@ -265,9 +259,7 @@ def auto(verdict: "Verdict", output: Output) -> Found:
     """Find the draft with which this machine serves a target fastest, or say that no draft helps; killed runs
     resume."""
     data = {"path": str(output.out), **verdict.model_dump(mode="json")}
-    return Found(
-        path=output.out, show=[*verdict.lines(), str(output.out)], data=data, verdict=verdict
-    )
+    return Found(path=output.out, show=[*verdict.lines(), str(output.out)], data=data, verdict=verdict)
 
 
 def _unfinished(folder: Path, settings: dict[str, Any], inputs: dict[str, str]) -> "Plan | None":

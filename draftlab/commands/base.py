@@ -75,9 +75,7 @@ def fill(kind: Callable[..., Value], config: Config, /, **others: Any) -> Value:
 
     others: Arguments that are passed in place of the settings of the same name, or in addition to the settings.
     """
-    same = (
-        inspect.signature(kind).parameters.keys() & type(config).model_fields.keys() - others.keys()
-    )
+    same = inspect.signature(kind).parameters.keys() & type(config).model_fields.keys() - others.keys()
     return kind(**{name: getattr(config, name) for name in same}, **others)
 
 
@@ -99,9 +97,7 @@ def check_plots() -> None:
 def check_program(path: Path | None) -> None:
     """Check that the program of --verify-with exists. Raises UserError: it is missing."""
     if path is not None and not path.is_file():
-        raise UserError(
-            f"--verify-with {path}: there is no such program; write the path of vllm or llama-server"
-        )
+        raise UserError(f"--verify-with {path}: there is no such program; write the path of vllm or llama-server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,9 +173,7 @@ class Command:
         return issubclass(self.config, OutputConfig) and not self.resumes
 
 
-def command(
-    config: type[Config], *, name: str = "", **details: Any
-) -> Callable[[Callable[..., Outcome]], Command]:
+def command(config: type[Config], *, name: str = "", **details: Any) -> Callable[[Callable[..., Outcome]], Command]:
     """Return a decorator that turns a function into a Command. details: Further fields of the Command."""
     return lambda function: Command(
         name=name or function.__name__.replace("_", "-"),
@@ -210,6 +204,4 @@ def plan(output: Output, facts: Mapping[str, Any]) -> Outcome:
         shown["time"] = f"about {format_duration(seconds)} on this {kind}"
     lines = [f"{name}: {value}" for name, value in shown.items()]
     data = {"out": str(output.out), **shown, **minutes}
-    return Outcome(
-        path=None, show=[*lines, f"would write {output.out}"], data=data, next=output.command_line
-    )
+    return Outcome(path=None, show=[*lines, f"would write {output.out}"], data=data, next=output.command_line)

@@ -63,8 +63,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
 
     student: Student = option(
         "draft",
-        f"Kind of draft to train: {STUDENTS.listed()}; NAME:KEY=VALUE,... sets its options "
-        "(docs/distilling.md).",
+        f"Kind of draft to train: {STUDENTS.listed()}; NAME:KEY=VALUE,... sets its options (docs/distilling.md).",
         typed=str,
     )
     draft: str | None = option(
@@ -78,9 +77,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
         "Text to train on: data, target (text that the target writes), draft (text that the draft writes), or a "
         "mixture: target=0.7,draft=0.3.",
     )
-    outputs: Path | None = option(
-        None, "Stored target outputs to distil from, in place of the target and the text."
-    )
+    outputs: Path | None = option(None, "Stored target outputs to distil from, in place of the target and the text.")
     prompt_file: Path | None = option(
         None,
         "With --text target: JSON-lines file of prompts that the target answers, in place of --data.",
@@ -107,9 +104,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
         f"Loss: {LOSSES.listed(CROSS_ENTROPY)}. With a parameter: jsd(0.5). A sum: 0.9*fkl + 0.1*ce. "
         "A schedule: fkl@0.2 -> lk(3) uses fkl for the first 20 % of the steps, then lk(3).",
     )
-    temperature: float = advanced_option(
-        1.0, "Temperature of both distributions in the loss.", ge=0.01
-    )
+    temperature: float = advanced_option(1.0, "Temperature of both distributions in the loss.", ge=0.01)
     vocab: Vocab = shared.draft_vocab("the training text")
     top_logprobs: int = advanced_option(
         20,
@@ -118,9 +113,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
         panel=SERVER,
     )
     steps: int = option(500, "Number of optimizer steps.", ge=1, panel=TRAINING)
-    batch_size: int = option(
-        16, "Number of sequences per step, over all processes.", ge=1, le=1 << 16, panel=TRAINING
-    )
+    batch_size: int = option(16, "Number of sequences per step, over all processes.", ge=1, le=1 << 16, panel=TRAINING)
     seq_len: int = option(256, "Length of each sequence in tokens.", ge=8, panel=TRAINING)
     optimizer: Optimizer = advanced_option(
         "muon",
@@ -182,9 +175,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
     )
     device: str = shared.device()
     device_map: shared.DeviceMap = shared.device_map()
-    memory: float = advanced_option(
-        2.0, "Limit on the memory for the target's logits and KV caches, in GB.", ge=0.01
-    )
+    memory: float = advanced_option(2.0, "Limit on the memory for the target's logits and KV caches, in GB.", ge=0.01)
     seed: int = shared.seed()
 
     only = (
@@ -407,9 +398,7 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
         with about("--server"):
             check_address(config.server)
             name = config.served_model_name
-            server = (
-                Server.connect(config.server, config.api_key_file, model=name) if weights else None
-            )
+            server = Server.connect(config.server, config.api_key_file, model=name) if weights else None
     text = fill(
         TrainingText,
         config,
@@ -449,27 +438,17 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
     if before is not None and after is not None:
         more = f" (up to {slack:.3f} higher in truth, because only the most probable tokens were stored)"
         served = result.after.temperature
-        at = (
-            ""
-            if served == 1
-            else f" at temperature {served:g}"
-            if served
-            else " at temperature 0 (greedy)"
-        )
+        at = "" if served == 1 else f" at temperature {served:g}" if served else " at temperature 0 (greedy)"
         gain = f"held-out acceptance{at} {before:.3f} -> {after:.3f}"
         lines.append(gain + (more if slack > 0.001 else ""))
     if offsets:
-        lines.append(
-            "held-out acceptance by position in the draft: " + " ".join(f"{a:.3f}" for a in offsets)
-        )
+        lines.append("held-out acceptance by position in the draft: " + " ".join(f"{a:.3f}" for a in offsets))
     if lengths:
         chosen = {2, 4, lengths[-1].k} if offsets else {2, 4}
         text = [f"K = {n.k}: {n.before:.2f} -> {n.after}" for n in lengths if n.k in chosen]
         lines.append("tokens per target pass before -> after (95% interval): " + "; ".join(text))
         if not any(n.gain.above(1) for n in lengths):
-            lines.append(
-                "no significant gain at any K; try more --steps, another --lr or other text"
-            )
+            lines.append("no significant gain at any K; try more --steps, another --lr or other text")
     config = output.config
     assert isinstance(config, DistillConfig)
     if result.skipped_steps:

@@ -222,9 +222,7 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[CheckedDraft]:
     running = None
     if config.server is not None:
         with about("--server"):
-            running = Server.connect(
-                config.server, config.api_key_file, model=config.served_model_name, workers=1
-            )
+            running = Server.connect(config.server, config.api_key_file, model=config.served_model_name, workers=1)
 
     def run() -> CheckedDraft:
         try:
@@ -257,17 +255,14 @@ def prepare_check(config: CheckConfig, weights: bool) -> Job[CheckedDraft]:
     return Job(run)
 
 
-@command(
-    CheckConfig, prepare=prepare_check, example="check runs/distill-3x128 --target tiny --for vllm"
-)
+@command(CheckConfig, prepare=prepare_check, example="check runs/distill-3x128 --target tiny --for vllm")
 def check(found: CheckedDraft) -> Checked:
     """Check that a draft or head fits its target and that servers can run it; exit with code 3 if a check fails."""
     draft, findings, following = found
     exported = hub.head_kind(draft) in (None, "eagle")  # servers load other heads as they are
     errors = sum(finding.level == "error" for finding in findings)
     missed = (
-        f"{hub.checkpoint_name(draft)} cannot be served yet; fix the {errors} error{'s' * (errors > 1)} in "
-        "the list"
+        f"{hub.checkpoint_name(draft)} cannot be served yet; fix the {errors} error{'s' * (errors > 1)} in the list"
     )
     return Checked(
         path=draft,
@@ -323,9 +318,7 @@ def prepare_export(config: ExportConfig, weights: bool) -> "Job[Exported]":
         new_tokens = run.NEW_TOKENS + chosen.k
         check_context(prompts.longest, new_tokens, checkpoint.max_model_len(target))
         device = devices.resolve_device(config.device)
-        verifier = fill(
-            Verifier, config, program=config.verify_with, prompts=prompts, device=device
-        )
+        verifier = fill(Verifier, config, program=config.verify_with, prompts=prompts, device=device)
     name = config.target
     facts = {"draft": artifact.path, "target": name, "k": chosen.k, "because": chosen.reason}
     return Job(

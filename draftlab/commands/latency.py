@@ -114,9 +114,7 @@ class PredictConfig(Config):
         "1",
         "Batch sizes (numbers of concurrent requests), as 1,4,16; the table by K is for the smallest.",
     )
-    context: Numbers | None = option(
-        None, "Prompt lengths. Default: the lengths in --acceptance, or 128.", typed=str
-    )
+    context: Numbers | None = option(None, "Prompt lengths. Default: the lengths in --acceptance, or 128.", typed=str)
     max_new_tokens: int = option(
         128,
         "Number of tokens of each generated text, if --acceptance is a number.",
@@ -201,9 +199,7 @@ def prepare_profile(config: ProfileConfig, weights: bool) -> Job[Measured]:
             checkpoint.check(model.path)
     names = [Path(model.partition("@")[0]).name.removesuffix(".yaml") for model in config.models]
     k, contexts, repeats = (1, [16, 256], 10) if config.law else (8, [16, 128, 480], 20)
-    grid = grid_of(
-        models, config.k or k, config.batch, config.context or contexts, config.repeats or repeats
-    )
+    grid = grid_of(models, config.k or k, config.batch, config.context or contexts, config.repeats or repeats)
     has_law = config.law
 
     def run(output: Output) -> Measured:
@@ -244,9 +240,7 @@ def profile(measured: Measured, output: Output) -> Profiled:
     assert isinstance(config, ProfileConfig)
     if config.is_set("batch"):
         words += ["--batch", ",".join(map(str, config.batch))]
-    if config.is_set("k") or config.is_set(
-        "context"
-    ):  # predict has the ranges of profile's defaults
+    if config.is_set("k") or config.is_set("context"):  # predict has the ranges of profile's defaults
         words.append("--extrapolate")
     following = typed("draftlab", "predict", *words, "--acceptance", "0.7")
     return Profiled(
@@ -313,8 +307,7 @@ def prepare_predict(config: PredictConfig, weights: bool) -> "Job[Drawn]":
 
     def run() -> "Drawn":
         predicted = [
-            predict_draft(draft, target, work, config.k, batches=config.batch, prompts=prompts)
-            for draft, work in pairs
+            predict_draft(draft, target, work, config.k, batches=config.batch, prompts=prompts) for draft, work in pairs
         ]
         for each in predicted:
             each.prediction.notes.extend(notes)
@@ -410,9 +403,7 @@ def _fitted(directory: Path, law: "ScalingLaw") -> Profiled:
         "mode": first.mode,
         "terms": law.curve.terms.tolist(),
         "overlap": law.curve.overlap,
-        "held_out_errors": {
-            p.name: e for p, e in zip(law.profiles, law.held_out_errors.tolist(), strict=True)
-        },
+        "held_out_errors": {p.name: e for p, e in zip(law.profiles, law.held_out_errors.tolist(), strict=True)},
     }
     show = [law_table(law), law.verdict(), str(directory)]
     then = typed("draftlab", "design", "--latency-ms", "2", "--law", directory)

@@ -30,12 +30,8 @@ def profile_table(profile: Profile) -> TerminalTable:
     reached = limits = ""
     if profile.shape:
         rate = pass_bytes(profile.shape, profile.dtype) / 1e6 / steady_ms
-        reached = (
-            f"In plain decoding, a one-token pass reads weights at {format_number(rate)} GB/s; "
-        )
-    products = ", ".join(
-        f"{format_number(value)} in {name}" for name, value in profile.matmul_tflops.items()
-    )
+        reached = f"In plain decoding, a one-token pass reads weights at {format_number(rate)} GB/s; "
+    products = ", ".join(f"{format_number(value)} in {name}" for name, value in profile.matmul_tflops.items())
     prompts = ", ".join(f"{p.width} tokens in {_ms(p)}" for p in profile.prefill)
     if profile.bandwidth_gbs:
         limits = (
@@ -98,9 +94,7 @@ def k_table(prediction: Prediction) -> TerminalTable:
     best, plain = prediction.best, format_number(prediction.plain_tokens_per_second, 4)
     rows.insert(0, [NO_DRAFT, "1.00", "–", plain, "1.00", "–", "–", "–"])
     fastest = prediction.rows.index(best) + 1 if best.speedup.value > 1 else 0
-    title = (
-        f"Predicted: {prediction.draft}\nwith {prediction.target}, batch size {prediction.batch}"
-    )
+    title = f"Predicted: {prediction.draft}\nwith {prediction.target}, batch size {prediction.batch}"
     caption = (
         "* Fastest. Tokens per pass include the target's own token. Free draft: speed-up if drafting took no "
         "time. Perfect draft: speed-up if every drafted token were accepted. The closed form, with c = "
@@ -144,9 +138,7 @@ def draft_table(predictions: list[Prediction]) -> TerminalTable:
             ]
         )
     title = f"Predicted with {fastest.target}, batch size {fastest.batch}"
-    rows.append(
-        [NO_DRAFT, "–", "–", "1.00", format_number(fastest.plain_tokens_per_second, 4), "1.00", ""]
-    )
+    rows.append([NO_DRAFT, "–", "–", "1.00", format_number(fastest.plain_tokens_per_second, 4), "1.00", ""])
     caption = (
         "* Fastest. c: time of a draft pass / time of a target pass. Needed to be fastest: tokens per target pass "
         "with which this draft would be as fast as the fastest draft."

@@ -38,12 +38,8 @@ if TYPE_CHECKING:
 class InitConfig(Config):
     """The settings of the command `init`, which writes draftlab.yaml from a preset, a checkpoint or a GGUF file."""
 
-    preset: str | None = option(
-        None, f"Preset of target, source and text: {', '.join(workspace.PRESETS)}."
-    )
-    target: str | None = option(
-        None, "Checkpoint of the target: a directory or a hub name, optionally with @REVISION."
-    )
+    preset: str | None = option(None, f"Preset of target, source and text: {', '.join(workspace.PRESETS)}.")
+    target: str | None = option(None, "Checkpoint of the target: a directory or a hub name, optionally with @REVISION.")
     source: str | None = option(None, "Checkpoint from which drafts are cut. Default: the target.")
     draft: str | None = option(
         None,
@@ -96,13 +92,9 @@ class ImportConfig(OutputConfig):
 class DesignConfig(Config):
     """The settings of the command `design`, which finds a shape for each number of layers within the same budget."""
 
-    params: shared.Count = option(
-        None, "Budget: number of parameters of each shape, such as 1.3b or 796m."
-    )
+    params: shared.Count = option(None, "Budget: number of parameters of each shape, such as 1.3b or 796m.")
     kv_kib: float | None = option(None, "Budget: KiB of KV cache per token in bf16.", gt=0)
-    latency_ms: float | None = option(
-        None, "Budget: milliseconds of a one-token pass, predicted by --law.", gt=0
-    )
+    latency_ms: float | None = option(None, "Budget: milliseconds of a one-token pass, predicted by --law.", gt=0)
     layers: Numbers = numbers("1-12", "Numbers of layers to try, as 2,4,8 or 1-8.")
     source: str = shared.source()
     vocab: shared.Vocab = shared.draft_vocab("the target's answers")
@@ -132,9 +124,7 @@ class DesignConfig(Config):
     @model_validator(mode="after")
     def _has_one_budget(self) -> Self:
         if sum(budget is not None for budget in (self.params, self.kv_kib, self.latency_ms)) != 1:
-            raise ValueError(
-                "write exactly one budget: --params 1.3b, --kv-kib 120 or --latency-ms 2"
-            )
+            raise ValueError("write exactly one budget: --params 1.3b, --kv-kib 120 or --latency-ms 2")
         return self
 
 
@@ -142,9 +132,7 @@ class EnvConfig(Config):
     """The settings of the command `env`. There are none."""
 
 
-Designing: TypeAlias = (
-    "tuple[Design, Path | None, list[object]]"  # shapes, their folder, and words of --source
-)
+Designing: TypeAlias = "tuple[Design, Path | None, list[object]]"  # shapes, their folder, and words of --source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -212,9 +200,7 @@ def prepare_init(config: InitConfig, weights: bool) -> Job[NewWorkspace]:
     space = workspace.preset(config.preset) if config.preset else None
     imports: dict[str, Path] = {}  # GGUF file of each directory to write
     if workspace.FILE.exists() and not config.overwrite:
-        raise UserError(
-            f"{workspace.FILE} exists already; edit the file, or add --force to replace it"
-        )
+        raise UserError(f"{workspace.FILE} exists already; edit the file, or add --force to replace it")
     if config.gguf is not None and not config.gguf.is_file():
         raise UserError(f"--gguf {config.gguf}: there is no such file")
     if config.data is not None:
@@ -275,11 +261,7 @@ def _sizes(space: Workspace) -> "dict[str, SourceSize]":
     Raises:
         UserError: A source cannot be read.
     """
-    sources = [
-        name
-        for name in hub.source_names(space.data)
-        if Path(name).exists() and name not in hub.BUILT_IN_TEXT
-    ]
+    sources = [name for name in hub.source_names(space.data) if Path(name).exists() and name not in hub.BUILT_IN_TEXT]
     target = hub.local(space.target) if sources else None
     if target is None:
         return {}
@@ -330,23 +312,17 @@ def _size_lines(source: str, size: "SourceSize") -> list[str]:
     kind, measures = f"{whole.rows:,} texts", "score takes prompts from their beginnings"
     teaches = f"distill trains on {train.tokens:,} tokens an epoch"
     if whole.conversations:
-        kind = (
-            f"{whole.conversations:,} conversations with {whole.answers:,} answers of the assistant"
-        )
+        kind = f"{whole.conversations:,} conversations with {whole.answers:,} answers of the assistant"
         if whole.rows > whole.conversations:
             kind += f", {whole.rows - whole.conversations:,} texts"
         if not whole.answers:
             teaches = f"distill --text target trains on the target's answers to {train.questions:,} prompts"
         measures = f"score takes {heldout.questions:,} prompts"
         if heldout.questions < RARE:
-            measures += (
-                f", too few for a narrow interval: add conversations, or name {ENOUGH} prompts by "
-                "--prompt-file"
-            )
+            measures += f", too few for a narrow interval: add conversations, or name {ENOUGH} prompts by --prompt-file"
     return [
         f"{source}: {kind}, {whole.tokens:,} tokens",
-        f"  training: {train.rows:,} rows; prune calibrates on {min(calibration, train.tokens):,} tokens, "
-        f"{teaches}",
+        f"  training: {train.rows:,} rows; prune calibrates on {min(calibration, train.tokens):,} tokens, {teaches}",
         f"  held out: {heldout.rows:,} rows, {heldout.tokens:,} tokens; {measures}",
     ]
 
@@ -396,9 +372,7 @@ def prepare_design(config: DesignConfig, weights: bool) -> Job[Designing]:
     def run() -> Designing:
         found = scaling_law.design(source, layers, budget, law)
         if out is not None:
-            found.write(
-                out, f"draftlab design: {kind} budget {amount:g}, from {name}", overwrite=overwrite
-            )
+            found.write(out, f"draftlab design: {kind} budget {amount:g}, from {name}", overwrite=overwrite)
         return found, out, typed_source
 
     return Job(run)
@@ -411,8 +385,7 @@ def design(designed: Designing) -> Designed:
 
     found, out, source = designed
     rows = {
-        name: shape.model_dump()
-        | {"params": shape.params(), "latency_ms": found.latency_ms.get(name)}
+        name: shape.model_dump() | {"params": shape.params(), "latency_ms": found.latency_ms.get(name)}
         for name, shape in found.shapes.items()
     }
     name, first = next(iter(found.shapes.items()))
@@ -457,6 +430,4 @@ def env(config: EnvConfig) -> Outcome:
             facts[f"speed over float32 in mode {mode}"] = precision.speeds(mode).describe()
         except UserError as error:
             facts[f"mode {mode}"] = str(error)
-    return Outcome(
-        path=None, show=[f"{name}: {value}" for name, value in facts.items()], data=facts
-    )
+    return Outcome(path=None, show=[f"{name}: {value}" for name, value in facts.items()], data=facts)

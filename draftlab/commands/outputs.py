@@ -53,13 +53,9 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     if file is not None:
         vocab = logits_of(directory)
         with about("--from"):
-            log = ServerLog.open(
-                file, vocab=vocab, seq_len=config.seq_len, top_logprobs=min(listed, vocab)
-            )
+            log = ServerLog.open(file, vocab=vocab, seq_len=config.seq_len, top_logprobs=min(listed, vocab))
         plan = {"requests": len(log.starts), "listed tokens": log.top_logprobs}
-        return Job(
-            partial(building.store_log, log, directory), f"outputs-{file.stem}", lambda: plan
-        )
+        return Job(partial(building.store_log, log, directory), f"outputs-{file.stem}", lambda: plan)
     from draftlab.model.tokenizer import known_ids
 
     k = min(listed, logits_of(directory) if served else known_ids(directory))
@@ -69,9 +65,7 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     if isinstance(text, building.TargetAnswers):
         text.check(k)
     elif not k:
-        raise UserError(
-            "--top-logprobs 0: drafts can be distilled only from stored probabilities; use 1 or more"
-        )
+        raise UserError("--top-logprobs 0: drafts can be distilled only from stored probabilities; use 1 or more")
     target = _target(config, directory, text.sampling, k) if weights or not served else None
     if target is not None and isinstance(text, building.TargetAnswers):
         with about("--max-new-tokens"):
@@ -83,9 +77,7 @@ def prepare_build(config: OutputsBuildConfig, weights: bool) -> "Job[Manifest]":
     )
 
 
-def _build_facts(
-    text: "Rows | TargetAnswers", k: int, directory: Path, *, served: bool
-) -> dict[str, object]:
+def _build_facts(text: "Rows | TargetAnswers", k: int, directory: Path, *, served: bool) -> dict[str, object]:
     """Return the facts that a dry run shows.
 
     k: Number of log-probabilities to store for each token. directory: Directory of the target.
@@ -214,14 +206,10 @@ def _prompts(config: OutputsBuildConfig, directory: Path, chats: bool) -> "Promp
     }
     if chats:
         return file_prompts(Path(config.data), **asked, split="train")
-    return load_prompts(
-        config.prompt_file, config.data, **asked, seed=config.seed, from_data=PROMPTS_OF_DATA
-    )
+    return load_prompts(config.prompt_file, config.data, **asked, seed=config.seed, from_data=PROMPTS_OF_DATA)
 
 
-def _target(
-    config: OutputsBuildConfig, directory: Path, sampling: "SamplingParams | None", k: int
-) -> "Target":
+def _target(config: OutputsBuildConfig, directory: Path, sampling: "SamplingParams | None", k: int) -> "Target":
     """Return the target: a checkpoint, which is not loaded yet, or a server.
 
     Args:
@@ -241,9 +229,7 @@ def _target(
         device = devices.resolve_device(config.device)
     name = config.dtype or (workspace.load().dtype if config.use == "replay" else None)
     if name is None and config.writes and device.type == "cpu":
-        name = (
-            "auto"  # text is written in native passes of few tokens, which may be faster in 16 bits
-        )
+        name = "auto"  # text is written in native passes of few tokens, which may be faster in 16 bits
     if config.int8:
         resolve_mode("auto", device, None, [directory], int8=True)
     dtype = None
@@ -261,9 +247,7 @@ def _target(
     )
 
 
-def _served(
-    config: ServerSettings, url: str, directory: Path, sampling: "SamplingParams | None", k: int
-) -> "Target":
+def _served(config: ServerSettings, url: str, directory: Path, sampling: "SamplingParams | None", k: int) -> "Target":
     from draftlab.servers.client import Server
     from draftlab.target_outputs.targets import ServedTarget
 
@@ -272,9 +256,7 @@ def _served(
     return ServedTarget.connected(server, directory, sampling, k)
 
 
-def prepare_info(
-    config: OutputsInfoConfig, weights: bool
-) -> "Job[tuple[Path, StoreVerification | None]]":
+def prepare_info(config: OutputsInfoConfig, weights: bool) -> "Job[tuple[Path, StoreVerification | None]]":
     """Check the settings of the command `outputs info`, and return the job.
 
     With --verify, the job compares the outputs with the target.
@@ -322,9 +304,7 @@ def info(verified: "tuple[Path, StoreVerification | None]") -> Outcome:
     missed = (
         []
         if result.good
-        else [
-            f"{directory} differs from what the target computes now; check the target, or build the outputs again"
-        ]
+        else [f"{directory} differs from what the target computes now; check the target, or build the outputs again"]
     )
     return replace(
         shown,
@@ -341,9 +321,7 @@ class Replayed(Outcome):
     rows: "dict[str, list[AcceptanceRow]]"
 
 
-def prepare_replay(
-    config: ReplayConfig, weights: bool
-) -> "Job[dict[str, tuple[Replay, list[AcceptanceRow]]]]":
+def prepare_replay(config: ReplayConfig, weights: bool) -> "Job[dict[str, tuple[Replay, list[AcceptanceRow]]]]":
     """Resolve and check the settings of the command `replay`, and return the job.
 
     Raises:

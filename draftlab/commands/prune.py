@@ -79,12 +79,8 @@ class PruneConfig(OutputConfig, CheckpointSettings):
         "most frequent token ids of these outputs.",
         panel=CALIBRATION,
     )
-    calibration_tokens: int = advanced_option(
-        32768, "Number of tokens of calibration text.", ge=1, panel=CALIBRATION
-    )
-    seq_len: int = advanced_option(
-        512, "Length of each sequence in tokens.", ge=8, panel=CALIBRATION
-    )
+    calibration_tokens: int = advanced_option(32768, "Number of tokens of calibration text.", ge=1, panel=CALIBRATION)
+    seq_len: int = advanced_option(512, "Length of each sequence in tokens.", ge=8, panel=CALIBRATION)
     refit: Literal["none", "norms", "layers", "head"] | None = advanced_option(
         None,
         "Weights to adjust after the cut. none: no weights; norms: scale the norms to the smaller width; layers: also "
@@ -109,9 +105,7 @@ class PruneConfig(OutputConfig, CheckpointSettings):
         reads="nothing",
         acts="always",
     )
-    steps: int = option(
-        300, "Number of optimizer steps that train the masks.", ge=1, panel=TRAINING
-    )
+    steps: int = option(300, "Number of optimizer steps that train the masks.", ge=1, panel=TRAINING)
     batch_size: int = advanced_option(
         16, "Number of sequences per step, over all processes.", ge=1, le=1 << 16, panel=TRAINING
     )
@@ -225,9 +219,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
         place, preset = _locate(config.source, weights)
         have = checkpoint.read_shape(place) if isinstance(place, Path) else place
     if config.untie and not have.tied:
-        raise UserError(
-            f"--untie: {config.source} has a separate lm_head already; leave --untie out"
-        )
+        raise UserError(f"--untie: {config.source} has a separate lm_head already; leave --untie out")
     have = have.model_copy(update={"tied": have.tied and not config.untie})
     source, llama = None, not have.options - {"untied"}
     if isinstance(place, Path):
@@ -260,9 +252,7 @@ def prepare(config: PruneConfig, weights: bool) -> "Job[PrunedDraft]":
                 reference = parse_reference(asked, weights) if asked else cast(Path, place)
             reweighing = Reweighing(every=config.reweigh_steps, reference=reference)
         training = fill(MaskTraining, config, reweighing=reweighing)
-    cut = partial(
-        Prune, source=cast(Source, source), shape=shape, text=text, refit=REFITS[config.refitted]
-    )
+    cut = partial(Prune, source=cast(Source, source), shape=shape, text=text, refit=REFITS[config.refitted])
     run = partial(
         _prune,
         cut=cut,
@@ -412,9 +402,7 @@ def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
             raise
         return shapes[called], called
     if weights and isinstance(place, Shape):
-        raise UserError(
-            f"{name} is a shape without weights, which works only with --dry-run; name a checkpoint"
-        )
+        raise UserError(f"{name} is a shape without weights, which works only with --dry-run; name a checkpoint")
     return place, None
 
 
@@ -439,9 +427,7 @@ def _requested(config: PruneConfig, have: Shape, weights: bool, llama: bool) -> 
     with about(", ".join(named) or "--layers"):
         if named or config.vocab is None:
             file = None if config.shape is None else shipped.locate(config.shape, "widths")
-            shape, preset = families.requested_shape(
-                have, **sizes, multiple_of=FFN_MULTIPLE, file=file
-            )
+            shape, preset = families.requested_shape(have, **sizes, multiple_of=FFN_MULTIPLE, file=file)
             if preset is not None and weights:
                 note(f"shape {preset}: {shape.describe()}")
         check(shape, llama=llama)
@@ -451,7 +437,5 @@ def _requested(config: PruneConfig, have: Shape, weights: bool, llama: bool) -> 
             f"--vocab {size}: the source's lm_head is already trimmed to {have.draft_vocab:,} ids; leave --vocab out"
         )
     if size is not None and size >= have.vocab:
-        raise UserError(
-            f"--vocab {size}: the source has {have.vocab:,} token ids; use a smaller number"
-        )
+        raise UserError(f"--vocab {size}: the source has {have.vocab:,} token ids; use a smaller number")
     return shape.model_copy(update={"draft_vocab": size})

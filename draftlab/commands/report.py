@@ -28,12 +28,8 @@ class ReportConfig(Config):
         argument=True,
         shown_default="runs/, or runs in draftlab.yaml",
     )
-    html: Path | None = option(
-        None, "HTML file to write: a page with tables and plots.", panel=OUTPUT, acts="always"
-    )
-    markdown: Path | None = option(
-        None, "Markdown file to write: the tables.", panel=OUTPUT, acts="always"
-    )
+    html: Path | None = option(None, "HTML file to write: a page with tables and plots.", panel=OUTPUT, acts="always")
+    markdown: Path | None = option(None, "Markdown file to write: the tables.", panel=OUTPUT, acts="always")
     min_speedup: float | None = option(
         None,
         "Exit with code 3 unless the interval of the fastest draft's speed-up over plain decoding, prefill included, "
@@ -113,9 +109,7 @@ def report(chosen: "tuple[ReportConfig, list[Score]]") -> Reported:
     missed: list[str] = []
     for group in groups:
         show += [ranking_table(group).terminal(), *verdict_lines(group.ranking)]
-        missed += missed_thresholds(
-            group.ranking[0], config.min_speedup, config.min_acceptance_length
-        )
+        missed += missed_thresholds(group.ranking[0], config.min_speedup, config.min_acceptance_length)
     show += overall_lines(groups)
     accuracy = accuracy_table(scores)
     show += [accuracy.terminal()] if accuracy else []

@@ -77,9 +77,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     )
     target: str = shared.target()
     k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens per step to try, as 1-6 or 2,4,8.")
-    batch: Numbers = numbers(
-        "1", "Batch sizes: 4 decodes four prompts at once; 1,4 measures both batch sizes."
-    )
+    batch: Numbers = numbers("1", "Batch sizes: 4 decodes four prompts at once; 1,4 measures both batch sizes.")
     data: str = shared.data("Text source, whose held-out text gives the prompts.")
     prompt_file: Path | None = shared.prompt_file()
     chat: shared.ChatMode = shared.chat(advanced=True)
@@ -245,9 +243,7 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
     def _rule_is_known(self) -> Self:
         known = [REJECTION, *RULES.names()]
         if self.rule not in known:
-            raise ValueError(
-                f"--rule {self.rule}: there is no such verify rule{did_you_mean(self.rule, known)}"
-            )
+            raise ValueError(f"--rule {self.rule}: there is no such verify rule{did_you_mean(self.rule, known)}")
         return self
 
     def resolved(self) -> Self:
@@ -367,9 +363,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
         from draftlab.model.modes import engine_runs, resolve
         from draftlab.model.tokenizer import common_vocabulary
         from draftlab.scoring.comparison import Comparison, Effort, Engine
-    named = [
-        path for spec in specs for path in spec.paths(default, weights=weights, models_only=True)
-    ]
+    named = [path for spec in specs for path in spec.paths(default, weights=weights, models_only=True)]
     models = list(dict.fromkeys([*drafts.values(), *named]))
     with about("--draft"):
         for directory in models:
@@ -383,9 +377,7 @@ def _local(config: ScoreConfig, tasks: "Tasks | None", weights: bool) -> "Compar
     hosted = config.device_map is not None or not engine_runs(target)
     used = own or not hosted or any(spec.inputs() for spec in specs)
     if not used and config.mode not in ("auto", "eager"):
-        raise UserError(
-            f"--mode {config.mode}: leave it out, because transformers runs all models of this run"
-        )
+        raise UserError(f"--mode {config.mode}: leave it out, because transformers runs all models of this run")
     mode, choice = resolve(
         config.mode if used else "eager",
         config.dtype,
@@ -512,9 +504,7 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
         path = hub.locate_model(base, weights)
         drafts[hub.checkpoint_name(path) + (f"@{kind}" if kind else "")] = path
     if len(drafts) < len(names):
-        raise UserError(
-            "two drafts have the same directory name; rename one directory: " + ", ".join(names)
-        )
+        raise UserError("two drafts have the same directory name; rename one directory: " + ", ".join(names))
     return drafts
 
 
@@ -556,6 +546,5 @@ def _outcome(scores: "list[Score]", output: Output) -> Scored:
         data={"scores": json_rows(scores), "categories": categories},
         missed=missed,
         scores=scores,
-        next=export_command(groups)
-        or typed("draftlab", "report", output.out, "--html", "report.html"),
+        next=export_command(groups) or typed("draftlab", "report", output.out, "--html", "report.html"),
     )

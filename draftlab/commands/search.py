@@ -165,9 +165,7 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
             requests = len(file_prompts(config.prompt_file, tokenizer, chat="auto").rows)
         prompts = {"prompt_file": config.prompt_file}
     device = devices.resolve_device(config.device)
-    mode, choice = resolve(
-        "auto", config.dtype, device, target, [target, source], threads=config.threads
-    )
+    mode, choice = resolve("auto", config.dtype, device, target, [target, source], threads=config.threads)
     wanted = fill(
         library.Wanted,
         config,
@@ -196,22 +194,16 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     }
 
     def run(output: Output) -> "Search":
-        runner = StepRunner(
-            folder=output.state, make=partial(step_of, shared=running, where="search")
-        )
+        runner = StepRunner(folder=output.state, make=partial(step_of, shared=running, where="search"))
         try:
             return library.search(wanted, runner, output)
         except NoCheapShape as error:
             raise NoCheapShape(f"--layers, --widths: {error}; try smaller numbers") from None
 
-    return Job(
-        run, f"search-{hub.checkpoint_name(Path(config.source.partition('@')[0]))}", lambda: facts
-    )
+    return Job(run, f"search-{hub.checkpoint_name(Path(config.source.partition('@')[0]))}", lambda: facts)
 
 
-@command(
-    SearchConfig, prepare=prepare_search, dry_run=True, example="search --minutes 60 --layers 1,2,4"
-)
+@command(SearchConfig, prepare=prepare_search, dry_run=True, example="search --minutes 60 --layers 1,2,4")
 def search(result: "Search", output: Output) -> Searched:
     """Find the draft shape and K with which the target is fastest on this machine; a killed search resumes."""
     draft = output.out / "draft"

@@ -106,9 +106,7 @@ class CommandStep:
         return self.command.run(self.resolved)
 
 
-def step_of(
-    name: str, settings: Mapping[str, Any], shared: Mapping[str, Any], where: str
-) -> CommandStep:
+def step_of(name: str, settings: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> CommandStep:
     """Return the step that runs a command with these settings.
 
     shared: Settings for all commands. Settings that this command does not have are ignored.
@@ -132,9 +130,7 @@ def read_step(content: Mapping[str, dict[str, Any] | None], where: str) -> Comma
     from draftlab.commands import COMMANDS
 
     if len(content) != 1:
-        raise UserError(
-            f"{where}: a step must be one command with its settings, but is {one_line(content, 80)}"
-        )
+        raise UserError(f"{where}: a step must be one command with its settings, but is {one_line(content, 80)}")
     name, settings = next(iter(content.items()))
     if name not in COMMANDS:
         raise UserError(f"{where}: there is no command {name!r}{did_you_mean(name, COMMANDS)}")

@@ -130,9 +130,7 @@ def parsed(parse: Callable[[str], Value], value: str) -> Value:
 
 def _numbers(value: object) -> list[int]:
     """Return the numbers in the text of an option, such as 1-6, or in a list of a settings file. They are ascending."""
-    return parsed(
-        parse_numbers, ",".join(map(str, value)) if isinstance(value, list) else str(value)
-    )
+    return parsed(parse_numbers, ",".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
 def _at_most_max_k(ks: list[int]) -> list[int]:
@@ -185,9 +183,7 @@ def check_numbers(options: BaseModel) -> None:
 class Config(BaseModel):
     """Settings of one command."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     only: ClassVar[Sequence[Only]] = ()
 
@@ -212,19 +208,13 @@ class Config(BaseModel):
         try:
             json.dumps(settings, default=str, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise UserError(
-                f"{where}a setting is not UTF-8 text: {printable(error.object[:200])}"
-            ) from None
+            raise UserError(f"{where}a setting is not UTF-8 text: {printable(error.object[:200])}") from None
         try:
             config = cls(**settings)
             config._check_named()
             return config
         except ValidationError as error:
-            items = [
-                dict(item)
-                for item in error.errors()
-                if item["type"] != "default_factory_not_called"
-            ]
+            items = [dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"]
             missing = any(item["type"] == "missing" for item in items)
             text = "; ".join(map(cls._complaint, items))
             raise (UsageError if missing else UserError)(where + text) from None
@@ -288,9 +278,7 @@ class Config(BaseModel):
         return settings | dict(typed)
 
     @classmethod
-    def _check_record(
-        cls, recorded: Mapping[str, Any], typed: Mapping[str, Any], path: Path, command: str
-    ) -> None:
+    def _check_record(cls, recorded: Mapping[str, Any], typed: Mapping[str, Any], path: Path, command: str) -> None:
         """Check that a record leaves the settings that act to the user. Raises UserError: it does not."""
         known = recorded.keys() & cls.model_fields.keys() - typed.keys()
         acting = sorted(name for name in known if _acts(cls.model_fields[name], recorded[name]))
@@ -309,9 +297,7 @@ class Config(BaseModel):
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         for rule in self.only:
-            if not rule.when(self) and (
-                idle := [name for name in rule.options if self.is_set(name)]
-            ):
+            if not rule.when(self) and (idle := [name for name in rule.options if self.is_set(name)]):
                 raise ValueError(f"{', '.join(map(self.flag, idle))}: {rule.reason}")
         return self
 
@@ -343,12 +329,8 @@ class Config(BaseModel):
         not read. trust_remote_code is left out, too, because the user must give it to each run. Passwords in addresses
         are removed.
         """
-        settings = json.loads(
-            self.model_dump_json(exclude=self.refused() | {*self._unnamed, TRUST})
-        )
-        return {
-            name: without_secrets(v) if isinstance(v, str) else v for name, v in settings.items()
-        }
+        settings = json.loads(self.model_dump_json(exclude=self.refused() | {*self._unnamed, TRUST}))
+        return {name: without_secrets(v) if isinstance(v, str) else v for name, v in settings.items()}
 
     def refused(self) -> set[str]:
         """Return the names of the settings that a rule in `only` refuses, which the command does not use."""
@@ -358,11 +340,7 @@ class Config(BaseModel):
     def flag(cls, name: str) -> str:
         """Return how --help spells a setting: the flag of an option, or a positional argument's name in capitals."""
         details = extra(cls.model_fields[name])
-        return (
-            name.upper()
-            if details["argument"]
-            else details["flag"] or "--" + name.replace("_", "-")
-        )
+        return name.upper() if details["argument"] else details["flag"] or "--" + name.replace("_", "-")
 
     def repeated(self, *names: str) -> list[object]:
         """Return flags and values of the settings of these names that the user gave, for a following command."""
@@ -400,11 +378,7 @@ class Config(BaseModel):
         flag = cls.flag(str(item["loc"][0]))
         if item["type"] == "missing":
             return f"{flag} is required"
-        return (
-            message
-            if message.startswith(flag)
-            else f"{flag} {one_line(item['input'], 80)}: {message}"
-        )
+        return message if message.startswith(flag) else f"{flag} {one_line(item['input'], 80)}: {message}"
 
 
 class OutputConfig(Config):
@@ -425,9 +399,7 @@ def _acts(field: FieldInfo, value: object) -> bool:
     if acts is None or value in (None, False, "", []):
         return False
     names = str(value).split(",")
-    return acts == "always" or any(
-        "/" in name or Path(name).suffix or Path(name).exists() for name in names
-    )
+    return acts == "always" or any("/" in name or Path(name).suffix or Path(name).exists() for name in names)
 
 
 def bound(field: FieldInfo, kind: Literal["ge", "gt", "le"]) -> float | None:

@@ -70,9 +70,7 @@ def parse_kind(text: str, registry: Registry[type[Spec]], option: str) -> Spec:
     options: dict[str, Any] = {name: value for name, _, value in pairs}
     names = [name for name in spec.model_fields if name != "text"]
     if unknown := [name for name in options if name not in names]:
-        raise UserError(
-            f"{where}: {kind} has no option {unknown[0]!r}{did_you_mean(unknown[0], names)}"
-        )
+        raise UserError(f"{where}: {kind} has no option {unknown[0]!r}{did_you_mean(unknown[0], names)}")
     try:
         return spec(text=text, **options)
     except ValidationError as error:
@@ -94,9 +92,7 @@ def _modules(*package: str) -> dict[str, str]:
 
 def split_at(separator: str) -> BeforeValidator:
     """Return a validator that splits text into a list, and leaves a value that is a list unchanged."""
-    return BeforeValidator(
-        lambda value: value.split(separator) if isinstance(value, str) else value
-    )
+    return BeforeValidator(lambda value: value.split(separator) if isinstance(value, str) else value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,18 +187,12 @@ class DrafterSpec(KindSpec):
         """Return the names of the drafter's draft models. An empty name stands for the run's default draft."""
         return [each.name for each in self.inputs() if each.is_model]
 
-    def paths(
-        self, default: Path | None, *, weights: bool = True, models_only: bool = False
-    ) -> list[Path]:
+    def paths(self, default: Path | None, *, weights: bool = True, models_only: bool = False) -> list[Path]:
         """Return the paths of all inputs, or only those of the draft models.
 
         default: The run's default draft. weights: Whether to download weight files.
         """
-        chosen = [
-            each.path(default, weights)
-            for each in self.inputs()
-            if each.is_model or not models_only
-        ]
+        chosen = [each.path(default, weights) for each in self.inputs() if each.is_model or not models_only]
         return [path for path in chosen if path is not None]
 
     def check(self, run: RunFacts) -> None:
@@ -283,9 +273,7 @@ class DrafterSpec(KindSpec):
 
 
 DrafterKind = TypeVar("DrafterKind", bound=type[DrafterSpec])
-DRAFTERS: Registry[type[DrafterSpec]] = Registry(
-    "draftlab.drafters", "drafter", _modules("drafters")
-)
+DRAFTERS: Registry[type[DrafterSpec]] = Registry("draftlab.drafters", "drafter", _modules("drafters"))
 
 
 def drafter(name: str, *, served_by: Iterable[str] = ()) -> Callable[[DrafterKind], DrafterKind]:
@@ -367,9 +355,7 @@ class StudentSpec(KindSpec):
 
 
 StudentKind = TypeVar("StudentKind", bound=type[StudentSpec])
-STUDENTS: Registry[type[StudentSpec]] = Registry(
-    "draftlab.students", "student", _modules("training", "students")
-)
+STUDENTS: Registry[type[StudentSpec]] = Registry("draftlab.students", "student", _modules("training", "students"))
 
 
 def student(name: str) -> Callable[[StudentKind], StudentKind]:

@@ -46,21 +46,13 @@ def source() -> Any:
     return from_workspace("source", "Checkpoint from which drafts are cut.")
 
 
-def data(
-    help: str = "Text: one SOURCE, or a mixture, SOURCE=WEIGHT,SOURCE=WEIGHT.", **others: Any
-) -> Any:
+def data(help: str = "Text: one SOURCE, or a mixture, SOURCE=WEIGHT,SOURCE=WEIGHT.", **others: Any) -> Any:
     return from_workspace("data", help, reads="text", **others)
 
 
 def _known_device_map(name: str | None) -> str | None:
-    if (
-        name is not None
-        and name not in DEVICE_MAPS
-        and not (name.endswith(".json") and Path(name).is_file())
-    ):
-        raise ValueError(
-            f"must be {', '.join(DEVICE_MAPS)}, or a .json file of module: device pairs"
-        )
+    if name is not None and name not in DEVICE_MAPS and not (name.endswith(".json") and Path(name).is_file()):
+        raise ValueError(f"must be {', '.join(DEVICE_MAPS)}, or a .json file of module: device pairs")
     return name
 
 
@@ -93,9 +85,7 @@ LossName = Annotated[str, AfterValidator(_loss)]
 
 
 def device() -> Any:
-    return from_workspace(
-        "device", "Device: auto, or a torch device such as cpu, cuda or cuda:1.", advanced=True
-    )
+    return from_workspace("device", "Device: auto, or a torch device such as cpu, cuda or cuda:1.", advanced=True)
 
 
 def dtype(**others: Any) -> Any:
@@ -152,8 +142,7 @@ def reference_losses(default: str) -> Any:
 def prompt_file(**others: Any) -> Any:
     return option(
         None,
-        "JSON-lines file of prompts, with the key prompt (or messages, turns, text, question) and optionally "
-        "category.",
+        "JSON-lines file of prompts, with the key prompt (or messages, turns, text, question) and optionally category.",
         **others,
     )
 
@@ -187,9 +176,7 @@ ONE_SOURCE = Only(
     "leave it out, because --prompt-file has the prompts",
 )
 CHAT_RULES = (
-    Only(
-        ("chat", "system_prompt"), lambda c: c.prompt_file is not None, "needs --prompt-file FILE"
-    ),
+    Only(("chat", "system_prompt"), lambda c: c.prompt_file is not None, "needs --prompt-file FILE"),
     Only(
         ("system_prompt",),
         lambda c: c.chat != "off",

@@ -87,15 +87,11 @@ class BadRows:
 
     def refuse(self) -> None:
         """Raise UserError with the number of bad rows for each reason. Without bad rows, do nothing."""
-        rows = [
-            f"{row}: {reason}" for each in self._by_reason.values() for row, reason in each.items()
-        ]
+        rows = [f"{row}: {reason}" for each in self._by_reason.values() for row, reason in each.items()]
         if len(rows) == 1:
             raise UserError(rows[0])
         if rows:
-            raise UserError(
-                f"{self._share} bad, more than {MOST_BAD:.0%}, so the command stops: {self._reasons()}"
-            )
+            raise UserError(f"{self._share} bad, more than {MOST_BAD:.0%}, so the command stops: {self._reasons()}")
 
     @property
     def _share(self) -> str:

@@ -198,9 +198,7 @@ def text_batch(rows: list[np.ndarray]) -> Batch:
     return Batch(ids, np.ones((len(ids), ids.shape[1] - 1), dtype=np.float32))
 
 
-def tokenize(
-    docs: list[Document], tokenizer: PreTrainedTokenizerBase, limit: int | None = None
-) -> np.ndarray:
+def tokenize(docs: list[Document], tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> np.ndarray:
     """Join documents to a stream of at most `limit` token ids, [N]: bos, text, eos, bos, text, ...
 
     bos is present only if the tokenizer adds it, and eos only if the tokenizer has this token, once. If the tokenizer
@@ -276,9 +274,7 @@ class TokenBatches:
     def picked(self, places: list[tuple[str, int]]) -> Batch:
         """Return a batch of chosen rows. places: Source and index of each row."""
         parts = [self._row(*place) for place in places]
-        return Batch(
-            np.concatenate([p.ids for p in parts]), np.concatenate([p.mask for p in parts])
-        )
+        return Batch(np.concatenate([p.ids for p in parts]), np.concatenate([p.mask for p in parts]))
 
     def _row(self, name: str, index: int) -> Batch:
         """Return a batch of a single row.
@@ -353,9 +349,7 @@ class DynamicBatches:
         reference: dict[str, float],
         every: int,
     ) -> "DynamicBatches":
-        return cls(
-            base, heldout, reference, every, [(0, base.weights, dict.fromkeys(base.weights, 0))]
-        )
+        return cls(base, heldout, reference, every, [(0, base.weights, dict.fromkeys(base.weights, 0))])
 
     def batch(self, step: int) -> Batch:
         start, weights, read = next(phase for phase in reversed(self.phases) if phase[0] <= step)
@@ -370,10 +364,7 @@ class DynamicBatches:
         """
         start, weights, read = self.phases[-1]
         rows = self.base.rows_of(weights)
-        scaled = {
-            name: w * math.exp(max(0.0, losses[name] - self.reference[name]))
-            for name, w in weights.items()
-        }
+        scaled = {name: w * math.exp(max(0.0, losses[name] - self.reference[name])) for name, w in weights.items()}
         total, floor = sum(scaled.values()), 1e-4
         shares = {name: (1 - floor) * w / total + floor / len(scaled) for name, w in scaled.items()}
         read = {name: read[name] + (step - start) * n for name, n in rows.items()}
@@ -434,10 +425,7 @@ def open_batches(
     for name, weight in weights.items():
         needed = int(weight * rows * (seq_len + 1) * steps * 1.1) + 2 * seq_len
         docs = documents(name, "train")
-        note_unread(
-            (doc.name, doc.unread | unread_fields(doc.messages, doc.tools, tokenizer))
-            for doc in docs
-        )
+        note_unread((doc.name, doc.unread | unread_fields(doc.messages, doc.tools, tokenizer)) for doc in docs)
         if loss_on is not None and has_conversations(name):
             talks[name], _ = _conversations(name, docs, tokenizer, seq_len, loss_on, stop_token_ids)
         else:
@@ -684,9 +672,7 @@ class SplitSize:
     tokens: int = 0
 
     def __add__(self, other: "SplitSize") -> "SplitSize":
-        return SplitSize(
-            **{name: getattr(self, name) + getattr(other, name) for name in SplitSize.__slots__}
-        )
+        return SplitSize(**{name: getattr(self, name) + getattr(other, name) for name in SplitSize.__slots__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

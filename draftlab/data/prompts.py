@@ -105,9 +105,7 @@ class Prompts:
         by_row: dict[int, int] = {}
         by_key: dict[str, int] = {}
         return [
-            by_row.setdefault(
-                prompt.conversation, by_key.setdefault(prompt.key, prompt.conversation)
-            )
+            by_row.setdefault(prompt.conversation, by_key.setdefault(prompt.key, prompt.conversation))
             for prompt in self.rows
         ]
 
@@ -152,9 +150,7 @@ def load_prompts(
         UserError: There are fewer prompts than count, or a prompt cannot be used.
     """
     if file is not None:
-        return file_prompts(
-            file, tokenizer, count=count, tokens=tokens, chat=chat, system_prompt=system_prompt
-        )
+        return file_prompts(file, tokenizer, count=count, tokens=tokens, chat=chat, system_prompt=system_prompt)
     if tokens is None and tokenizer.chat_template and data.is_chat_file(source):
         heldout = file_prompts(
             Path(source),
@@ -169,9 +165,7 @@ def load_prompts(
             "are not trained"
         )
         return heldout
-    return data_prompts(
-        source, tokenizer, count=count or from_data, tokens=tokens or FROM_DATA_TOKENS, seed=seed
-    )
+    return data_prompts(source, tokenizer, count=count or from_data, tokens=tokens or FROM_DATA_TOKENS, seed=seed)
 
 
 def file_prompts(
@@ -217,9 +211,7 @@ def file_prompts(
         where = "" if split is None else f" in its {split} split"
         raise UserError(f"{file} has no prompts{where}; add rows")
     if count is not None and len(rows) < count and not or_fewer:
-        raise UserError(
-            f"{file.name} has only {len(rows)} prompts, not {count}; lower --num-prompts, or add prompts"
-        )
+        raise UserError(f"{file.name} has only {len(rows)} prompts, not {count}; lower --num-prompts, or add prompts")
     note_unread((f"{file}:{i}", render.unread(row)) for i, (row, _) in enumerate(found, 1))
     several = sum(bool(row.later) for row, _ in found)
     if several and not render.chat:
@@ -246,9 +238,7 @@ def prompt_rows(
         yield row
 
 
-def data_prompts(
-    spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, seed: int
-) -> Prompts:
+def data_prompts(spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, tokens: int, seed: int) -> Prompts:
     """Return `count` prompts of `tokens` tokens each, see data.numbered_prompts."""
     found = data.numbered_prompts(spec, tokenizer, count=count, length=tokens, seed=seed)
     rows = [Prompt(ids, conversation=document) for document, ids in found]
@@ -313,9 +303,7 @@ class _Renderer:
         if self.system_prompt is not None:
             system = ({"role": "system", "content": self.system_prompt},)
             if row.system or (row.messages and row.messages[0]["role"] == "system"):
-                raise UserError(
-                    f"{where}: the conversation has its own system prompt; leave --system-prompt out"
-                )
+                raise UserError(f"{where}: the conversation has its own system prompt; leave --system-prompt out")
         prompts: list[Prompt] = []
         for asked in self._asked(row):
             messages = (*system, *asked)
@@ -353,9 +341,7 @@ class _Renderer:
         return ids[: self.tokens]
 
 
-def _every(
-    file: Path, render: _Renderer, split: data.Split | None
-) -> Iterator[tuple[TextRow, list[Prompt]]]:
+def _every(file: Path, render: _Renderer, split: data.Split | None) -> Iterator[tuple[TextRow, list[Prompt]]]:
     """Yield each row of a file that can be rendered, with its prompts."""
     bad = BadRows(str(file))
     for at, where, row in _rows(file, split, bad):
@@ -367,9 +353,7 @@ def _every(
     bad.settle()
 
 
-def _spread(
-    file: Path, render: _Renderer, split: data.Split | None, count: int
-) -> list[tuple[TextRow, list[Prompt]]]:
+def _spread(file: Path, render: _Renderer, split: data.Split | None, count: int) -> list[tuple[TextRow, list[Prompt]]]:
     """Return `count` evenly spaced prompts of a file with their rows, or all prompts if the file has fewer.
 
     Even spacing keeps all categories, because prompt sets list one category after another. A file may have millions of

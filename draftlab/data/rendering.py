@@ -211,9 +211,7 @@ class _Turns:
         return (places[0] + 1, True) if places else (len(ids), False)
 
     @staticmethod
-    def _places(
-        ids: list[int], start: int, closing: list[int] | None, tokens: Collection[int]
-    ) -> list[int]:
+    def _places(ids: list[int], start: int, closing: list[int] | None, tokens: Collection[int]) -> list[int]:
         """Return the places of `tokens` in the end of a turn: after the content, or the last place from `start` on.
 
         closing: What the template writes after the content. None if it is not known.
@@ -238,8 +236,7 @@ class _Turns:
         """Return the spans of characters that generation tags mark in the first `count` messages."""
         template = with_date(self.tokenizer.get_chat_template(tools=list(self.tools) or None))
         messages = [
-            {name: field for name, field in message.items() if field is not None}
-            for message in self.messages[:count]
+            {name: field for name, field in message.items() if field is not None} for message in self.messages[:count]
         ]
         with reading(f"{self.where}: the chat template refuses the conversation"):
             rendered: Any = render_jinja_template(
@@ -271,13 +268,9 @@ class _Turns:
         # the prefix alone has other tokens at its end
         if not self.tokenizer.is_fast:
             return min(len(ids), shared + inside)
-        encoded = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         spans: Any = encoded["offset_mapping"]
-        ends = (
-            i for i, (first, last) in enumerate(spans) if (first if inside else last - 1) >= end
-        )
+        ends = (i for i, (first, last) in enumerate(spans) if (first if inside else last - 1) >= end)
         return max(shared, next(ends, len(ids)))
 
 

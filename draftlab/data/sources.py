@@ -138,9 +138,7 @@ def parse_mixture(spec: str) -> dict[str, float]:
         except ValueError:
             weights[name] = math.nan
         if not name or not 0 < weights[name] < math.inf:
-            raise UserError(
-                f"data {spec!r}: write SOURCE or SOURCE=WEIGHT with a finite weight above 0, not {part!r}"
-            )
+            raise UserError(f"data {spec!r}: write SOURCE or SOURCE=WEIGHT with a finite weight above 0, not {part!r}")
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 
@@ -480,17 +478,13 @@ def _row_with_domain(column: str, value: Any, where: str) -> TextRow:
     for key in column.split("."):
         domain = domain.get(key) if isinstance(domain, dict) else None
     if domain is None:
-        raise UserError(
-            f"{where}: the row has no column {column!r}; its columns are {', '.join(map(str, value))}"
-        )
+        raise UserError(f"{where}: the row has no column {column!r}; its columns are {', '.join(map(str, value))}")
     return replace(row, category=str(domain), unread=row.unread - {column.partition(".")[0]})
 
 
 def _row_file(path: Path, parse: Parse = row_of) -> Iterator[Document]:
     bad = BadRows(str(path))
-    return (
-        _document(f"{path.name}:{number}", row, bad) for number, row in rows_of(path, parse, bad)
-    )
+    return (_document(f"{path.name}:{number}", row, bad) for number, row in rows_of(path, parse, bad))
 
 
 def _hub_dataset(source: str, parse: Parse = row_of) -> Iterator[Document]:
@@ -507,9 +501,7 @@ def _hub_dataset(source: str, parse: Parse = row_of) -> Iterator[Document]:
 
 def _document(name: str, row: TextRow, rows: BadRows) -> Document:
     key = split_key(row.text, row.messages)
-    return Document(
-        name, row.text, row.messages, row.category, row.tools, row.unread, key=key, rows=rows
-    )
+    return Document(name, row.text, row.messages, row.category, row.tools, row.unread, key=key, rows=rows)
 
 
 def unit_hash(text: str) -> float:

@@ -97,9 +97,7 @@ def prompts_of(messages: tuple[Message, ...]) -> list[tuple[Message, ...]]:
     if messages and messages[-1]["role"] == "user":
         return [messages]
     roles = [message["role"] for message in messages]
-    return [
-        messages[:at] for at, pair in enumerate(pairwise(roles), 1) if pair == ("user", "assistant")
-    ]
+    return [messages[:at] for at, pair in enumerate(pairwise(roles), 1) if pair == ("user", "assistant")]
 
 
 def rows_of(file: Path, parse: Parse, bad: BadRows | None = None) -> Iterator[tuple[int, TextRow]]:
@@ -160,9 +158,7 @@ def _parquet_rows(file: Path) -> Iterator[Any]:
     from datasets import load_dataset
 
     with reading(file):
-        rows = load_dataset(
-            "parquet", data_files=glob.escape(str(file)), split="train", streaming=True
-        )
+        rows = load_dataset("parquet", data_files=glob.escape(str(file)), split="train", streaming=True)
         yield from map(without_padding, rows)
 
 
@@ -189,9 +185,7 @@ def check_prompts(file: Path) -> None:
     deque(rows_of(file, prompt_of), maxlen=0)
 
 
-def checked_rows(
-    values: Iterable[tuple[int, Any]], parse: Parse, bad: BadRows
-) -> Iterator[tuple[int, TextRow]]:
+def checked_rows(values: Iterable[tuple[int, Any]], parse: Parse, bad: BadRows) -> Iterator[tuple[int, TextRow]]:
     """Yield the number and the parsed content of each row of a source. Bad rows and rows without text are left out.
 
     Args:
@@ -221,9 +215,7 @@ def checked_rows(
     if empty:
         note_once(f"{bad.source}: {empty:,} of {bad.total:,} rows have no text and are skipped")
     if left_out:
-        note_once(
-            f"{bad.source}: {left_out:,} messages are left out, because they have no text (images, null)"
-        )
+        note_once(f"{bad.source}: {left_out:,} messages are left out, because they have no text (images, null)")
 
 
 def _checked_characters(row: TextRow, where: str) -> TextRow:
@@ -360,9 +352,7 @@ def _says(given: Mapping[str, Any]) -> bool:
     """Return whether an unchecked message has a text or tool calls."""
     content = given.get("content", given.get("value"))
     if isinstance(content, list):
-        content = next(
-            (part for part in content if isinstance(part, dict) and _text_of(part)), None
-        )
+        content = next((part for part in content if isinstance(part, dict) and _text_of(part)), None)
     return content is not None or bool(given.get("tool_calls"))
 
 
@@ -450,9 +440,7 @@ def _tools(value: dict[str, Any]) -> list[Tool]:
     given = _from_json(value.get("tools") or value.get("functions"))
     if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
         return []
-    return [
-        tool if "function" in tool else {"type": "function", "function": tool} for tool in given
-    ]
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in given]
 
 
 def _from_json(value: Any) -> Any:
@@ -463,9 +451,7 @@ def _from_json(value: Any) -> Any:
         return value
 
 
-def supported(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Message], set[str]]:
+def supported(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> tuple[list[Message], set[str]]:
     """Return the messages that a chat template can render, and the names of the fields that it does not read.
 
     A template that reads no tool calls would render an empty answer in place of a call, so such turns are left out with
@@ -477,9 +463,7 @@ def supported(
     uncalled = False  # whether the call before the results of tools is left out
     for message in messages:
         result = message["role"] in RESULTS
-        uncalled = (uncalled and result) or (
-            bool(message.get("tool_calls")) and not _names("tool_calls", template)
-        )
+        uncalled = (uncalled and result) or (bool(message.get("tool_calls")) and not _names("tool_calls", template))
         if result and (uncalled or message["role"] not in template):
             unread.add(f"messages of the role {message['role']}")
         elif uncalled:
@@ -497,16 +481,12 @@ def _names(field: str, template: str) -> bool:
     return re.search(rf"\b{re.escape(field)}\b", template) is not None
 
 
-def unread_fields(
-    messages: Sequence[Message], tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase
-) -> set[str]:
+def unread_fields(messages: Sequence[Message], tools: Sequence[Tool], tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """Return the names of the fields of a conversation that are not rendered."""
     if not tokenizer.chat_template:
         return {"tools"} if tools else set()
     unread = supported(messages, tokenizer)[1]
-    return unread | (
-        {"tools"} if tools and not _names("tools", str(tokenizer.chat_template)) else set()
-    )
+    return unread | ({"tools"} if tools and not _names("tools", str(tokenizer.chat_template)) else set())
 
 
 def note_unread(rows: Iterable[tuple[str, Iterable[str]]]) -> None:
@@ -576,7 +556,5 @@ def chat_ids(
     """
     text = chat_text(messages, tokenizer, where, reply=reply, tools=tools)
     if not (ids := text_ids(text, tokenizer, where, add_special_tokens=False)):
-        raise UserError(
-            f"{where}: the chat template renders no tokens for this conversation; remove this row"
-        )
+        raise UserError(f"{where}: the chat template renders no tokens for this conversation; remove this row")
     return ids

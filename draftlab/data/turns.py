@@ -119,9 +119,7 @@ def _present(prompts: Sequence[Prompt], rows: Sequence[Messages], bad: BadRows) 
     return present
 
 
-def _asked(
-    prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: Answer, bad: BadRows
-) -> list[Prompt]:
+def _asked(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: Answer, bad: BadRows) -> list[Prompt]:
     """Return the requests of conversations: all turns of the first conversation, then of the second, and so on.
 
     The number of a request seeds its sampling. A conversation in which a turn was refused is left out.

@@ -31,9 +31,7 @@ class BlockSpec(HeadSpec):
     by_age = True
 
     @classmethod
-    def load(
-        cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", device: "torch.device"
-    ) -> "DFlash":
+    def load(cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", device: "torch.device") -> "DFlash":
         """Load a head on a device, with the embedding and output layer of its target. Raises UserError: See read."""
         shared = (target.embed.to(device), target.head.to(device))
         return cls.model().load(folder, target_path, *shared)
@@ -58,9 +56,7 @@ class BlockSpec(HeadSpec):
         return cls.read(folder, target).size
 
     @classmethod
-    def passes_of(
-        cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", mode: "Mode"
-    ) -> "HeadPasses":
+    def passes_of(cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", mode: "Mode") -> "HeadPasses":
         from draftlab.engine.drafters.dflash import BlockPasses
 
         return BlockPasses(cls.load(folder, target_path, target, target.device))
@@ -76,15 +72,11 @@ class BlockSpec(HeadSpec):
         self._check_block(replay.most, self.read(folder, replay.target_path).most)
         target = self.readable(replay.load_target())
         head = self.load(folder, replay.target_path, target, target.device)
-        return score_blocks(
-            target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance
-        )
+        return score_blocks(target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance)
 
     def _check_block(self, k: int, most: int) -> None:
         if k > most:
-            raise UserError(
-                f"--k {k}: {self.heads} drafts at most {most} tokens in one pass; use --k {most} or less"
-            )
+            raise UserError(f"--k {k}: {self.heads} drafts at most {most} tokens in one pass; use --k {most} or less")
 
 
 @drafter("dflash", served_by=("vllm", "sglang"))

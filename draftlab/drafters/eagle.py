@@ -88,9 +88,7 @@ class EagleHeadSpec(HeadSpec):
     remedy = "; train a head with draftlab distill --student eagle"
 
     @classmethod
-    def load(
-        cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", device: "torch.device"
-    ) -> "EagleLlama":
+    def load(cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", device: "torch.device") -> "EagleLlama":
         """Load a head on a device, for a target that is loaded already. Raises UserError: see read."""
         return cls.model().load(folder, target_path, target, device)
 
@@ -99,9 +97,7 @@ class EagleHeadSpec(HeadSpec):
         return cls.read(folder, target).shape
 
     @classmethod
-    def passes_of(
-        cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", mode: "Mode"
-    ) -> "HeadPasses":
+    def passes_of(cls, folder: Path, target_path: Path, target: "Llama | HFDecoder", mode: "Mode") -> "HeadPasses":
         from draftlab.engine.drafters.eagle import EaglePasses
         from draftlab.model import eagle_llama
 
@@ -128,9 +124,7 @@ class EagleHeadSpec(HeadSpec):
 
         target = self.readable(replay.load_target())
         head = self.load(Path(self.heads), replay.target_path, target, target.device)
-        return score_chains(
-            target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance
-        )
+        return score_chains(target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance)
 
 
 @drafter("eagle", served_by=("vllm", "sglang", "llama.cpp"))
@@ -147,9 +141,7 @@ class EagleSpec(EagleHeadSpec, GateSpec):
 
     @model_validator(mode="after")
     def _gate_is_used(self) -> Self:
-        if self.prompt_lookup_max is None and (
-            idle := sorted(self.model_fields_set & {"min_match", "draft_tokens"})
-        ):
+        if self.prompt_lookup_max is None and (idle := sorted(self.model_fields_set & {"min_match", "draft_tokens"})):
             raise ValueError(f"{', '.join(idle)}: needs prompt_lookup_max=N")
         return self
 
@@ -157,9 +149,7 @@ class EagleSpec(EagleHeadSpec, GateSpec):
         drafter = self.head_drafter(context)
         if self.prompt_lookup_max is None:
             return context.run(drafter, facts=self.facts() | {"eagle": True})
-        return context.run(
-            self.after_lookup(self.prompt_lookup_max, drafter, context.vocab), facts=self.facts()
-        )
+        return context.run(self.after_lookup(self.prompt_lookup_max, drafter, context.vocab), facts=self.facts())
 
     @classmethod
     def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":

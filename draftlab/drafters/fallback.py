@@ -29,9 +29,7 @@ class GateSpec(DrafterSpec):
     draft_tokens: Largest number of tokens that the other drafter drafts. Default: K.
     """
 
-    min_match: Annotated[list[PositiveInt], split_at("x")] = Field(
-        [2, 1, 3], min_length=3, max_length=3
-    )
+    min_match: Annotated[list[PositiveInt], split_at("x")] = Field([2, 1, 3], min_length=3, max_length=3)
     draft_tokens: int | None = Field(None, ge=1, le=MAX_K)
 
     def after_lookup(self, longest: int, drafter: "Drafter", vocab: int) -> "Drafter":
@@ -71,9 +69,7 @@ class FallbackSpec(DraftModelSpec, GateSpec):
         from draftlab.engine.drafters.parallel import model_drafter
 
         model = context.load_draft(self.text, self.draft)
-        drafter = self.after_lookup(
-            self.prompt_lookup_max, model_drafter(model, context.vocab), context.vocab
-        )
+        drafter = self.after_lookup(self.prompt_lookup_max, model_drafter(model, context.vocab), context.vocab)
         return context.run(drafter, model=model)
 
     def acceptance(self, replay: "ReplayContext") -> "list[TokenLogprobs]":

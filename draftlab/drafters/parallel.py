@@ -37,9 +37,7 @@ class ParallelSpec(DraftModelSpec):
         from draftlab.engine.drafters.parallel import ParallelDrafter
 
         model = context.load_draft(self.text, self.draft)
-        return context.run(
-            ParallelDrafter(model, context.vocab), model=model, facts={"parallel": True}
-        )
+        return context.run(ParallelDrafter(model, context.vocab), model=model, facts={"parallel": True})
 
     @classmethod
     def step_cost(cls, passes: "Passes", k: int, accepted: int) -> "np.ndarray":

@@ -24,11 +24,7 @@ class OutputsSpec(DrafterSpec):
     outputs: str = ""
 
     def inputs(self) -> list[Input]:
-        stored = (
-            [Input(self.outputs, lambda name, weights: check_store(Path(name)))]
-            if self.outputs
-            else []
-        )
+        stored = [Input(self.outputs, lambda name, weights: check_store(Path(name)))] if self.outputs else []
         return [*super().inputs(), *stored]
 
     def check(self, run: RunFacts) -> None:

@@ -72,15 +72,11 @@ class Completion:
     finish_reason: FinishReason
 
     @classmethod
-    def truncated(
-        cls, ids: np.ndarray, logprobs: np.ndarray, stop_token_ids: tuple[int, ...]
-    ) -> "Completion":
+    def truncated(cls, ids: np.ndarray, logprobs: np.ndarray, stop_token_ids: tuple[int, ...]) -> "Completion":
         """Return a Completion of `ids` up to and including the first stop token, or of all ids without one."""
         stops = np.flatnonzero(np.isin(ids, stop_token_ids))
         n = int(stops[0]) + 1 if len(stops) else len(ids)
-        return cls(
-            ids=ids[:n], logprobs=logprobs[:n], finish_reason="stop" if len(stops) else "length"
-        )
+        return cls(ids=ids[:n], logprobs=logprobs[:n], finish_reason="stop" if len(stops) else "length")
 
 
 def load_generator(
@@ -146,9 +142,7 @@ def generate_batch(
     return [completions[i] for i in range(len(prompts))]
 
 
-def answer_turns(
-    prompts: Prompts, target: Path, model: Decoder, sampling: SamplingParams
-) -> Prompts:
+def answer_turns(prompts: Prompts, target: Path, model: Decoder, sampling: SamplingParams) -> Prompts:
     """Return a prompt for every turn of a conversation, with the model's answers to the earlier turns, see turns.py.
 
     target: Directory of the model.
@@ -199,9 +193,7 @@ def _groups(
         if group:
             longest = len(prompts[group[0]])
             same_length = len(prompts[i]) == longest or model.takes_rows
-            if not same_length or len(group) >= batch_size_for(
-                model, longest + max_tokens, batching
-            ):
+            if not same_length or len(group) >= batch_size_for(model, longest + max_tokens, batching):
                 yield group
                 group = []
         group.append(i)

@@ -99,9 +99,7 @@ class Draft:
         if self.parents is None:
             return range(self.ids.shape[1])
         trees = [tree for tree in self.parents if isinstance(tree, tuple)]
-        return (
-            trees[row] if trees else [parent for parent in self.parents if isinstance(parent, int)]
-        )
+        return trees[row] if trees else [parent for parent in self.parents if isinstance(parent, int)]
 
 
 class Drafter(Protocol):
@@ -110,9 +108,7 @@ class Drafter(Protocol):
     def reset(self, rows: int, capacity: int) -> None:
         """Drop all state, and prepare for `rows` texts of at most `capacity` tokens each. By default, do nothing."""
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         """Draft up to `count` tokens after each text.
 
         Finished texts stay in the batch, and their drafts are ignored.
@@ -153,9 +149,7 @@ class Sampler:
         return draw(q, uniform), q
 
 
-def draw_each(
-    logits: Tensor, uniform: Tensor, sampling: SamplingParams, vocab: int | None
-) -> Draft:
+def draw_each(logits: Tensor, uniform: Tensor, sampling: SamplingParams, vocab: int | None) -> Draft:
     """Draft K tokens, each from its own logits, so that no token depends on another drafted token.
 
     Args:
@@ -191,9 +185,7 @@ class ModelDrafter(Drafter):
         self.cached: list[list[int]] = [[] for _ in range(rows)]
         self.drafted: Tensor | None = None
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         first = self.drafted is None
         logits = self.last_logits(texts)[:, -1]
         if first:
@@ -278,18 +270,14 @@ def speculative_decode(
             count = k  # then every pass has the same shape; tokens beyond a text's limit are not verified
         start, draft = clock(), nothing
         if drafter and count:
-            draft = drafter.propose(
-                rows.texts, count, draft_sampling or sampling, uniform[:, :count]
-            ).to(target.device)
+            draft = drafter.propose(rows.texts, count, draft_sampling or sampling, uniform[:, :count]).to(target.device)
         drafted_at = clock()
         logits = _target_logits(target, cache, rows.texts, draft)
         if not prefilled:
             check_logits(logits, "the target")
         verified_at = clock()
         drafted = [min(pair) for pair in zip(draft.counts, room, strict=True)]
-        emitted = rows.append(
-            verify_batch(logits, draft, drafted, sampling, uniform[:, k:], rule), cache, draft
-        )
+        emitted = rows.append(verify_batch(logits, draft, drafted, sampling, uniform[:, k:], rule), cache, draft)
         end = read_at = clock()
         if drafter is not None and not prefilled and k and rows.live:
             drafter.prefill(rows.texts)
@@ -339,10 +327,7 @@ def verify_batch(
         best = most_probable(logits)
         width = best.shape[1]
         both = torch.cat([best, draft.ids], 1).tolist()  # the only wait for the device
-        return [
-            _verify_greedy(row[:width], row[width:], tree)
-            for row, tree in zip(both, parents, strict=True)
-        ]
+        return [_verify_greedy(row[:width], row[width:], tree) for row, tree in zip(both, parents, strict=True)]
     p, rule = distribution(logits, sampling), rule or draft.rule
     if rule is None:
         return _verify_sampled_chains(p, draft, counts, uniform)
@@ -352,9 +337,7 @@ def verify_batch(
     ]
 
 
-def _verify_greedy(
-    best: list[int], ids: list[int], parents: Sequence[int]
-) -> tuple[list[int], list[int]]:
+def _verify_greedy(best: list[int], ids: list[int], parents: Sequence[int]) -> tuple[list[int], list[int]]:
     """Verify the first drafted tokens of one text greedily. Return the accepted tokens' indices, and the new tokens.
 
     best: The most probable token of the target after the text's last token and after each drafted token, [T].
@@ -377,9 +360,7 @@ def _verify_sampled_chains(
         ValueError: the draft is a token tree.
     """
     if draft.parents is not None:
-        raise ValueError(
-            "--rule rejection verifies only chains, but this draft is a token tree; use --rule match"
-        )
+        raise ValueError("--rule rejection verifies only chains, but this draft is a token tree; use --rule match")
     ids = draft.ids
     q = F.one_hot(ids, p.shape[-1]).to(p) if draft.q is None else draft.q
     width = ids.shape[1]
@@ -428,17 +409,11 @@ class _Rows:
     def room(self) -> list[int]:
         """Return the number of tokens that may be drafted for each text. One token is left for the target."""
         live = set(self.live)
-        return [
-            limit - len(self.texts[row]) - 1 if row in live else 0
-            for row, limit in enumerate(self.limits)
-        ]
+        return [limit - len(self.texts[row]) - 1 if row in live else 0 for row, limit in enumerate(self.limits)]
 
     def current(self, draws: Tensor) -> Tensor:
         """Return the W draws of each text's next step, [B, W]. draws: Draws for all lengths, [B, max_tokens, W]."""
-        at = [
-            min(len(text) - start, draws.shape[1] - 1)
-            for text, start in zip(self.texts, self.starts, strict=True)
-        ]
+        at = [min(len(text) - start, draws.shape[1] - 1) for text, start in zip(self.texts, self.starts, strict=True)]
         # indexing by a tensor would copy the indices to the device
         return torch.stack([draws[row, i] for row, i in enumerate(at)])
 
@@ -454,9 +429,7 @@ class _Rows:
         emitted = []
         for row in self.live:
             path, tokens = verified[row]
-            end = next(
-                (i for i, token in enumerate(tokens) if token in self.stop_token_ids), len(tokens)
-            )
+            end = next((i for i, token in enumerate(tokens) if token in self.stop_token_ids), len(tokens))
             tokens = tokens[: end + 1]
             if draft.parents is not None:
                 cache.keep(row, len(self.texts[row]), path[: len(tokens)])
@@ -466,8 +439,7 @@ class _Rows:
         self.live = [
             row
             for row in self.live
-            if len(self.texts[row]) < self.limits[row]
-            and self.texts[row][-1] not in self.stop_token_ids
+            if len(self.texts[row]) < self.limits[row] and self.texts[row][-1] not in self.stop_token_ids
         ]
         return emitted
 

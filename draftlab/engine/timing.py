@@ -11,9 +11,7 @@ from draftlab.model.devices import is_fast
 from draftlab.results.score import Latency
 
 WARM_UP_ROUNDS = (3, 12)  # fewest and most warm-up rounds
-STEADY = (
-    0.05  # warm-up ends when the time of a round differs from the last by at most this fraction
-)
+STEADY = 0.05  # warm-up ends when the time of a round differs from the last by at most this fraction
 MAX_BUFFER_BYTES = 1 << 30  # largest size of the matrix that measures bandwidth
 SQUARE = {"cpu": 1024, "cuda": 8192}  # side of the square matrices that matmul_tflops multiplies
 SLOW_SQUARE = 256  # the same for slow dtypes, in which larger products take seconds

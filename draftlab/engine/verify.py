@@ -65,9 +65,7 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     largest logit, the lowest of these ids has probability 1.
     """
     if params.temperature == 0:
-        return torch.zeros_like(logits, dtype=torch.float32).scatter_(
-            -1, most_probable(logits).unsqueeze(-1), 1.0
-        )
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, most_probable(logits).unsqueeze(-1), 1.0)
     logits = logits.float()
     for name in params.active:
         logits = FILTER_FUNCTIONS[name](logits, getattr(params, name))
@@ -89,9 +87,7 @@ def _with_top_p(logits: Tensor, top_p: float) -> Tensor:
     width = logits.shape[-1]
     if _is_array(logits):  # sorting is slow on a CPU; after top_k, few logits are finite
         width = max(1, int((logits > -torch.inf).sum(-1).max()))
-    values, ids = (
-        logits.topk(width, -1) if width < logits.shape[-1] else logits.sort(-1, descending=True)
-    )
+    values, ids = logits.topk(width, -1) if width < logits.shape[-1] else logits.sort(-1, descending=True)
     p = values.softmax(-1)
     # keep a token if the more probable tokens have not reached top_p
     values = values.masked_fill(p.cumsum(-1) - p >= top_p, -torch.inf)
@@ -125,9 +121,7 @@ def draw(probabilities: Tensor, u: Tensor) -> Tensor:
         return torch.from_numpy(np.array(ids, dtype=np.int64).reshape(u.shape))
     cumulative = probabilities.to(exact_dtype(probabilities.device)).cumsum(-1)
     total = cumulative[..., -1:]
-    edge = torch.minimum(
-        u.to(cumulative).unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total))
-    )
+    edge = torch.minimum(u.to(cumulative).unsqueeze(-1) * total, total.nextafter(torch.zeros_like(total)))
     return torch.searchsorted(cumulative, edge, right=True).squeeze(-1)
 
 
@@ -163,9 +157,7 @@ def verify(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor) -> tuple[int, Tenso
     return int(accepted), following[0]
 
 
-def verify_rows(
-    p: Tensor, q: Tensor, drafted: Tensor, u: Tensor, counts: Tensor
-) -> tuple[Tensor, Tensor]:
+def verify_rows(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Verify a batch of chains as verify() does. The host does not wait for the device.
 
     Args:
@@ -247,11 +239,7 @@ class Tokens:
         """
         same = [node]
         if node:
-            same = [
-                i + 1
-                for i in self.children(self.parents[node - 1])
-                if self.ids[i] == self.ids[node - 1]
-            ]
+            same = [i + 1 for i in self.children(self.parents[node - 1]) if self.ids[i] == self.ids[node - 1]]
         return [i for i, parent in enumerate(self.parents) if parent in same]
 
     def path(self, node: int) -> list[int]:
@@ -298,9 +286,7 @@ def block(p: Tensor, tokens: Tokens, chance: Chance) -> Verdict:
     """
     n = len(tokens.ids)
     if list(tokens.parents) != list(range(n)):
-        raise ValueError(
-            "--rule block verifies only chains, but this draft is a token tree; use --rule match"
-        )
+        raise ValueError("--rule block verifies only chains, but this draft is a token tree; use --rule match")
     q = [tokens.drawn_from(i, p) for i in range(n)]
     accept = [torch.ones((), dtype=p.dtype, device=p.device)]
     for i, token in enumerate(tokens.ids):

@@ -125,13 +125,9 @@ class DraftModel:
 
     def _probe_texts(self, copy: str) -> Iterator[Finding]:
         own, targets = self.tokenizers
-        differing = [
-            text for text in PROBES if own(text)["input_ids"] != targets(text)["input_ids"]
-        ]
+        differing = [text for text in PROBES if own(text)["input_ids"] != targets(text)["input_ids"]]
         text = f"{len(differing)} of {len(PROBES)} probe texts get other token ids than with the target's tokenizer"
-        own_file, file = (
-            hf.tokenizer_files(model).get("tokenizer.json") for model in (self.path, self.target)
-        )
+        own_file, file = (hf.tokenizer_files(model).get("tokenizer.json") for model in (self.path, self.target))
         if not differing:
             yield ok(
                 "tokenizer",
@@ -142,9 +138,7 @@ class DraftModel:
                 " from the same tokenizer.json, which transformers reads differently for "
                 f"{self.config.get('model_type')}"
             )
-            yield warning(
-                "tokenizer", text, "serve the draft with the target's tokenizer, as servers do"
-            )
+            yield warning("tokenizer", text, "serve the draft with the target's tokenizer, as servers do")
         else:
             yield error("tokenizer", f"{text}: {differing[0][:30]!r}", copy)
 
@@ -153,9 +147,7 @@ class DraftModel:
         for name in ("bos", "eos"):
             if own[name] != targets[name]:
                 text = f"{name} is id {own[name]} in the draft, but {targets[name]} in the target"
-                yield error(
-                    "special tokens", text, f"copy tokenizer_config.json from {self.target}"
-                )
+                yield error("special tokens", text, f"copy tokenizer_config.json from {self.target}")
         ends, target_ends = (
             checkpoint.eos_token_ids(self.path),
             checkpoint.eos_token_ids(self.target),
@@ -213,10 +205,7 @@ class DraftModel:
     def _context(self) -> Iterator[Finding]:
         own, targets = self.context, checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
         if self.context_limit:
-            fix = (
-                f"serve at most {own:,} tokens, or distil with a longer --seq-len from a source with a longer "
-                "context"
-            )
+            fix = f"serve at most {own:,} tokens, or distil with a longer --seq-len from a source with a longer context"
             yield warning("context", self.context_limit, fix)
         else:
             text = f"the draft reads up to {own:,} tokens, and the target up to {targets:,}"
@@ -256,9 +245,7 @@ class DraftModel:
         if not form.heterogeneous:
             common_vocabulary(self.path, self.target)
         elif self.difference() is None:
-            raise UserError(
-                f"--use-heterogeneous-vocab: leave it out, because {self.path} has the target's vocabulary"
-            )
+            raise UserError(f"--use-heterogeneous-vocab: leave it out, because {self.path} has the target's vocabulary")
         elif form.server is not None:
             _refuse(self, form.server, form.server.check_vocabulary(self))
         if form.outtype is not None:
@@ -279,20 +266,14 @@ class DraftModel:
 
     def summary(self, directory: Path, form: Form) -> str:
         """Return a sentence for the model card about the draft's size. directory: The output of write()."""
-        owner = (
-            "its own, which the server translates to the target's"
-            if form.heterogeneous
-            else "the target's"
-        )
+        owner = "its own, which the server translates to the target's" if form.heterogeneous else "the target's"
         context = checkpoint.max_model_len(directory, DEFAULT_CONTEXT)
         return (
             f"{read_size(directory).describe()}; vocabulary of {checkpoint.vocab_size(directory):,} tokens, {owner}; "
             f"context of {context:,} tokens."
         )
 
-    def scores(
-        self, directory: Path, form: Form, texts: TargetTexts, device: torch.device
-    ) -> list[TokenLogprobs]:
+    def scores(self, directory: Path, form: Form, texts: TargetTexts, device: torch.device) -> list[TokenLogprobs]:
         """Return the draft's log-probabilities of the tokens of each text, in the form of DrafterSpec.acceptance.
 
         directory: The output of write(), or the draft itself.
@@ -323,9 +304,7 @@ class ParallelDraft(DraftModel):
         try:
             token, offsets = parallel.pard_token(self.path), parallel.trained_offsets(self.path)
         except UserError as failure:
-            yield error(
-                "pard_token", str(failure), "train again with draftlab distill --student parallel"
-            )
+            yield error("pard_token", str(failure), "train again with draftlab distill --student parallel")
             return
         known = f"up to {offsets} tokens" if offsets else "several tokens"
         yield ok("pard_token", f"mask token {token}; the draft was trained for {known} in one pass")
@@ -334,9 +313,7 @@ class ParallelDraft(DraftModel):
         token = parallel.pard_token(self.path)
         if token is None or form.server is None or not form.server.parallel:
             return super()._scores(model, form, texts)
-        return score_offsets(
-            model, texts.pairs, self.target_vocab, texts.draft_sampling, texts.k, token
-        )
+        return score_offsets(model, texts.pairs, self.target_vocab, texts.draft_sampling, texts.k, token)
 
 
 class PublishedHead:
@@ -346,9 +323,7 @@ class PublishedHead:
     head: HeadShape | None = None
     shape: Shape | None = None
 
-    def __init__(
-        self, path: Path, target: Path, kind: str, sizes: HeadSizes, config: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, path: Path, target: Path, kind: str, sizes: HeadSizes, config: Mapping[str, Any]) -> None:
         """Open the head at `path` for a target. kind: Kind of the head's drafter, as --drafter names it."""
         self.path, self.target = path, target
         self.config: Mapping[str, Any] = config
@@ -404,9 +379,7 @@ class PublishedHead:
         head = self.spec.load(self.path, self.target, target, device)
         return [trials.check_acceptance(target, self.spec.drafter(target, head), prompts)]
 
-    def scores(
-        self, directory: Path, form: Form, texts: TargetTexts, device: torch.device
-    ) -> list[TokenLogprobs]:
+    def scores(self, directory: Path, form: Form, texts: TargetTexts, device: torch.device) -> list[TokenLogprobs]:
         """See DraftModel.scores."""
         replay = ReplayContext(
             texts=texts.pairs,
@@ -431,9 +404,7 @@ class HeadArtifact(PublishedHead):
     in_parallel = False
     default_k: tuple[int, str] = (3, UNMEASURED_K)
 
-    def __init__(
-        self, path: Path, target: Path, head: HeadShape, config: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, path: Path, target: Path, head: HeadShape, config: Mapping[str, Any]) -> None:
         super().__init__(path, target, "eagle", head, config)
         self.served_by: frozenset[str] | None = None
         self.head: HeadShape | None = head
@@ -532,9 +503,7 @@ def _refuse(artifact: Artifact, server: ServerKind, findings: Iterable[Finding])
     """Raise UserError if a finding is an error."""
     for finding in findings:
         if finding.level == "error":
-            raise UserError(
-                f"{artifact.path}: {server.name} {finding.text}; {finding.fix}".removesuffix("; ")
-            )
+            raise UserError(f"{artifact.path}: {server.name} {finding.text}; {finding.fix}".removesuffix("; "))
 
 
 def check_files(artifact: Checkable, servers: Iterable[ServerKind]) -> Iterator[Finding]:

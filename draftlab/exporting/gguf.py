@@ -252,9 +252,7 @@ def _write(
     tokenizer = read_tokenizer(tokenizer_from, shape.vocab)
     gguf, rope = library(), read_rope(directory, shape.head_dim)
     if lacks := _lacks(kind, shape, rope):
-        raise UserError(
-            f"{directory} has {lacks}, which llama.cpp does not compute for EAGLE-3 heads; use --to vllm"
-        )
+        raise UserError(f"{directory} has {lacks}, which llama.cpp does not compute for EAGLE-3 heads; use --to vllm")
     unquantized = [info.name for info in infos if len(info.dims) == 2 and info.qtype != qtype]
     # the maps are only read, never written
     weights = ChainMap(cast(Any, rope.tensors), cast(Any, weights))
@@ -277,9 +275,7 @@ def _write(
     _add_tokenizer(writer, tokenizer)
     for info in infos:
         size = gguf.quant_shape_to_byte_shape(info.dims, info.code)
-        writer.add_tensor_info(
-            info.name, size, np.dtype(np.uint8), math.prod(size), raw_dtype=info.code
-        )
+        writer.add_tensor_info(info.name, size, np.dtype(np.uint8), math.prod(size), raw_dtype=info.code)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -291,16 +287,10 @@ def _write(
             raise UserError(
                 f"--outtype {qtype}: {info.source} has values outside the range of f16; use --outtype bf16 or f32"
             )
-        data = (
-            tensor.numpy()
-            if info.qtype == "i64"
-            else gguf.quants.quantize(tensor.float().numpy(), info.code)
-        )
+        data = tensor.numpy() if info.qtype == "i64" else gguf.quants.quantize(tensor.float().numpy(), info.code)
         writer.write_tensor_data(np.ascontiguousarray(data).view(np.uint8))
     writer.close()
-    return Written(
-        path=file, tokenizer=tokenizer, unquantized=unquantized, limits=_limits(directory, rope)
-    )
+    return Written(path=file, tokenizer=tokenizer, unquantized=unquantized, limits=_limits(directory, rope))
 
 
 def _head_info(source: str, dims: tuple[int, ...], qtype: str) -> TensorInfo:
@@ -369,9 +359,7 @@ def _add_settings(writer: Any, directory: Path, name: str, shape: Shape, qtype: 
         # by this name, llama.cpp skips the white space after special tokens, and needs those of Phi-3
         writer.add_name(name)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    writer.add_file_type(
-        gguf.LlamaFileType[{"f32": "ALL_F32"}.get(qtype, f"MOSTLY_{qtype.upper()}")]
-    )
+    writer.add_file_type(gguf.LlamaFileType[{"f32": "ALL_F32"}.get(qtype, f"MOSTLY_{qtype.upper()}")])
     writer.add_block_count(shape.layers)
     writer.add_context_length(_context(directory))
     writer.add_embedding_length(shape.hidden)

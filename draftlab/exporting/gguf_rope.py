@@ -30,9 +30,7 @@ CLOSE = 1e-4  # relative difference of frequencies; llama.cpp computes them in f
 FIELDS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
-    "llama3": frozenset(
-        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    ),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset(
         {
             "factor",
@@ -141,18 +139,14 @@ def _longrope(config: Any, settings: Settings, unscaled: Tensor) -> Rope:
     tensors: dict[str, Tensor] = {}
     attention_factor = 1.0
     for name, length in ((SHORT, original), (LONG, original + 1)):
-        frequencies, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](
-            config, checkpoint.CPU, length
-        )
+        frequencies, attention_factor = ROPE_INIT_FUNCTIONS["longrope"](config, checkpoint.CPU, length)
         tensors[name] = unscaled / frequencies
     settings = settings | {
         "rope.scaling.type": "longrope",
         "rope.scaling.original_context_length": original,
         "rope.scaling.attn_factor": float(attention_factor),
     }
-    return Rope(
-        settings=settings, tensors=tensors, needs="rotary scaling 'longrope'", short=original
-    )
+    return Rope(settings=settings, tensors=tensors, needs="rotary scaling 'longrope'", short=original)
 
 
 def _yarn_settings(config: Any, attention_factor: float) -> Settings:
@@ -194,7 +188,5 @@ def _yarn_frequencies(settings: Mapping[str, Any], head_dim: int) -> Tensor:
 def _unusual(rope: Mapping[str, Any]) -> str:
     """Return the names of YaRN's fields that llama.cpp does not read."""
     usual = {"beta_fast": BETA_FAST, "beta_slow": BETA_SLOW, "truncate": True}
-    fields = [
-        f"{name} {rope[name]}" for name, value in usual.items() if rope.get(name, value) != value
-    ]
+    fields = [f"{name} {rope[name]}" for name, value in usual.items() if rope.get(name, value) != value]
     return f"rotary scaling 'yarn' with {', '.join(fields) or 'an unusual range'}"

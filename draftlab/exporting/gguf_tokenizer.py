@@ -41,15 +41,11 @@ class PreTokenizer:
 
 # llama.cpp's names of pre-tokenizers; it accepts no other names, because the patterns are in its code
 PRE_TOKENIZERS = {
-    "llama-bpe": PreTokenizer(
-        ("|".join((ENDINGS, LETTERS, r"\p{N}{1,3}", SIGNS, SPACES)),), ignore_merges=True
-    ),
+    "llama-bpe": PreTokenizer(("|".join((ENDINGS, LETTERS, r"\p{N}{1,3}", SIGNS, SPACES)),), ignore_merges=True),
     "qwen2": PreTokenizer(("|".join((ENDINGS, LETTERS, r"\p{N}", SIGNS, SPACES)),)),
     "gpt-2": PreTokenizer((GPT2,)),
     "smollm": PreTokenizer((r"\p{N}", GPT2)),
-    "tekken": PreTokenizer(
-        ("|".join((*CASED, r"\p{N}", SIGNS_AND_SLASHES, SPACES)),), ignore_merges=True
-    ),
+    "tekken": PreTokenizer(("|".join((*CASED, r"\p{N}", SIGNS_AND_SLASHES, SPACES)),), ignore_merges=True),
     "gpt-4o": PreTokenizer(
         (
             "|".join(
@@ -125,9 +121,7 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
     """
     wrapped: Any = checkpoint.load_tokenizer(directory)
     file = directory / "tokenizer.json"  # transformers adds tokens of its own by model type
-    fast: Tokenizer = (
-        Tokenizer.from_file(str(file)) if file.is_file() else wrapped.backend_tokenizer
-    )
+    fast: Tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else wrapped.backend_tokenizer
     spec = json.loads(fast.to_str())
     if spec["model"]["type"] != "BPE":
         raise UserError(
@@ -182,9 +176,7 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
     )
 
 
-def _beside_special(
-    spec: dict[str, Any], special: Mapping[str, int], templates: Mapping[str, str]
-) -> list[str]:
+def _beside_special(spec: dict[str, Any], special: Mapping[str, int], templates: Mapping[str, str]) -> list[str]:
     """Return texts in which special tokens stand beside words, with and without white space.
 
     The special tokens are those that a chat template names, and one token of each combination of flags.
@@ -220,17 +212,13 @@ def choose_space_prefix(
     results: dict[bool, list[bool]] = {}
     for prefix in (True, False):
         inner = llama_cpp_tokenizer.SentencePiece(tokens, scores, prefix)
-        equal = probes.equal(
-            lambda text, inner=inner: llama_cpp_tokenizer.encode(text, special, inner.encode)
-        )
+        equal = probes.equal(lambda text, inner=inner: llama_cpp_tokenizer.encode(text, special, inner.encode))
         results[prefix], ranks[prefix] = equal, (sum(equal), sum(equal[: probes.plain]))
     best = max(ranks, key=lambda prefix: ranks[prefix])
     return best, results[best]
 
 
-def nearest_pre_tokenizer(
-    spec: dict[str, Any], special: Mapping[str, int], probes: Probes
-) -> tuple[str, list[bool]]:
+def nearest_pre_tokenizer(spec: dict[str, Any], special: Mapping[str, int], probes: Probes) -> tuple[str, list[bool]]:
     """Return llama.cpp's pre-tokenizer that gives most probe texts the right ids, and those texts.
 
     If several pre-tokenizers are equally good, prefer a pre-tokenizer whose patterns the tokenizer has, and then the
@@ -252,9 +240,7 @@ def nearest_pre_tokenizer(
         def encode(part: str, _: bool, other: Tokenizer = other) -> list[int]:
             return other.encode(part, add_special_tokens=False).ids
 
-        equal = probes.equal(
-            lambda text, encode=encode: llama_cpp_tokenizer.encode(text, special, encode)
-        )
+        equal = probes.equal(lambda text, encode=encode: llama_cpp_tokenizer.encode(text, special, encode))
         known = [json.dumps(pattern) in spelled for pattern in pre_tokenizer.patterns]
         results[name], ranks[name] = equal, (sum(equal), all(known) * len(known))
     best = max(ranks, key=lambda name: ranks[name])
@@ -277,15 +263,11 @@ def set_pre_tokenizer(spec: dict[str, Any], pre_tokenizer: PreTokenizer) -> None
     spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*splits, byte_level]}
 
 
-def _tokens(
-    spec: dict[str, Any], vocab: int, directory: Path, byte_fallback: bool
-) -> tuple[list[str], list[int]]:
+def _tokens(spec: dict[str, Any], vocab: int, directory: Path, byte_fallback: bool) -> tuple[list[str], list[int]]:
     by_id: dict[int, str] = {i: token for token, i in spec["model"]["vocab"].items()}
     kinds = dict.fromkeys(by_id, NORMAL)
     if byte_fallback:
-        kinds |= {
-            i: BYTE for i, token in by_id.items() if len(token) == 6 and token.startswith("<0x")
-        }
+        kinds |= {i: BYTE for i, token in by_id.items() if len(token) == 6 and token.startswith("<0x")}
         unknown = spec["model"].get("unk_token")
         kinds |= {i: UNKNOWN for i, token in by_id.items() if token == unknown}
     for added in spec["added_tokens"]:
@@ -299,9 +281,7 @@ def _tokens(
         if kinds.get(added["id"]) != UNKNOWN:
             kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     if max(by_id) >= vocab:
-        raise UserError(
-            f"{directory}: the tokenizer has the id {max(by_id)}, but the model has only {vocab} logits"
-        )
+        raise UserError(f"{directory}: the tokenizer has the id {max(by_id)}, but the model has only {vocab} logits")
     tokens = [by_id.get(i, f"[PAD{i}]") for i in range(vocab)]
     return tokens, [kinds.get(i, UNUSED) for i in range(vocab)]
 

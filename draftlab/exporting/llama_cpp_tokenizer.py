@@ -31,9 +31,7 @@ def split_special(text: str, special: Mapping[str, int]) -> list[str | int]:
     return parts
 
 
-def encode(
-    text: str, special: Mapping[str, int], encode_start: Callable[[str, bool], Sequence[int]]
-) -> list[int]:
+def encode(text: str, special: Mapping[str, int], encode_start: Callable[[str, bool], Sequence[int]]) -> list[int]:
     """Return the ids of a text. encode_start: Returns the ids of a part; its flag says that no text precedes it."""
     ids: list[int] = []
     at_start = True

@@ -161,9 +161,7 @@ def _verify(
     prompts = answer_turns(verifier.prompts, target, model, turns)
     rows = [prompt.ids for prompt in prompts.rows]
     if len(rows) < FEWEST:
-        raise UserError(
-            f"--verify-with: {len(rows)} prompts are too few to compare acceptance; name {FEWEST} or more"
-        )
+        raise UserError(f"--verify-with: {len(rows)} prompts are too few to compare acceptance; name {FEWEST} or more")
     del model
     torch.cuda.empty_cache()  # the server needs most of the memory
     note(f"drafting over {len(rows)} texts in {verifier.program.name} and in draftlab")
@@ -185,9 +183,7 @@ def _verify(
         )
         command = server.command(verifier.program, trial)
         with verify.running(command, verify.own_environment(server)) as (client, _):
-            answered = verify.ask(
-                client, rows, tokens=NEW_TOKENS, temperature=verifier.temperature, vocab=vocab, k=k
-            )
+            answered = verify.ask(client, rows, tokens=NEW_TOKENS, temperature=verifier.temperature, vocab=vocab, k=k)
     found = verify.compare(
         client,
         answered,
@@ -217,9 +213,7 @@ def choose_sampling(heterogeneous: bool, verified: verify.Verification | None) -
         return DEFAULT_SAMPLING
     lengths = ", ".join(f"{name} {length.value:.3f}" for name, length in verified.by_method.items())
     best = max(verified.by_method, key=lambda name: verified.by_method[name].value)
-    return Sampling(
-        best, f"tokens per target pass at temperature {verified.temperature:g}: {lengths}"
-    )
+    return Sampling(best, f"tokens per target pass at temperature {verified.temperature:g}: {lengths}")
 
 
 def target_name(named: str, target: Path) -> str:
@@ -237,9 +231,7 @@ def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -
         if not measured.startswith("Faster"):
             note(f"{scores[0].name}: {measured}")
     if asked is not None:
-        return ChosenK(
-            k=asked, reason=f"set by --k. Score: {measured}" if measured else "set by --k"
-        )
+        return ChosenK(k=asked, reason=f"set by --k. Score: {measured}" if measured else "set by --k")
     if scores:
         reason = f"the fastest K in draftlab score on {scores[0].conditions.device}. {measured}"
         return ChosenK(k=scores[0].best_k, reason=reason)

@@ -107,9 +107,7 @@ class ServedDraft:
         yield from self._context()
         vocab = self.artifact.target_vocab
         try:
-            answered = verify.ask(
-                self.server, self.fitting, tokens=TOKENS, temperature=self.temperature, vocab=vocab
-            )
+            answered = verify.ask(self.server, self.fitting, tokens=TOKENS, temperature=self.temperature, vocab=vocab)
         except NothingDrafted as failure:
             fix = "draftlab export writes a command that drafts"
             yield error("acceptance", str(failure), fix)
@@ -135,9 +133,7 @@ class ServedDraft:
         try:
             ids, count = self.server.chat_prompt(PROBES[0])
         except UserError as failure:
-            return warning(
-                about, f"not compared: {failure}", "send only completion requests to the server"
-            )
+            return warning(about, f"not compared: {failure}", "send only completion requests to the server")
         if own == ids or (ids is None and len(own) == count):
             return ok(about, f"a chat of one message has {count} tokens on the server and here")
         text = f"a chat of one message has {count} tokens on the server, and {len(own)} other tokens here"
@@ -176,9 +172,7 @@ class ServedDraft:
             )
             yield error("precision", text, fix)
         else:
-            yield ok(
-                "precision", f"{text}, as expected of {'float32' if gap < SAME else '16 bits'}"
-            )
+            yield ok("precision", f"{text}, as expected of {'float32' if gap < SAME else '16 bits'}")
 
     def _acceptance(self, found: Verification) -> Iterator[Finding]:
         """Judge the acceptance, and the rule by which the server's draft samples."""
@@ -196,9 +190,7 @@ class ServedDraft:
             lengths = found.by_method
             each = ", ".join(f"{name} {length.value:.3f}" for name, length in lengths.items())
             best = max(lengths, key=lambda name: lengths[name].value)
-            text = (
-                f"the server's {found.measured:.3f} is nearest to a {found.method} draft ({each})"
-            )
+            text = f"the server's {found.measured:.3f} is nearest to a {found.method} draft ({each})"
             fix = f"in vLLM, set draft_sample_method to {best}, with which more tokens are accepted"
             yield ok("rule", text) if best == found.method else warning("rule", text, fix)
 
@@ -213,9 +205,7 @@ def mean_difference(own: Sequence[TokenLogprobs], there: Sequence[Sequence[float
         there: Log-probabilities in the server, of each prompt with its completion.
     """
     differences = [
-        np.abs(scored.logprobs - np.array(row[len(row) - len(scored.logprobs) :]))[
-            scored.logprobs > ROUNDED_BELOW
-        ]
+        np.abs(scored.logprobs - np.array(row[len(row) - len(scored.logprobs) :]))[scored.logprobs > ROUNDED_BELOW]
         for scored, row in zip(own, there, strict=True)
     ]
     return float(np.concatenate(differences).mean())

@@ -105,13 +105,9 @@ def _wait_for(url: str, name: str, wait: Callable[[float], None]) -> None:
                     return
                 unexpected += [status] * (status != LOADING)
             if len(unexpected) == UNEXPECTED_POLLS:
-                raise UserError(
-                    f"{name} answered {unexpected[-1]} at {url}, not 200; is it a server with this page?"
-                )
+                raise UserError(f"{name} answered {unexpected[-1]} at {url}, not 200; is it a server with this page?")
             wait(1)
-    raise UserError(
-        f"{name} did not answer within {START_SECONDS} s after the start; start {name} by hand to see why"
-    )
+    raise UserError(f"{name} did not answer within {START_SECONDS} s after the start; start {name} by hand to see why")
 
 
 def _check_alive(process: subprocess.Popen[bytes], log: IO[str], what: str) -> None:
@@ -123,9 +119,7 @@ def _check_alive(process: subprocess.Popen[bytes], log: IO[str], what: str) -> N
 
 def own_environment(server: ServerKind) -> dict[str, str]:
     """Return the environment for a server that draftlab starts, without the user's settings of another server."""
-    kept = {
-        name: text for name, text in os.environ.items() if not name.startswith(server.environment)
-    }
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(server.environment)}
     return VLLM_ON_CPU | kept
 
 
@@ -171,9 +165,7 @@ class TargetTexts:
 
     @property
     def pairs(self) -> list[Text]:
-        return [
-            (np.array(p), np.array(c)) for p, c in zip(self.prompts, self.completions, strict=True)
-        ]
+        return [(np.array(p), np.array(c)) for p, c in zip(self.prompts, self.completions, strict=True)]
 
     @property
     def draft_sampling(self) -> SamplingParams:
@@ -351,9 +343,7 @@ def extended(texts: TargetTexts, model: Decoder) -> TargetTexts:
     return replace(texts, completions=[c + m for c, m in zip(texts.completions, more, strict=True)])
 
 
-def chances_of(
-    scores: Sequence[TokenLogprobs], texts: TargetTexts, target: Decoder, vocab: int
-) -> Chances:
+def chances_of(scores: Sequence[TokenLogprobs], texts: TargetTexts, target: Decoder, vocab: int) -> Chances:
     """Return the acceptance probabilities of the texts' tokens, for a greedy draft and for a draft that samples.
 
     For a greedy draft each probability is 0 or 1. Those for a draft that samples are computed only above temperature 0,

@@ -93,9 +93,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         )
     with reading(file):
         given = {name: content[name] for name in MERGED & content.keys()}
-        settings = Settings(
-            **{name: value for name, value in given.items() if not _is_empty(value)}
-        )
+        settings = Settings(**{name: value for name, value in given.items() if not _is_empty(value)})
     return settings.model_dump(exclude_defaults=True)
 
 
@@ -162,9 +160,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
     file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if file is None:
-        raise UserError(
-            f"{folder} has {ADAPTER}, but no {WEIGHTS[0]}; download or save the adapter again"
-        )
+        raise UserError(f"{folder} has {ADAPTER}, but no {WEIGHTS[0]}; download or save the adapter again")
     with reading(file):
         if file.suffix == ".safetensors":
             tensors = load_file(file)
@@ -187,9 +183,7 @@ def _resize(model: Any, tensors: Mapping[str, Tensor], problem: str) -> None:
         end: {
             len(tensor)
             for key, tensor in tensors.items()
-            if key.startswith(f"{PREFIX}{names[id(module)]}.")
-            and key.endswith(".weight")
-            and ".lora_" not in key
+            if key.startswith(f"{PREFIX}{names[id(module)]}.") and key.endswith(".weight") and ".lora_" not in key
         }
         for end, module in ends.items()
     }

@@ -133,9 +133,7 @@ def read_header(file: Path) -> GGUFHeader:
         tensors = {tensor.name: tensor for tensor in reader.tensors}
         rows = int(tensors["token_embd.weight"].shape[-1])
         tokens = settings[TOKENS]
-        special = {
-            name: str(tokens[settings[key]]) for name, key in SPECIAL.items() if key in settings
-        }
+        special = {name: str(tokens[settings[key]]) for name, key in SPECIAL.items() if key in settings}
     if settings.get("split.count", 0) > 1:
         raise UserError(
             f"{file} is one of {settings['split.count']} parts of a model; run llama-gguf-split --merge on the first "
@@ -193,9 +191,7 @@ def load_config(header: GGUFHeader) -> Any:
         )
     if header.architecture in COMPLETED:
         config = _completed(config, header)
-    elif (
-        header.setting("rope.scaling.type") not in (None, "none") or header.rope_factors is not None
-    ):
+    elif header.setting("rope.scaling.type") not in (None, "none") or header.rope_factors is not None:
         raise UserError(
             f"{header.file}: transformers cannot read the rotary scaling of a {header.architecture} model from a GGUF "
             "file; use the model's original checkpoint"
@@ -221,9 +217,7 @@ def tensor_names(header: GGUFHeader, model: Any) -> dict[str, str] | None:
 
     from draftlab.importing.gguf_reader import given_to_transformers
 
-    if is_gguf_arch_supported(header.architecture) or get_model_conversion_mapping(
-        model, add_legacy=False
-    ):
+    if is_gguf_arch_supported(header.architecture) or get_model_conversion_mapping(model, add_legacy=False):
         return None
     with (
         reading(f"{header.file} ({header.architecture}) is not supported by transformers"),
@@ -262,8 +256,7 @@ def tensors(
                 weight = torch.from_numpy(values).to(dtype)
             if weight.shape != needed[name].shape:
                 raise ValueError(
-                    f"{tensor.name} has the size {tuple(weight.shape)}, but the model needs "
-                    f"{tuple(needed[name].shape)}"
+                    f"{tensor.name} has the size {tuple(weight.shape)}, but the model needs {tuple(needed[name].shape)}"
                 )
             check_finite(weight, name, header.file)
             yield name, weight
@@ -328,9 +321,7 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
             trust_remote_code=False,
         )
     model, info = loaded
-    _check_weights(
-        header, sum(parameter.numel() for parameter in model.parameters()), info["missing_keys"]
-    )
+    _check_weights(header, sum(parameter.numel() for parameter in model.parameters()), info["missing_keys"])
     # transformers refuses to save the dequantised model with this entry
     vars(model).pop("hf_quantizer", None)
     vars(model.config).pop("quantization_config", None)
@@ -340,8 +331,7 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
 def special_ids(header: GGUFHeader) -> dict[str, int | list[int]]:
     """Return bos_token_id, eos_token_id and pad_token_id, without missing ids. Several eos ids are a list."""
     bos, eos, eot, eom, pad = (
-        header.settings.get(f"tokenizer.ggml.{name}_token_id")
-        for name in ("bos", "eos", "eot", "eom", "padding")
+        header.settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom", "padding")
     )
     ends = [i for i in dict.fromkeys((eos, eot, eom)) if i is not None]
     named = {
@@ -411,11 +401,7 @@ def _plain(value: Any) -> Any:
 
 def _completed(config: Any, header: GGUFHeader) -> Any:
     """Return transformers' config, completed by the settings of the file that transformers ignores."""
-    biases = {
-        name.split(".")[2]
-        for name in header.names
-        if name.endswith(".bias") and name.startswith("blk.0.")
-    }
+    biases = {name.split(".")[2] for name in header.names if name.endswith(".bias") and name.startswith("blk.0.")}
     if header.architecture == "llama" and "attn_q" in biases and "attn_output" not in biases:
         # in llama.cpp's conversion, a Qwen2 model whose heads x head_dim differs from its width is a llama like this
         config = _as(config, "qwen2")
@@ -517,6 +503,4 @@ def _drop_extra_tokens(spec: dict[str, Any], header: GGUFHeader) -> None:
     vocabulary = spec["model"]["vocab"]
     if isinstance(vocabulary, dict):
         unused = {i for i, kind in enumerate(types) if kind == UNUSED}
-        spec["model"]["vocab"] = {
-            t: i for t, i in vocabulary.items() if i not in unused or t != f"[PAD{i}]"
-        }
+        spec["model"]["vocab"] = {t: i for t, i in vocabulary.items() if i not in unused or t != f"[PAD{i}]"}

@@ -15,9 +15,7 @@ import gguf
 import numpy as np
 from gguf import GGUFReader, GGUFValueType
 
-MOST_ITEMS = (
-    2_000_000  # of an array; the largest vocabularies have 300,000 tokens and 500,000 merges
-)
+MOST_ITEMS = 2_000_000  # of an array; the largest vocabularies have 300,000 tokens and 500,000 merges
 TOKENS = "tokenizer.ggml.tokens"
 # arrays of a tokenizer, from which no setting of the model is read
 LONG = (TOKENS, "tokenizer.ggml.merges", "tokenizer.ggml.scores", "tokenizer.ggml.token_type")
@@ -30,9 +28,7 @@ class Reader(GGUFReader):
         ValueError and other errors: The file is not GGUF, is damaged, or is big-endian.
     """
 
-    def _get_field_parts(
-        self, orig_offs: int, raw_type: int
-    ) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
         """Return the size of a value in bytes, its parts, the indices of the items among the parts, and the types."""
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
@@ -69,25 +65,16 @@ class Reader(GGUFReader):
     @cached_property
     def values(self) -> dict[str, Any]:
         """The value of each key, as transformers' read_gguf_metadata returns it."""
-        return {
-            name: field.contents()
-            for name, field in self.fields.items()
-            if not name.startswith("GGUF.")
-        }
+        return {name: field.contents() for name, field in self.fields.items() if not name.startswith("GGUF.")}
 
-    def metadata(
-        self, string_arrays: Container[str] = ()
-    ) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def metadata(self, string_arrays: Container[str] = ()) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Return what transformers' read_gguf_metadata returns: values, and names of tensors.
 
         string_arrays: Keys of the arrays of strings to return. Other arrays of strings are replaced by their lengths.
         """
         values = {
             name: len(value)
-            if isinstance(value, list)
-            and value
-            and isinstance(value[0], str)
-            and name not in string_arrays
+            if isinstance(value, list) and value and isinstance(value[0], str) and name not in string_arrays
             else value
             for name, value in self.values.items()
         }
@@ -100,9 +87,7 @@ class Reader(GGUFReader):
         """
         fields = {name: field for name, field in self.fields.items() if name not in LONG}
         tokens = self.fields[TOKENS]
-        fields[TOKENS] = tokens._replace(
-            parts=[(0,)], data=[0] * len(tokens.data), types=[GGUFValueType.UINT32]
-        )
+        fields[TOKENS] = tokens._replace(parts=[(0,)], data=[0] * len(tokens.data), types=[GGUFValueType.UINT32])
         return SimpleNamespace(fields=fields, tensors=self.tensors)
 
 

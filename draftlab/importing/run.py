@@ -98,9 +98,7 @@ class ImportSource:
 
     def facts(self) -> Mapping[str, object]:
         return {
-            "source": NOUNS[self.layout.kind]
-            if self.header is None
-            else gguf.describe(self.header),
+            "source": NOUNS[self.layout.kind] if self.header is None else gguf.describe(self.header),
             "base": str(self.base) if self.base else None,
             "dtype": devices.dtype_name(self.dtype),
         }
@@ -119,8 +117,7 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
     layout = hub.import_source(name)
     if base is not None and layout.kind != "adapter":
         raise UserError(
-            f"--base {base}: {layout.path} is {NOUNS[layout.kind]}, but only adapters have a base; "
-            "leave --base out"
+            f"--base {base}: {layout.path} is {NOUNS[layout.kind]}, but only adapters have a base; leave --base out"
         )
     if layout.kind == "gguf":
         header = gguf.read_header(layout.path)
@@ -277,6 +274,4 @@ def _stored_dtype(directory: Path) -> torch.dtype:
             for tensor in tensors.values():
                 if tensor.ndim > 1 and tensor.is_floating_point():
                     return tensor.dtype
-    raise UserError(
-        f"{directory} has no floating-point matrix in its .bin files; download the checkpoint again"
-    )
+    raise UserError(f"{directory} has no floating-point matrix in its .bin files; download the checkpoint again")

@@ -244,16 +244,10 @@ def alpha_for(length: float, k: int) -> float:
         UserError: There is no such probability.
     """
     if not 1 <= length <= k + 1:
-        raise UserError(
-            f"acceptance length {length:g} is impossible at K = {k}; it must be between 1 and {k + 1}"
-        )
+        raise UserError(f"acceptance length {length:g} is impossible at K = {k}; it must be between 1 and {k + 1}")
     from scipy.optimize import root_scalar
 
-    return float(
-        root_scalar(
-            lambda alpha: expected_tokens(alpha, k) - length, bracket=(0.0, 1.0), xtol=1e-15
-        ).root
-    )
+    return float(root_scalar(lambda alpha: expected_tokens(alpha, k) - length, bracket=(0.0, 1.0), xtol=1e-15).root)
 
 
 def break_even_length(k: int, c: float, beta: float = 1.0, host: float = 0.0) -> float:
@@ -267,9 +261,7 @@ def break_even_length(k: int, c: float, beta: float = 1.0, host: float = 0.0) ->
     return k * c + beta + host
 
 
-def closed_form_speedup(
-    length: float, k: int, c: float, beta: float = 1.0, host: float = 0.0
-) -> float:
+def closed_form_speedup(length: float, k: int, c: float, beta: float = 1.0, host: float = 0.0) -> float:
     """Return the speed-up if each step gives `length` tokens on average, for a constant context and endless texts.
 
     c, beta, host: Same as in break_even_length.
@@ -298,9 +290,7 @@ def read_profile(path: Path) -> Profile:
     files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "draftlab profile writes them"
-        raise UserError(
-            f"{path} has {len(files)} profiles ({names}); give the path of a single profile"
-        )
+        raise UserError(f"{path} has {len(files)} profiles ({names}); give the path of a single profile")
     return read_model(Profile, files[0])
 
 
@@ -313,6 +303,4 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 def _curve(latencies: list[Latency]) -> tuple[np.ndarray, np.ndarray]:
     ordered = sorted(latencies, key=lambda item: item.width)
-    return np.array([item.width for item in ordered]), np.array(
-        [item.median_ms for item in ordered]
-    )
+    return np.array([item.width for item in ordered]), np.array([item.median_ms for item in ordered])

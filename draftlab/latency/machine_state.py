@@ -30,8 +30,7 @@ def read_environment() -> Environment:
         processor=device_name(torch.device("cpu")),
         cores=cores,
         busy_cores=round(psutil.cpu_percent(interval=WATCH_SECONDS) / 100 * cores, 2),
-        governor=text_of_system("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip()
-        or None,
+        governor=text_of_system("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip() or None,
         driver=text_of_system("/proc/driver/nvidia/version").partition("\n")[0].strip() or None,
     )
 

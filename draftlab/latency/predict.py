@@ -118,10 +118,7 @@ class DraftPrediction:
     selection: str | None
 
     def as_dict(self) -> dict[str, Any]:
-        rows = [
-            to_jsonable_python(row) | {"break_even_length": row.break_even_length}
-            for row in self.prediction.rows
-        ]
+        rows = [to_jsonable_python(row) | {"break_even_length": row.break_even_length} for row in self.prediction.rows]
         return to_jsonable_python(self.prediction) | {
             "rows": rows,
             "best_k": self.prediction.best.k,
@@ -151,9 +148,7 @@ def predict_draft(
         UserError: The prediction is impossible, see predict; or the acceptance was measured with another kind of draft.
     """
     work = _drafted_by(draft, work)
-    works = {
-        prompt: work if prompt is None else work.with_prompt_tokens(prompt) for prompt in prompts
-    }
+    works = {prompt: work if prompt is None else work.with_prompt_tokens(prompt) for prompt in prompts}
     prediction = predict(draft, target, works[prompts[0]], ks, batches[0])
     by_k = {k: steps(work, k) for k in ks}
     best_ks: list[BestK] = []
@@ -171,9 +166,7 @@ def predict_draft(
         )
         best_ks.append(best)
     model = work.model or (draft.profile.name, draft.profile.sha256)
-    return DraftPrediction(
-        prediction=prediction, best_ks=best_ks, model=model, selection=work.selection
-    )
+    return DraftPrediction(prediction=prediction, best_ks=best_ks, model=model, selection=work.selection)
 
 
 def _drafted_by(draft: CostModel, work: Workload) -> Workload:
@@ -199,9 +192,7 @@ def _drafted_by(draft: CostModel, work: Workload) -> Workload:
     return work
 
 
-def predict(
-    draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int], batch: int = 1
-) -> Prediction:
+def predict(draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int], batch: int = 1) -> Prediction:
     """Predict the throughput of a draft with a target for every K.
 
     Raises:
@@ -228,10 +219,7 @@ def predict(
         draft=draft.profile.describe(),
         target=target.profile.describe(),
         batch=batch,
-        c=float(
-            draft.steady_ms(batch, np.array(work.middle))
-            / costs.verify[0, work.middle - costs.first]
-        ),
+        c=float(draft.steady_ms(batch, np.array(work.middle)) / costs.verify[0, work.middle - costs.first]),
         plain_tokens_per_second=1e3 * batch * work.tokens / float(plain.sum()),
         rows=[
             _row(k, costs, work, by_k[k], length, speedup, batch)
@@ -242,9 +230,7 @@ def predict(
     )
 
 
-def best_k(
-    draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int]
-) -> tuple[int, float, float]:
+def best_k(draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int]) -> tuple[int, float, float]:
     """Return the fastest K at batch size 1, its speed-up, and its tokens per second."""
     plain, ms = total_ms(draft, target, work, {k: steps(work, k) for k in ks}, 1)
     k = min(ms, key=lambda k: ms[k])
@@ -333,15 +319,11 @@ def _row(
         ),
         free_draft=plain / float(free.total.sum()),
         perfect_draft=plain / float(perfect.total.sum()),
-        shares={
-            name: float(getattr(time, name).sum() / total) for name in ("draft", "verify", "host")
-        },
+        shares={name: float(getattr(time, name).sum() / total) for name in ("draft", "verify", "host")},
     )
 
 
-def _halved(
-    costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: float
-) -> dict[str, float]:
+def _halved(costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: float) -> dict[str, float]:
     """Return the best speed-up over all K if one cost were halved, by the name of the cost.
 
     plain: Milliseconds of decoding without a draft. They are the same in all cases.
@@ -360,9 +342,7 @@ def _halved(
     return speedups
 
 
-def _notes(
-    draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, widest: int
-) -> list[str]:
+def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, widest: int) -> list[str]:
     """Return notes on what limits the prediction's accuracy. widest: Number of tokens in the draft's widest pass."""
     first, last = int(work.prompt_tokens.min()), int(work.prompt_tokens.max())
     contexts = first, work.longest + k - 1

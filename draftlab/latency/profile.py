@@ -135,21 +135,15 @@ def resolve_running(
     check_mode(resolved, device, choice.dtype)
     for path in whole if resolved != "eager" else ():
         llama.check_supported(path)
-    return Running(
-        device=device, dtype=choice.dtype, mode=resolved, threads=threads, device_map=device_map
-    )
+    return Running(device=device, dtype=choice.dtype, mode=resolved, threads=threads, device_map=device_map)
 
 
-def grid_of(
-    models: Sequence[Subject], k: int, batches: list[int], contexts: list[int], repeats: int
-) -> Grid:
+def grid_of(models: Sequence[Subject], k: int, batches: list[int], contexts: list[int], repeats: int) -> Grid:
     """Return the grid of passes to time.
 
     A parallel draft reads up to 2 K tokens in a pass. Any other model reads up to K + 1 tokens.
     """
-    wide = any(
-        model.path is not None and parallel.pard_token(model.path) is not None for model in models
-    )
+    wide = any(model.path is not None and parallel.pard_token(model.path) is not None for model in models)
     return Grid(
         widths=[*range(1, k + 2), *([2 * k] if wide and k > 1 else [])],
         batches=batches,
@@ -170,27 +164,19 @@ def needed_bytes(models: Sequence[Subject], grid: Grid, running: Running) -> dic
         for model in models
         if isinstance(model.place, Shape) or model.target is not None or running.device_map is None
     ]
-    needs: dict[str, float] = {
-        f"weights of {model.name}": model.size.weight_bytes(width) for model in counted
-    }
+    needs: dict[str, float] = {f"weights of {model.name}": model.size.weight_bytes(width) for model in counted}
     tokens = (sum(grid.batches) + 1) * grid.capacity
-    return needs | {
-        "caches": sum(tokens * model.size.kv_bytes_per_token(width) for model in counted)
-    }
+    return needs | {"caches": sum(tokens * model.size.kv_bytes_per_token(width) for model in counted)}
 
 
-def profile_models(
-    models: Sequence[Subject], grid: Grid, running: Running, output: Output
-) -> list[Profile]:
+def profile_models(models: Sequence[Subject], grid: Grid, running: Running, output: Output) -> list[Profile]:
     """Measure all models in one process, and write NAME.yaml for each model.
 
     Raises:
         UserError: A model has a shorter context than the grid needs, or there is too little memory.
     """
     set_threads(running.mode, running.threads)
-    remedy = devices.less_memory(
-        running.dtype, "--device-map auto, or fewer or smaller values of --batch"
-    )
+    remedy = devices.less_memory(running.dtype, "--device-map auto, or fewer or smaller values of --batch")
     devices.check_fits(needed_bytes(models, grid, running), running.device, remedy)
     output.inputs([model.path for model in models if model.path is not None])
     decoders = _load(models, grid, running)
@@ -206,9 +192,7 @@ def profile_models(
     dtypes = sorted({running.dtype, torch.float32, torch.bfloat16}, key=str)
     tflops = {devices.dtype_name(dtype): matmul_tflops(dtype, running.device) for dtype in dtypes}
     profiles = [
-        _profile(
-            model, decoders[model.name], curves[model.name], running, tflops, output.command_line
-        )
+        _profile(model, decoders[model.name], curves[model.name], running, tflops, output.command_line)
         for model in models
     ]
     with output.directory() as work:
@@ -231,9 +215,7 @@ def _load(models: Sequence[Subject], grid: Grid, running: Running) -> dict[str, 
         if isinstance(model.place, Shape):
             decoders[model.name] = random_model(model.place, running.dtype, running.device, context)
         elif model.target is None:
-            decoders[model.name] = load(
-                model.place, running.dtype, running.device, running.device_map
-            )
+            decoders[model.name] = load(model.place, running.dtype, running.device, running.device_map)
         else:
             name, path = model.target
             target = decoders[name]

@@ -138,10 +138,7 @@ class PassTimer:
                 for after in grid.after
                 for place in places
             ],
-            prefill=[
-                summarize(length, self.rounds.times[name, 0, (length, 1, 0)])
-                for length in grid.prompts
-            ],
+            prefill=[summarize(length, self.rounds.times[name, 0, (length, 1, 0)]) for length in grid.prompts],
             host=[],
         )
 
@@ -164,9 +161,7 @@ def measure(
     """
     curves = measure_passes(models, grid, clock=clock, advance=advance)
     for name, measured in curves.items():
-        host = [
-            summarize(width, host_times(models[name], width, grid, clock)) for width in grid.widths
-        ]
+        host = [summarize(width, host_times(models[name], width, grid, clock)) for width in grid.widths]
         curves[name] = replace(measured, host=host)
     return curves
 
@@ -192,11 +187,7 @@ def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[flo
     k, longest = width - 1, (grid.repeats + 2) * width  # enough if all drafted tokens are accepted
     sampling = SamplingParams(max_tokens=min(longest, model.context - width))
     steps = speculative_decode(model, RepeatLastToken(), [[1]], k, sampling, clock)
-    return [
-        1e3 * step.host_seconds
-        for step in itertools.islice(steps, 1, grid.repeats + 1)
-        if step.drafted == k
-    ]
+    return [1e3 * step.host_seconds for step in itertools.islice(steps, 1, grid.repeats + 1) if step.drafted == k]
 
 
 class RepeatLastToken(TextDrafter):
@@ -224,9 +215,7 @@ def _caches(model: Decoder, batch: int, grid: Grid) -> dict[int, KVCache]:
         return dict.fromkeys(grid.contexts, model.new_cache(batch, grid.capacity))
     caches = {context: model.new_cache(batch, grid.capacity) for context in grid.contexts}
     for context, cache in caches.items():
-        model.forward(
-            torch.ones(batch, context, dtype=torch.long, device=model.device), cache, last=1
-        )
+        model.forward(torch.ones(batch, context, dtype=torch.long, device=model.device), cache, last=1)
     return caches
 
 
@@ -240,24 +229,18 @@ def _pass(model: Decoder, cache: KVCache, width: int, context: int, last: int) -
     return run
 
 
-def _other_work(
-    name: str, models: Mapping[str, Decoder], passes: Mapping[str, Mapping[At, Task]]
-) -> Task:
+def _other_work(name: str, models: Mapping[str, Decoder], passes: Mapping[str, Mapping[At, Task]]) -> Task:
     """Return the untimed work before a timed pass: a pass of the largest other model.
 
     If there is no other model, the work is a sweep through memory.
     """
     others = [other for other in models if other != name]
     if others:
-        return next(
-            iter(passes[max(others, key=lambda other: models[other].weight_bytes)].values())
-        )
+        return next(iter(passes[max(others, key=lambda other: models[other].weight_bytes)].values()))
     return memory_sweep(models[name].weight_bytes, torch.float32, models[name].device)[1]
 
 
-def _following(
-    name: str, at: At, run: Task, after: Sequence[int]
-) -> Iterator[tuple[Key | None, Task]]:
+def _following(name: str, at: At, run: Task, after: Sequence[int]) -> Iterator[tuple[Key | None, Task]]:
     """Yield passes that follow the first pass of a chain, with keys for those that come after so many passes."""
     for number in range(1, max(after, default=0) + 1):
         yield (name, number, at) if number in after else None, run

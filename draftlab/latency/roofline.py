@@ -60,9 +60,7 @@ class Device(FileModel):
     @model_validator(mode="after")
     def _knows_its_dtypes(self) -> "Device":
         if self.dtype not in self.tflops or not set(self.tflops) <= set(BYTES):
-            raise ValueError(
-                f"tflops needs an entry for {self.dtype}; its keys may be only {', '.join(BYTES)}"
-            )
+            raise ValueError(f"tflops needs an entry for {self.dtype}; its keys may be only {', '.join(BYTES)}")
         return self
 
 
@@ -155,14 +153,8 @@ def roofline_profile(
         UserError: The weights do not fit the device, or a constant of the device is far too large or too small.
     """
     shape = sizes.shape
-    embedding = (
-        0 if shape.tied else shape.vocab * shape.hidden * (2 if dtype == "int4" else BYTES[dtype])
-    )
-    cached = (
-        max(batches)
-        * (max(contexts) + max(widths))
-        * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
-    )
+    embedding = 0 if shape.tied else shape.vocab * shape.hidden * (2 if dtype == "int4" else BYTES[dtype])
+    cached = max(batches) * (max(contexts) + max(widths)) * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
     stored = _read_bytes(sizes, dtype, sizes.mlps.experts) + embedding + cached
     room = device.count * device.memory_gb
     if stored / 1e9 > room:
@@ -204,9 +196,7 @@ def roofline_profile(
     )
 
 
-def parse_profile(
-    spec: str, *, widths: Sequence[int], batches: Sequence[int], longest: int
-) -> Profile:
+def parse_profile(spec: str, *, widths: Sequence[int], batches: Sequence[int], longest: int) -> Profile:
     """Read a profile from the path `spec`, or compute one from ``SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS]``.
 
     SHAPE and DEVICE are paths, or names of files that come with draftlab. With ``eagle=32000``, the profile is for an
@@ -287,9 +277,7 @@ def _read_bytes(sizes: ModelSizes, dtype: str, experts: float) -> float:
     return pass_bytes(sizes.shape, dtype) + beyond * BYTES[dtype]
 
 
-def _device_ms(
-    sizes: ModelSizes, device: Device, dtype: str, width: int, batch: int, context: int, more: int
-) -> float:
+def _device_ms(sizes: ModelSizes, device: Device, dtype: str, width: int, batch: int, context: int, more: int) -> float:
     """Return a pass's milliseconds on the device: the longer of reading and computing, plus a constant per layer.
 
     Weights and attention are compared separately. With several devices, the time of all-reduces is added.
@@ -306,14 +294,9 @@ def _device_ms(
     cached = batch * (context + width) * shape.kv_bytes_per_token(max(2, BYTES[dtype]))
     attention = 4 * tokens * (context + width) * shape.layers * shape.sizes["q"]
     parts = ((weights, products), (cached, attention))
-    busy = (
-        sum(max(size / bytes_per_ms, flops / flops_per_ms) for size, flops in parts)
-        + device.layer_ms * shape.layers
-    )
+    busy = sum(max(size / bytes_per_ms, flops / flops_per_ms) for size, flops in parts) + device.layer_ms * shape.layers
     if count == 1:
         return busy
     # bytes per all-reduce and device, with 16-bit activations
     sent_bytes = 2 * (count - 1) / count * tokens * shape.hidden * 2
-    return busy + 2 * shape.layers * (
-        device.allreduce_us * 1e-3 + sent_bytes / (device.link_gbs * 1e6)
-    )
+    return busy + 2 * shape.layers * (device.allreduce_us * 1e-3 + sent_bytes / (device.link_gbs * 1e6))

@@ -120,16 +120,8 @@ class ScalingLaw:
         """Return text with the fitted terms of a pass and the accuracy of the law."""
         a, b, c, _ = self.curve.terms
         error = np.abs(self.held_out_errors)
-        overlap = (
-            "which do not overlap"
-            if self.curve.overlap == 1
-            else f"which overlap (p = {self.curve.overlap:g})"
-        )
-        reading = (
-            f"{format_number(1 / (c * 1e6))} GB/s"
-            if c * 1e6 > 1e-4
-            else "a rate too high to measure"
-        )
+        overlap = "which do not overlap" if self.curve.overlap == 1 else f"which overlap (p = {self.curve.overlap:g})"
+        reading = f"{format_number(1 / (c * 1e6))} GB/s" if c * 1e6 > 1e-4 else "a rate too high to measure"
         return (
             f"Launching a pass takes {format_number(a)} ms plus {format_number(b)} ms per layer, "
             f"and weights are read at {reading}, {overlap}. "
@@ -161,10 +153,7 @@ def fit_law(profiles: Sequence[Profile]) -> ScalingLaw:
             f"a latency law needs profiles of at least {MIN_PROFILES} shapes, but there are only {len(profiles)}; "
             "measure them with draftlab profile SHAPE --law"
         )
-    settings = {
-        name: {getattr(p, name) for p in profiles}
-        for name in ("device", "dtype", "mode", "threads")
-    }
+    settings = {name: {getattr(p, name) for p in profiles} for name in ("device", "dtype", "mode", "threads")}
     settings["widths, batches and contexts"] = {str(_grid(p)) for p in profiles}
     for name, values in settings.items():
         if len(values) > 1:
@@ -242,9 +231,7 @@ def law_shapes(named: Mapping[str, Shape]) -> dict[str, Shape]:
 
 def grid_shapes(source: Shape, depths: Sequence[int], widths: Sequence[int]) -> dict[str, Shape]:
     """Return a shape for every depth and width, with the proportions of the source, by name."""
-    shapes = [
-        resolve(source, layers=n, hidden=hidden) for n, hidden in itertools.product(depths, widths)
-    ]
+    shapes = [resolve(source, layers=n, hidden=hidden) for n, hidden in itertools.product(depths, widths)]
     return {shape_name(s): s for s in shapes}
 
 
@@ -258,9 +245,7 @@ def default_grid(source: Shape) -> tuple[list[int], list[int]]:
 
 
 def _features(shapes: Sequence[Shape], bytes_per_weight: int) -> np.ndarray:
-    return np.array(
-        [[1, s.layers, active_params(s) * bytes_per_weight, s.layers * s.hidden] for s in shapes]
-    )
+    return np.array([[1, s.layers, active_params(s) * bytes_per_weight, s.layers * s.hidden] for s in shapes])
 
 
 def _latency(features: np.ndarray, terms: np.ndarray, overlap: float) -> np.ndarray:

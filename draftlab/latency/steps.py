@@ -122,9 +122,7 @@ class StepCosts:
         """Return simpler costs: all steps have the context of column `at`, and no pass is slowed by another model."""
         passes, steady = self.passes, self.passes.steady[at : at + 1]
         contexts = passes.contexts[at : at + 1]
-        flat = replace(
-            passes, contexts=contexts, steady=steady, warmup=passes.warmup[:0], by_width={1: steady}
-        )
+        flat = replace(passes, contexts=contexts, steady=steady, warmup=passes.warmup[:0], by_width={1: steady})
         return replace(self, passes=flat, tables={})
 
     def drafting(self, k: int) -> np.ndarray:
@@ -134,10 +132,7 @@ class StepCosts:
         """
         if k not in self.tables:
             passes, counts = replace(self.passes, k=k), range(k + 1)
-            rows = [
-                [self.step_cost(passes, drafted, accepted) for drafted in counts]
-                for accepted in counts
-            ]
+            rows = [[self.step_cost(passes, drafted, accepted) for drafted in counts] for accepted in counts]
             self.tables[k] = np.array(rows)
         return self.share * self.tables[k]
 
@@ -155,9 +150,7 @@ class TimeSplit:
         return self.draft + self.verify + self.host
 
 
-def step_costs(
-    draft: CostModel, target: CostModel, work: Workload, k: int, batch: int
-) -> StepCosts:
+def step_costs(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int) -> StepCosts:
     """Return the costs of steps at every context of the texts. k: Largest K.
 
     Raises:

@@ -85,9 +85,7 @@ def constant_workload(alpha: float, *, tokens: int, prompt_tokens: int) -> Workl
 
     The prefill emits the first of the text's tokens.
     """
-    return Workload(
-        texts=texts_of([np.full(tokens - 1, alpha)]), prompt_tokens=np.array([prompt_tokens])
-    )
+    return Workload(texts=texts_of([np.full(tokens - 1, alpha)]), prompt_tokens=np.array([prompt_tokens]))
 
 
 def workload_of_replay(replay: "Replay") -> Workload:
@@ -129,9 +127,7 @@ def workload_of_score(score: Score) -> Workload:
             known[np.isnan(known)] = row[np.isnan(known)]
     order, conditions = sorted(outcomes), score.conditions
     chances = [np.nan_to_num(outcomes[i], nan=unknown) for i in order]
-    lengths = [
-        score.prompts[i].tokens if score.prompts else conditions.prompt_tokens or 0 for i in order
-    ]
+    lengths = [score.prompts[i].tokens if score.prompts else conditions.prompt_tokens or 0 for i in order]
     return Workload(
         texts=texts_of(chances, np.full(len(order), conditions.max_tokens - 1)),
         prompt_tokens=np.array(lengths),
@@ -145,9 +141,7 @@ def _outcomes(generation: Generation) -> np.ndarray:
     """Return the outcome of drafting each token after the first: 1 if accepted, 0 if rejected, nan if not drafted."""
     row = np.full(generation.tokens - 1, np.nan)
     start = 0
-    for drafted, accepted, emitted in zip(
-        generation.drafted, generation.accepted, generation.emitted, strict=True
-    ):
+    for drafted, accepted, emitted in zip(generation.drafted, generation.accepted, generation.emitted, strict=True):
         row[start : start + min(accepted, emitted)] = 1
         if accepted < drafted and emitted > accepted:
             row[start + accepted] = 0

@@ -43,9 +43,7 @@ class Cgroups:
                 used = _numbers(group / usage)
                 if limit is None or not used:
                     continue
-                counts = dict(
-                    line.split() for line in text_of_system(group / "memory.stat").splitlines()
-                )
+                counts = dict(line.split() for line in text_of_system(group / "memory.stat").splitlines())
                 free.append(limit - used[0] + sum(int(counts.get(name, 0)) for name in cached))
         return max(0, min(free)) if free else None
 

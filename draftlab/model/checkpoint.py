@@ -125,9 +125,7 @@ class Checkpoint:
         """Return the token ids for which a trimmed LM head has logits, or None if the head is not trimmed."""
         return read_head_ids(self.directory, self.vocab_size)
 
-    def tensors(
-        self, dtype: torch.dtype | None = None, device: torch.device | None = None
-    ) -> "Weights":
+    def tensors(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> "Weights":
         return Weights(self.directory, dtype, device)
 
 
@@ -188,9 +186,7 @@ def read_shape(directory: Path) -> Shape:
         parameters = meta_model(config, torch.float32).named_parameters()
         return _fitting_shape(directory, config, {name: tuple(p.shape) for name, p in parameters})
     headers = read_headers(directory)
-    shape = _fitting_shape(
-        directory, config, {name: header.shape for name, header in headers.items()}
-    )
+    shape = _fitting_shape(directory, config, {name: header.shape for name, header in headers.items()})
     _check_floats(directory, headers)
     if shape.tied and "lm_head.weight" in headers:
         weights = Weights(directory)
@@ -282,9 +278,7 @@ def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) 
     return shape.model_copy(update=dict.fromkeys(block_options(tensors, shape.sizes), True))
 
 
-def _fitting_shape(
-    directory: Path, config: dict[str, object], sizes: dict[str, tuple[int, ...]]
-) -> Shape:
+def _fitting_shape(directory: Path, config: dict[str, object], sizes: dict[str, tuple[int, ...]]) -> Shape:
     """Check the tensors of a checkpoint, and return its shape. sizes: Size of each tensor, by name.
 
     Raises:
@@ -297,9 +291,7 @@ def _fitting_shape(
     if odd:
         _check_depth(directory, shape, names)
         if set(expected) - names == {"lm_head.weight"}:
-            raise contradiction(
-                directory, "tie_word_embeddings", False, True, "there is no lm_head.weight"
-            )
+            raise contradiction(directory, "tie_word_embeddings", False, True, "there is no lm_head.weight")
         kind = "an unknown" if odd[0] in names else "no"
         raise OtherArchitecture(
             f"{directory} ({config.get('model_type')}) is not LLaMA-like, because it has {kind} tensor {odd[0]!r}"
@@ -310,9 +302,7 @@ def _fitting_shape(
     for key, has in (("attention_bias", shape.qkv_bias), ("mlp_bias", shape.mlp_bias)):
         # a Qwen2 has biases whatever attention_bias is
         if config.get(key) is (not has) and (not has or config["model_type"] == "llama"):
-            raise contradiction(
-                directory, key, not has, has, f"there are {'' if has else 'no '}biases"
-            )
+            raise contradiction(directory, key, not has, has, f"there are {'' if has else 'no '}biases")
     # only these lists are shown to transformers here, because its import takes seconds
     if any(
         isinstance(value, list) and len(value) != shape.layers
@@ -329,9 +319,7 @@ def _check_lists(directory: Path, config: Mapping[str, object]) -> None:
         per_layer_lists(config)
 
 
-def contradiction(
-    directory: Path, field: str, has: object, needed: object, because: str
-) -> UserError:
+def contradiction(directory: Path, field: str, has: object, needed: object, because: str) -> UserError:
     """Return the error that a field of config.json contradicts the weights. because: Fact about the weights."""
     return UserError(
         f"{directory}: config.json has {field} {json.dumps(has)}, but the weights need {json.dumps(needed)}, because "
@@ -343,14 +331,10 @@ def _check_depth(directory: Path, shape: Shape, names: AbstractSet[str]) -> None
     """Raise UserError if tensors of more or fewer layers are all that config.json and the weights differ in."""
     stored = len({layer_of(name) for name in names} - {None})
     if stored and set(shape.model_copy(update={"layers": stored}).axes()) == names:
-        raise contradiction(
-            directory, "num_hidden_layers", shape.layers, stored, f"there are {stored} layers"
-        )
+        raise contradiction(directory, "num_hidden_layers", shape.layers, stored, f"there are {stored} layers")
 
 
-def _wrong_size(
-    directory: Path, shape: Shape, sizes: Mapping[str, tuple[int, ...]], name: str
-) -> UserError:
+def _wrong_size(directory: Path, shape: Shape, sizes: Mapping[str, tuple[int, ...]], name: str) -> UserError:
     """Return the error that a tensor has another size than config.json gives.
 
     If all tensors have the same other size on an axis, config.json is wrong, and the error names the field and both
@@ -380,9 +364,7 @@ def _wrong_size(
     )
 
 
-def config_for(
-    shape: Shape, base: dict[str, object], kept_layers: Sequence[int] | None = None
-) -> dict[str, object]:
+def config_for(shape: Shape, base: dict[str, object], kept_layers: Sequence[int] | None = None) -> dict[str, object]:
     """Return the config `base` with the sizes of a shape, as transformers would have it for the layers that are kept.
 
     Lists with a value per layer, lists that transformers derives from other fields included, are reduced to these
@@ -437,9 +419,7 @@ def per_layer_lists(config: Mapping[str, object]) -> dict[str, list[Any]]:
     deeper = plain | {"num_hidden_layers": layers + 1}
     default = read_by_transformers(deeper).to_dict()
     known = default.keys() | _generation_fields()
-    derived = {
-        name for name, value in default.items() if isinstance(value, list) and len(value) > layers
-    }
+    derived = {name for name, value in default.items() if isinstance(value, list) and len(value) > layers}
     for name in derived:
         value = config.get(name)
         if isinstance(value, list) and len(value) != layers:
@@ -588,9 +568,7 @@ def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
         return stored
     where = "CPUs" if stored == torch.float16 else "CPUs without AVX-512"
     name = hub.checkpoint_name(directory)
-    note(
-        f"{name} is stored in {dtype_name(stored)}, which is slow on {where}, so it runs in float32"
-    )
+    note(f"{name} is stored in {dtype_name(stored)}, which is slow on {where}, so it runs in float32")
     return torch.float32
 
 
@@ -675,15 +653,11 @@ class Weights(Mapping[str, Tensor]):
             value is not finite.
     """
 
-    def __init__(
-        self, directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
         """Read the headers of the files. By default, tensors have the dtype in which they are stored, on the CPU."""
         self.directory, self._dtype, self._device = directory, dtype, device
         self._headers = read_headers(directory)
-        self._open_file = functools.cache(
-            functools.partial(safe_open, framework="pt", backend="pread")
-        )
+        self._open_file = functools.cache(functools.partial(safe_open, framework="pt", backend="pread"))
 
     def __getitem__(self, name: str) -> Tensor:
         rows, stored = self._slice(name), STORED.get(self._headers[name].stored)
@@ -748,9 +722,7 @@ def check_weight(tensor: Tensor, name: str, directory: Path) -> None:
 def check_finite(tensor: Tensor, name: str, directory: Path) -> None:
     """Raise UserError if a tensor of a floating-point dtype has NaN or infinite values."""
     if not is_finite(tensor):
-        raise UserError(
-            f"{directory}: {name} has NaN or infinite values; download or train the checkpoint again"
-        )
+        raise UserError(f"{directory}: {name} has NaN or infinite values; download or train the checkpoint again")
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -773,7 +745,5 @@ def check_quantised_runs(directory: Path, config: dict[str, object]) -> None:
     from transformers.quantizers.auto import AutoHfQuantizer
 
     with reading(f"{directory} is quantised ({quantization_method(config)}) and cannot be loaded"):
-        quantizer: Any = AutoHfQuantizer.from_config(
-            cast(Any, config["quantization_config"]), pre_quantized=True
-        )
+        quantizer: Any = AutoHfQuantizer.from_config(cast(Any, config["quantization_config"]), pre_quantized=True)
         quantizer.validate_environment(device_map={"": "cuda"})

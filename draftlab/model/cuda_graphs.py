@@ -249,9 +249,7 @@ def _end(cache: Cache, width: int) -> int:
     return min(cache.capacity, -(-end_of_pass(cache, width) // BUCKET) * BUCKET)
 
 
-def capture(
-    run: Callable[[], Result], device: torch.device, pool: Any = None
-) -> Callable[[], Result]:
+def capture(run: Callable[[], Result], device: torch.device, pool: Any = None) -> Callable[[], Result]:
     """Capture `run` as a CUDA graph; return a function that replays the graph on the same tensors.
 
     pool: Memory pool to share with other graphs. Graphs may share a pool only if their results are not in it.

@@ -55,9 +55,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata)
         out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=metadata.mask)
         return out.unflatten(2, (group, -1)).flatten(1, 2)
     causal = metadata.mask is None
-    return F.scaled_dot_product_attention(
-        q, keys, values, metadata.mask, is_causal=causal, enable_gqa=group > 1
-    )
+    return F.scaled_dot_product_attention(q, keys, values, metadata.mask, is_causal=causal, enable_gqa=group > 1)
 
 
 def pinned_backends(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -110,9 +108,7 @@ class Tree:
         for child, parent in enumerate(parents, 1):
             assert isinstance(parent, int)  # tuples are in `rows`
             if not 0 <= parent < child:
-                raise ValueError(
-                    f"the parent of token {child} of a tree is {parent}, not an earlier token"
-                )
+                raise ValueError(f"the parent of token {child} of a tree is {parent}, not an earlier token")
             mask[child] |= mask[parent]
         return cls((mask.sum(1) - 1).to(device), mask.to(device))
 
@@ -240,9 +236,7 @@ def end_of_pass(cache: Any, width: int) -> int:
     return end
 
 
-def draft_chain(
-    logits: Tensor, uniform: Tensor, choose: Sampler, following: Callable[[Tensor], Tensor]
-) -> Drafted:
+def draft_chain(logits: Tensor, uniform: Tensor, choose: Sampler, following: Callable[[Tensor], Tensor]) -> Drafted:
     """Draft K tokens, one after the other, or fewer if `choose` ends the draft.
 
     Args:
@@ -278,15 +272,9 @@ def feed(
 
     known: Number of ids in the model's vocabulary. Ids from `known` on are fed as known - 1.
     """
-    width = max(
-        len(text) - min(used, len(text) - last)
-        for text, used in zip(texts, cache.used, strict=True)
-    )
+    width = max(len(text) - min(used, len(text) - last) for text, used in zip(texts, cache.used, strict=True))
     starts = [max(0, len(text) - width) for text in texts]
-    rows = [
-        [*text[at : at + width], *[0] * (width - len(text))]
-        for text, at in zip(texts, starts, strict=True)
-    ]
+    rows = [[*text[at : at + width], *[0] * (width - len(text))] for text, at in zip(texts, starts, strict=True)]
     ids = staged(rows, model.device)  # [B, width]
     if known is not None:
         ids.clamp_(max=known - 1)

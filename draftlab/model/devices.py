@@ -129,9 +129,7 @@ def listed(needs: Mapping[str, float]) -> str:
 
 def less_memory(dtype: torch.dtype, otherwise: str) -> str:
     """Return advice for check_fits, which names a dtype only if its weights are smaller. otherwise: Other advice."""
-    return (
-        f"--dtype bfloat16, {otherwise}" if dtype.itemsize > torch.bfloat16.itemsize else otherwise
-    )
+    return f"--dtype bfloat16, {otherwise}" if dtype.itemsize > torch.bfloat16.itemsize else otherwise
 
 
 def check_fits(needs: Mapping[str, float], device: torch.device, advice: str) -> None:

@@ -88,9 +88,7 @@ class DFlashShape(HeadSizes):
         """Return the size of the head. The output layer is counted even if the head uses the target's."""
         weights = sum(math.prod(size) for size in self.sizes().values())
         count = weights + self.draft_vocab * self.hidden
-        return ApproximateSize(
-            kind="DFlash head", count=count, active=count, layers=self.layers, hidden=self.hidden
-        )
+        return ApproximateSize(kind="DFlash head", count=count, active=count, layers=self.layers, hidden=self.hidden)
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the sizes of the tensors that every DFlash head has, by name."""
@@ -227,9 +225,7 @@ class DFlash:
         for layer, kind in enumerate(kinds):
             x = x + self._attention(layer, x, places, masks_of[kind], cache)
             normed = rms_norm(x, self._weight(layer, "post_attention_layernorm"), c.eps)
-            gate, up = (
-                F.linear(normed, self._weight(layer, f"mlp.{part}_proj")) for part in ("gate", "up")
-            )
+            gate, up = (F.linear(normed, self._weight(layer, f"mlp.{part}_proj")) for part in ("gate", "up"))
             x = x + F.linear(F.silu(gate) * up, self._weight(layer, "mlp.down_proj"))
         return rms_norm(x, self.weights["norm.weight"], c.eps)
 
@@ -266,9 +262,7 @@ class DFlash:
         cache.keys[layer][places.rows, :, places.positions] = places.turned(k)
         cache.values[layer][places.rows, :, places.positions] = v
 
-    def _attention(
-        self, layer: int, x: Tensor, places: Places, mask: Tensor, cache: Cache
-    ) -> Tensor:
+    def _attention(self, layer: int, x: Tensor, places: Places, mask: Tensor, cache: Cache) -> Tensor:
         """Return the attention output [B, T, D] of a block x [B, T, D] that attends to the text and to itself."""
         c, end = self.config, mask.shape[-1]
         normed = rms_norm(x, self._weight(layer, "input_layernorm"), c.eps)
@@ -318,11 +312,7 @@ def read_parts(
     ids = None
     if config.draft_vocab < config.vocab:
         ids = draft_ids(tensors["d2t"], tensors.get("t2d"), config.vocab, folder).to(embed.device)
-    weights = {
-        name: t.to(embed.device, embed.dtype)
-        for name, t in tensors.items()
-        if name not in ("d2t", "t2d")
-    }
+    weights = {name: t.to(embed.device, embed.dtype) for name, t in tensors.items() if name not in ("d2t", "t2d")}
     return (
         weights,
         weights.get("embed_tokens.weight", embed),
@@ -332,9 +322,7 @@ def read_parts(
     )
 
 
-def read_shape(
-    folder: Path, target: Path, kind: str
-) -> tuple[DFlashShape, Any, Mapping[str, object]]:
+def read_shape(folder: Path, target: Path, kind: str) -> tuple[DFlashShape, Any, Mapping[str, object]]:
     """Return a head's sizes, transformers' configuration of its layers, and the content of its config.json.
 
     kind: The kind that the head must have, "dflash" or "dspark".
@@ -347,9 +335,7 @@ def read_shape(
     return *parse_shape(content, target, folder), content
 
 
-def parse_shape(
-    content: Mapping[str, object], target: Path, folder: Path
-) -> tuple[DFlashShape, "Qwen3Config"]:
+def parse_shape(content: Mapping[str, object], target: Path, folder: Path) -> tuple[DFlashShape, "Qwen3Config"]:
     """Return a head's sizes and transformers' configuration of its layers, from the content of its config.json.
 
     folder: Folder of the head, for error messages.
@@ -395,9 +381,7 @@ def new_json(
 def write(folder: Path, content: Mapping[str, object], weights: Mapping[str, Tensor]) -> None:
     """Write config.json and the weights of a head. content: Content of config.json, see saving.portable_config."""
     write_config(folder, content, devices.dtype_name(weights["fc.weight"].dtype))
-    save_finite(
-        folder / WEIGHTS, {name: weight.cpu().contiguous() for name, weight in weights.items()}
-    )
+    save_finite(folder / WEIGHTS, {name: weight.cpu().contiguous() for name, weight in weights.items()})
 
 
 def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashShape:
@@ -440,7 +424,5 @@ def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashS
         mask_token_id=content["mask_token_id"] if mask is None else mask,
         windows=tuple(window if kind == SLIDING else None for kind in kinds),
         causal=tuple(causal),
-        sample_from_anchor=bool(
-            content.get("sample_from_anchor", own.get("sample_from_anchor", False))
-        ),
+        sample_from_anchor=bool(content.get("sample_from_anchor", own.get("sample_from_anchor", False))),
     )

@@ -91,11 +91,7 @@ class TargetSizes:
             raise UserError(
                 f"{self.name} has {self.layers} layers, but an EAGLE-3 head needs a target with at least 4 layers"
             )
-        return (
-            (2, self.layers // 2, self.layers - 3)
-            if self.layers > 6
-            else (1, self.layers // 2, self.layers - 1)
-        )
+        return (2, self.layers // 2, self.layers - 3) if self.layers > 6 else (1, self.layers // 2, self.layers - 1)
 
 
 # fields of HeadSizes, and their names in transformers' configurations
@@ -139,9 +135,7 @@ class HeadSizes(FileModel):
 
     def shape_of(self, layers: int, qk_norm: bool) -> Shape:
         """Return the shape of the head's layers, with the target's vocabulary."""
-        sizes = {
-            name: getattr(self, name) for name in LAYER_FIELDS if name not in ("eps", "context")
-        }
+        sizes = {name: getattr(self, name) for name in LAYER_FIELDS if name not in ("eps", "context")}
         return Shape(layers=layers, qk_norm=qk_norm, **sizes)
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
@@ -233,9 +227,7 @@ class HeadShape(HeadSizes):
                 "ascending order"
             )
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError(
-                "a head cannot have both norm_before_fc and fc_norm; leave one of these options out"
-            )
+            raise ValueError("a head cannot have both norm_before_fc and fc_norm; leave one of these options out")
         return self
 
     @property
@@ -274,9 +266,7 @@ class HeadShape(HeadSizes):
         if self.norm_before_fc:
             sizes["input_norm.weight"] = (states,)
         if self.fc_norm:
-            sizes |= {
-                f"fc_norm.{i}.weight": (self.target_hidden,) for i in range(len(self.layer_ids))
-            }
+            sizes |= {f"fc_norm.{i}.weight": (self.target_hidden,) for i in range(len(self.layer_ids))}
         return sizes
 
     def check_tensors(self, sizes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
@@ -326,11 +316,7 @@ def layer_config(kind: type["PreTrainedConfig"], content: Mapping[str, Any]) -> 
     content: Content of the head's config.json.
     """
     layer = content.get("transformer_layer_config", content)
-    known = {
-        name: value
-        for name, value in layer.items()
-        if name not in ("dtype", "torch_dtype", "model_type")
-    }
+    known = {name: value for name, value in layer.items() if name not in ("dtype", "torch_dtype", "model_type")}
     return kind(**known)
 
 
@@ -356,9 +342,7 @@ class Head:
     embedding: Tensor | None
 
 
-def head_config(
-    target: Path, layer_ids: Sequence[int] | None, draft_vocab: int, **variant: Any
-) -> HeadShape:
+def head_config(target: Path, layer_ids: Sequence[int] | None, draft_vocab: int, **variant: Any) -> HeadShape:
     """Return the shape of an EAGLE-3 head whose layer has the sizes, rotary frequencies and eps of the target's layers.
 
     Rotary scaling that depends on the length of the text is left out.
@@ -400,9 +384,7 @@ def head_config(
             ffn=getattr(config, "intermediate_size", None) or 4 * sizes.hidden,
             eps=getattr(config, "rms_norm_eps", 1e-5),
             context=checkpoint.max_model_len(target, 2048),
-            rope=rope
-            if computed
-            else {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+            rope=rope if computed else {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
             vocab=sizes.vocab,
             draft_vocab=draft_vocab,
             target_hidden=sizes.hidden,
@@ -443,9 +425,7 @@ def check_as(shape: type[Shaped], folder: Path, target: Path, weights: bool = Tr
     return config
 
 
-def read(
-    folder: Path, target: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU
-) -> Head:
+def read(folder: Path, target: Path, dtype: torch.dtype, device: torch.device = checkpoint.CPU) -> Head:
     """Read an EAGLE-3 head in the layout of SpecForge or of speculators.
 
     Raises:
@@ -454,9 +434,7 @@ def read(
     return read_as(check(folder, target), folder, target, dtype, device)
 
 
-def read_as(
-    config: HeadShape, folder: Path, target: Path, dtype: torch.dtype, device: torch.device
-) -> Head:
+def read_as(config: HeadShape, folder: Path, target: Path, dtype: torch.dtype, device: torch.device) -> Head:
     """Read the weights of a head that check() accepts. A head without lm_head has the target's.
 
     config: The result of check().
@@ -503,12 +481,7 @@ def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -
     used = ids.unique()  # ascending
     in_range = bool((ids >= 0).all() and (ids < vocab).all())
     named = used if known is None else known.bool().nonzero().squeeze(1)
-    if (
-        offsets.is_floating_point()
-        or len(used) < len(ids)
-        or not in_range
-        or not torch.equal(named, used)
-    ):
+    if offsets.is_floating_point() or len(used) < len(ids) or not in_range or not torch.equal(named, used):
         raise UserError(
             f"{folder}: the tensor d2t must have an integer dtype, and map each draft id to a different target id, "
             f"from 0 to {vocab - 1}, as in t2d; download or train the head again"
@@ -516,9 +489,7 @@ def draft_ids(offsets: Tensor, known: Tensor | None, vocab: int, folder: Path) -
     return ids
 
 
-def write(
-    folder: Path, head: Head, layout: Layout, *, target: Path, k: int, verifier: str = ""
-) -> None:
+def write(folder: Path, head: Head, layout: Layout, *, target: Path, k: int, verifier: str = "") -> None:
     """Write config.json and model.safetensors of a head. d2t and t2d are left out if the head predicts all ids.
 
     Args:
@@ -527,10 +498,7 @@ def write(
         verifier: Name of the target in config.json, in the layout of speculators. Default: the directory.
     """
     config = head.config
-    tensors = {
-        name.replace(LAYER["speculators"], LAYER[layout]): tensor
-        for name, tensor in head.weights.items()
-    }
+    tensors = {name.replace(LAYER["speculators"], LAYER[layout]): tensor for name, tensor in head.weights.items()}
     if config.draft_vocab < config.vocab:  # vLLM expects no d2t if the head predicts all ids
         known = torch.zeros(config.vocab, dtype=torch.bool)
         known[head.ids.cpu()] = True
@@ -548,11 +516,7 @@ def write(
         "norm_before_residual": config.norm_before_residual,
         "eagle_aux_hidden_state_layer_ids": list(config.layer_ids),
     }
-    content |= (
-        _native_json(config)
-        if layout == "native"
-        else _speculators_json(config, target, k, verifier)
-    )
+    content |= _native_json(config) if layout == "native" else _speculators_json(config, target, k, verifier)
     write_config(folder, content, devices.dtype_name(head.weights["fc.weight"].dtype))
 
 
@@ -643,9 +607,7 @@ def layer_config_json(config: HeadShape) -> dict[str, object]:
     )
 
 
-def _from_json(
-    shape: type[Shaped], content: Mapping[str, Any], target: TargetSizes, folder: Path
-) -> Shaped:
+def _from_json(shape: type[Shaped], content: Mapping[str, Any], target: TargetSizes, folder: Path) -> Shaped:
     """Return the shape of a head from the content of its config.json. shape: Class of the result.
 
     Raises:
@@ -715,9 +677,7 @@ def check_settings(
 def check_mask_token(token: int, vocab: int, folder: Path) -> None:
     """Raise UserError if the id of a head's mask token is not in the vocabulary."""
     if token >= vocab:
-        raise UserError(
-            f"{folder}: mask_token_id is {token}, but the vocabulary has only the ids 0 to {vocab - 1}"
-        )
+        raise UserError(f"{folder}: mask_token_id is {token}, but the vocabulary has only the ids 0 to {vocab - 1}")
 
 
 def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedding: bool) -> None:

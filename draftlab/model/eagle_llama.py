@@ -45,17 +45,13 @@ class EagleLlama(Llama):
         """
         config = head.config
         weights = {f"model.{name}": weight for name, weight in head.weights.items()}
-        weights["model.embed_tokens.weight"] = (
-            embedding if head.embedding is None else head.embedding
-        )
+        weights["model.embed_tokens.weight"] = embedding if head.embedding is None else head.embedding
         weights["lm_head.weight"] = head.weights["lm_head.weight"]
         inv_freq, scale = rotary(config.llama_config(), config.head_dim, directory)
         super().__init__(config.shape, weights, inv_freq, scale, config.eps, config.context)
         self.fc = head.weights["fc.weight"]
         names = ["input_norm.weight"] if config.norm_before_fc else []
-        names += (
-            [f"fc_norm.{i}.weight" for i in range(len(config.layer_ids))] if config.fc_norm else []
-        )
+        names += [f"fc_norm.{i}.weight" for i in range(len(config.layer_ids))] if config.fc_norm else []
         self.fc_norms = [head.weights[name] for name in names]
         self.state_norm = self.hidden_norm = head.weights["layers.0.hidden_norm.weight"]
         self.norm_before_residual, self.norm_output = (
@@ -71,18 +67,13 @@ class EagleLlama(Llama):
         """Return the head's input states [..., D], which fc computes from the target's states [..., A E]."""
         if self.fc_norms:
             parts = layer_states.split([len(weight) for weight in self.fc_norms], -1)
-            normed = [
-                rms_norm(part, weight, self.eps)
-                for part, weight in zip(parts, self.fc_norms, strict=True)
-            ]
+            normed = [rms_norm(part, weight, self.eps) for part, weight in zip(parts, self.fc_norms, strict=True)]
             layer_states = torch.cat(normed, -1)
         return F.linear(layer_states, self.fc)
 
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Raise TypeError, because a head reads states together with tokens; use step()."""
-        raise TypeError(
-            "an EAGLE-3 head needs the target's states together with the tokens; call step()"
-        )
+        raise TypeError("an EAGLE-3 head needs the target's states together with the tokens; call step()")
 
     @torch.inference_mode()
     def step(
@@ -98,9 +89,7 @@ class EagleLlama(Llama):
 
         Returns: Logits of the last tokens, [B, last, V], and the head's new states of all tokens, [B, T, D].
         """
-        drafted = self.decode_states(
-            ids, states, cache, self._metadata(cache, ids.shape[1], tree), last
-        )
+        drafted = self.decode_states(ids, states, cache, self._metadata(cache, ids.shape[1], tree), last)
         cache.used = [used + ids.shape[1] for used in cache.used]
         return drafted
 
@@ -197,9 +186,7 @@ def with_mode(head: EagleLlama, mode: Mode, int8: bool = False) -> EagleLlama:
     return CudaGraphEagle(head) if mode == "graphs" else head
 
 
-def load(
-    folder: Path, target_path: Path, target: Llama | HFDecoder, device: torch.device
-) -> EagleLlama:
+def load(folder: Path, target_path: Path, target: Llama | HFDecoder, device: torch.device) -> EagleLlama:
     """Load an EAGLE-3 head in the dtype of its target.
 
     Raises:

@@ -136,9 +136,7 @@ def locate_shape(name: str, weights: bool = False) -> tuple[str, Path | Shape]:
     return checkpoint_name(directory), directory
 
 
-def matching_preset(
-    source: Shape, layers: int, hidden: int, folder: Path
-) -> tuple[str, Shape] | None:
+def matching_preset(source: Shape, layers: int, hidden: int, folder: Path) -> tuple[str, Shape] | None:
     """Return name and shape of the preset in `folder` that has these sizes and can be cut from the source, or None.
 
     Raises:
@@ -152,9 +150,7 @@ def matching_preset(
                 matches.append((name, shape))
     if len(matches) > 1:
         names = " and ".join(name for name, _ in matches)
-        raise UserError(
-            f"several files in {folder} have {layers} layers x {hidden}: {names}; choose with --shape NAME"
-        )
+        raise UserError(f"several files in {folder} have {layers} layers x {hidden}: {names}; choose with --shape NAME")
     return matches[0] if matches else None
 
 
@@ -193,9 +189,7 @@ def requested_shape(
         named = matching_preset(source, layers, hidden, shipped.folder("widths"))
         named = named if named is None or named[1].ffn % multiple_of == 0 else None
     if named is None:
-        return resolve(
-            source, layers=layers, hidden=hidden, ffn=ffn, params=params, multiple_of=multiple_of
-        ), None
+        return resolve(source, layers=layers, hidden=hidden, ffn=ffn, params=params, multiple_of=multiple_of), None
     check_within(named[1], source)
     return named[1], named[0]
 
@@ -269,9 +263,7 @@ def _reach(source: Shape, layers: int, budget: Budget) -> str:
     widths, ends = _widths(source, layers, budget), (min(budget.steps()), source.ffn)
     if not widths:
         return f"{depth}: no width can be split over {budget.tensor_parallel} devices"
-    low, *_, high = sorted(
-        budget.cost(shape.model_copy(update={"ffn": ffn})) for shape in widths for ffn in ends
-    )
+    low, *_, high = sorted(budget.cost(shape.model_copy(update={"ffn": ffn})) for shape in widths for ffn in ends)
     return f"{depth}: {_text(budget, low)} to {_text(budget, high)}"
 
 

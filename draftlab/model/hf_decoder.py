@@ -86,9 +86,7 @@ class HFCache:
         """
         chosen = mask.nonzero().squeeze(1)
         for layer in cast(Any, self.past.layers):
-            (layer.reorder_cache if isinstance(layer, RECURRENT) else layer.batch_select_indices)(
-                chosen
-            )
+            (layer.reorder_cache if isinstance(layer, RECURRENT) else layer.batch_select_indices)(chosen)
         used = [used for used, chosen in zip(self.used, mask.tolist(), strict=True) if chosen]
         layers = self.layer_states and self.layer_states.rows(mask)
         table = None if self.table is None else self.table[mask.to(self.table.device)]
@@ -103,9 +101,7 @@ class HFCache:
         size = max(self.used)
         if self.table is not None or size != min(self.used):
             positions = self.position
-            self.table = positions.masked_fill(
-                positions >= torch.tensor(self.used).unsqueeze(1), -1
-            )
+            self.table = positions.masked_fill(positions >= torch.tensor(self.used).unsqueeze(1), -1)
             read = (self.table >= 0).any(0).nonzero()
             size = int(read[-1]) + 1 if len(read) else 0
         if self.slots > size:
@@ -125,21 +121,15 @@ class HFCache:
         order = order[:, : self.slots]
         for layer in cast(Any, self.past.layers):
             slots = order.to(layer.keys.device)[:, None, :, None]
-            layer.keys = layer.keys.gather(
-                2, slots.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
-            )
-            layer.values = layer.values.gather(
-                2, slots.expand(-1, layer.values.shape[1], -1, layer.values.shape[3])
-            )
+            layer.keys = layer.keys.gather(2, slots.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3]))
+            layer.values = layer.values.gather(2, slots.expand(-1, layer.values.shape[1], -1, layer.values.shape[3]))
         self.table = positions.gather(1, order)
 
 
 class HFDecoder(Decoder):
     """A transformers model as a Decoder, on one device or spread over devices by accelerate."""
 
-    def __init__(
-        self, model: PreTrainedModel, *, one_length: bool = False, trained: bool = False
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, one_length: bool = False, trained: bool = False) -> None:
         """Wrap a model of transformers.
 
         Args:
@@ -190,9 +180,7 @@ class HFDecoder(Decoder):
     @property
     def kv_bytes(self) -> int:
         """Return an upper bound of the KV cache's bytes per token, as if each query head had a KV head of its own."""
-        return (
-            2 * self.config.num_hidden_layers * self.config.hidden_size * self.model.dtype.itemsize
-        )
+        return 2 * self.config.num_hidden_layers * self.config.hidden_size * self.model.dtype.itemsize
 
     def new_cache(self, rows: int, capacity: int) -> HFCache:
         """Return an empty cache for `rows` texts of at most `capacity` tokens each.
@@ -219,9 +207,7 @@ class HFDecoder(Decoder):
         size = (len(cache.used), cache.capacity, len(ids) * self.config.hidden_size)
         return LayerStates(ids, torch.zeros(size, dtype=self.model.dtype, device=self.device))
 
-    def forward(
-        self, ids: Tensor, cache: HFCache, last: int = 0, tree: Tree | None = None
-    ) -> Tensor:
+    def forward(self, ids: Tensor, cache: HFCache, last: int = 0, tree: Tree | None = None) -> Tensor:
         """Run one pass, see Decoder.forward.
 
         Raises:
@@ -233,14 +219,11 @@ class HFDecoder(Decoder):
         try:
             cache.drop_unread()
         except RuntimeError as error:
-            raise UserError(
-                f"the cache of {type(self.model).__name__} cannot drop rejected tokens: {error}"
-            ) from error
+            raise UserError(f"the cache of {type(self.model).__name__} cannot drop rejected tokens: {error}") from error
         if (tree is not None or cache.table is not None) and not self.masked:
             text = f"{type(self.model).__name__} runs neither token trees nor batches of texts of different lengths"
             raise UserError(
-                f"{text}, because its attention accepts no custom mask; use --batch 1 and a drafter "
-                "without token trees"
+                f"{text}, because its attention accepts no custom mask; use --batch 1 and a drafter without token trees"
             )
         with self.without_gradients():
             return self._run(ids, cache, last, tree)
@@ -250,9 +233,7 @@ class HFDecoder(Decoder):
         width, plain = ids.shape[1], tree is None and cache.table is None
         layout = {} if plain else self._layout(cache, width, tree)
         run: Any = self.model
-        logits = run(
-            input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last, **layout
-        ).logits
+        logits = run(input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last, **layout).logits
         if cache.table is not None or cache.layer_states is not None:
             places = torch.tensor(cache.used).unsqueeze(1) + torch.arange(width)  # [B, T]
             if cache.table is not None:
@@ -269,9 +250,7 @@ class HFDecoder(Decoder):
         rows: Indices of the rows, [B, 1]. places: Positions of the tokens, [B, T].
         """
         for layers in layer_states.ids:
-            layer_states.store(
-                layers, self._states[layers].to(layer_states.states), (rows, slice(None), places)
-            )
+            layer_states.store(layers, self._states[layers].to(layer_states.states), (rows, slice(None), places))
 
     def _layout(self, cache: HFCache, width: int, tree: Tree | None) -> dict[str, Any]:
         """Return the arguments position_ids and attention_mask of a pass."""
@@ -310,12 +289,7 @@ class HFDecoder(Decoder):
         """
         kinds = set(getattr(self.config, "layer_types", None) or [])
         counted = "position_ids" not in self.arguments
-        if (
-            self.one_length
-            or kinds - {FULL, SLIDING}
-            or counted
-            or getattr(self.config, "alibi", False)
-        ):
+        if self.one_length or kinds - {FULL, SLIDING} or counted or getattr(self.config, "alibi", False):
             return False
         first, second = (torch.tensor([row], device=self.device) for row in self.trial)
         cache = self.new_cache(2, 8)
@@ -327,9 +301,7 @@ class HFDecoder(Decoder):
             found = self._run(ids, cache, 2)
         except Exception:  # models raise many types of errors on a custom mask
             return False
-        expected = torch.cat(
-            [self.forward_uncached(first, 1)[:, 0], self.forward_uncached(second, 1)[:, 0]]
-        )
+        expected = torch.cat([self.forward_uncached(first, 1)[:, 0], self.forward_uncached(second, 1)[:, 0]])
         return self._agrees(torch.stack([found[0, 1], found[1, 0]]), expected)
 
     def _agrees(self, found: Tensor, expected: Tensor) -> bool:
@@ -353,9 +325,7 @@ def _weight(module: Any) -> Tensor:
         return module.get_parameter("weight").detach()
 
 
-def keep_states(
-    model: PreTrainedModel, layer_ids: Iterable[int], states: dict[int, Tensor]
-) -> None:
+def keep_states(model: PreTrainedModel, layer_ids: Iterable[int], states: dict[int, Tensor]) -> None:
     """Add hooks to a model, so that every pass stores the states of these layers in the dict `states`, by layer id.
 
     layer_ids: Id i is the residual stream after i layers; id 0 is the input of the first layer.
@@ -384,10 +354,7 @@ def new_past(model: PreTrainedModel) -> DynamicCache:
     past = DynamicCache(config=model.config)
     # A sliding-window cache drops old tokens, so it cannot roll back. These caches keep all tokens, and the attention
     # mask hides the old tokens.
-    past.layers = [
-        DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer
-        for layer in past.layers
-    ]
+    past.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in past.layers]
     return past
 
 

@@ -258,9 +258,7 @@ def vocab_size(directory: Path) -> int:
     """Return the width of the logits, including padding. Raises UserError: config.json has no vocab_size."""
     size = text_config(directory).get("vocab_size")
     if not isinstance(size, int):
-        raise UserError(
-            f"{directory}/config.json has no vocab_size; add the number of rows of the embedding"
-        )
+        raise UserError(f"{directory}/config.json has no vocab_size; add the number of rows of the embedding")
     return size
 
 
@@ -308,9 +306,7 @@ def has_tokenizer(directory: Path) -> bool:
 def check_has_tokenizer(directory: Path) -> None:
     """Raise UserError if the directory has no tokenizer. transformers would instead create an empty tokenizer."""
     if not has_tokenizer(directory):
-        raise UserError(
-            f"{directory} has no tokenizer; add one of these files: {', '.join(VOCABULARY_FILES)}"
-        )
+        raise UserError(f"{directory} has no tokenizer; add one of these files: {', '.join(VOCABULARY_FILES)}")
 
 
 def read_head_ids(directory: Path, vocab: int) -> list[int] | None:
@@ -326,9 +322,7 @@ def read_head_ids(directory: Path, vocab: int) -> list[int] | None:
         kind = TypeAdapter(list[Annotated[int, Field(ge=0, lt=vocab, strict=True)]])
         ids = kind.validate_python(read_json(file))
     if not ids or ids != sorted(set(ids)):
-        raise UserError(
-            f"{file} must list token ids in ascending order, each id once; prune or distil the draft again"
-        )
+        raise UserError(f"{file} must list token ids in ascending order, each id once; prune or distil the draft again")
     return ids
 
 
@@ -340,9 +334,7 @@ def check_head_size(size: int, vocab: int, special: int = 0) -> None:
     """Raise UserError unless special < size < vocab. size: Number of ids to keep. special: Number of special ids."""
     if not special < size < vocab:
         least = f"more than {special:,} ids (the special tokens) and " if special else ""
-        raise UserError(
-            f"--vocab {size}: use {least}fewer than {vocab:,} ids (the complete vocabulary)"
-        )
+        raise UserError(f"--vocab {size}: use {least}fewer than {vocab:,} ids (the complete vocabulary)")
 
 
 def check_trimmable(draft: Path, size: int) -> None:
@@ -390,15 +382,10 @@ def read_headers(directory: Path) -> dict[str, Header]:
         missing = sorted((listed or set()) - headers.keys())
         if missing:
             raise UserError(
-                f"{file} lacks the tensor {missing[0]!r}, which the index assigns to it; download the "
-                "checkpoint again"
+                f"{file} lacks the tensor {missing[0]!r}, which the index assigns to it; download the checkpoint again"
             )
         for name, header in headers.items():
-            if (
-                (listed is None or name in listed)
-                and not BUFFERS.search(name)
-                and header.stored != "BOOL"
-            ):
+            if (listed is None or name in listed) and not BUFFERS.search(name) and header.stored != "BOOL":
                 tensors[name] = header
     # an EAGLE-3 head has no norm of this name; it may be said to be tied, but has other rows than the embedding
     alone = HEAD in tensors and EMBEDDING not in tensors and "model.norm.weight" in tensors
@@ -450,9 +437,7 @@ def read_index(file: Path) -> dict[str, str]:
         UserError: `file` is no index, or names a file outside its folder, of which a draft would hold copies.
     """
     with reading(f"{file}: weight_map"):
-        names = TypeAdapter(dict[str, str]).validate_python(
-            read_object(file).get("weight_map"), strict=True
-        )
+        names = TypeAdapter(dict[str, str]).validate_python(read_object(file).get("weight_map"), strict=True)
         for name in names.values():
             if Path(name).name != name:
                 raise ValueError(f"{one_line(name, 80)!r} is no file of this folder")
@@ -475,7 +460,4 @@ def _headers(file: Path, modified: int, size: int) -> Mapping[str, Header]:
 
     with reading(file), safe_open(file, framework="np") as handle:
         slices: dict[str, Any] = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-        return {
-            name: Header(file, name, tuple(s.get_shape()), s.get_dtype())
-            for name, s in slices.items()
-        }
+        return {name: Header(file, name, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}

@@ -69,9 +69,7 @@ def locate(name: str | Path, weights: bool = True, known: Iterable[str] = ()) ->
     if path.is_dir():
         if not (path / "config.json").is_file():
             refuse_other_layout(path)
-            raise UserError(
-                f"{path} is not a checkpoint, because it has no config.json; name a Hugging Face directory"
-            )
+            raise UserError(f"{path} is not a checkpoint, because it has no config.json; name a Hugging Face directory")
         check_causal(path)
         if weights:
             weight_files(path)
@@ -117,9 +115,7 @@ def import_source(name: str) -> Layout:
         path = _with_weights(name, path) if is_multimodal(path) else path
     layout = other_layout(path) if path.exists() else None
     if layout is None:
-        raise UserError(
-            f"{path} cannot be imported; draftlab import reads: {', '.join(NOUNS.values())}"
-        )
+        raise UserError(f"{path} cannot be imported; draftlab import reads: {', '.join(NOUNS.values())}")
     return layout
 
 
@@ -149,9 +145,7 @@ def head_kind(name: str | Path) -> str | None:
         return "peagle" if MASK_FIELDS & content.keys() else "eagle"
     architectures = content.get("architectures")
     names = [content.get("model_type"), *(architectures if isinstance(architectures, list) else [])]
-    return (
-        "mtp" if any(re.search("mtp|nextn", str(each), re.IGNORECASE) for each in names) else None
-    )
+    return "mtp" if any(re.search("mtp|nextn", str(each), re.IGNORECASE) for each in names) else None
 
 
 def known_head(name: str | Path) -> str | None:
@@ -173,12 +167,8 @@ def check_head(name: str | Path, kind: str) -> None:
     """Raise UserError if config.json in a directory does not describe a head of this kind."""
     found = known_head(name)
     if found != kind:
-        instead = (
-            f"a head of kind {found}; use --drafter {found}:heads={name}" if found else "no head"
-        )
-        raise UserError(
-            f"{name} is not a head of kind {kind}, because config.json describes {instead}"
-        )
+        instead = f"a head of kind {found}; use --drafter {found}:heads={name}" if found else "no head"
+        raise UserError(f"{name} is not a head of kind {kind}, because config.json describes {instead}")
 
 
 def check_data(mixture: str) -> str:
@@ -244,9 +234,7 @@ def check_local_text(source: str) -> None:
     path = Path(split_column(source)[0])
     if not path.exists():
         hint = did_you_mean(source, BUILT_IN_TEXT)
-        raise UserError(
-            f"data {source!r}: there is no built-in source, file or folder with this name{hint}"
-        )
+        raise UserError(f"data {source!r}: there is no built-in source, file or folder with this name{hint}")
     if path.is_file() and not has_suffix(path, TEXT_SUFFIXES):
         suffix = path.suffix or "'' (no suffix)"
         raise UserError(
@@ -258,11 +246,7 @@ def offline_reason() -> str | None:
     """Return why the hub cannot be reached, or None if it can be reached. Each endpoint is tried once per process."""
     from huggingface_hub import constants
 
-    return (
-        "HF_HUB_OFFLINE is set"
-        if constants.HF_HUB_OFFLINE
-        else _connection_error(constants.ENDPOINT)
-    )
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _connection_error(constants.ENDPOINT)
 
 
 @functools.cache
@@ -335,11 +319,7 @@ def _fetch(name: str, patterns: list[str], *, announced: bool = False) -> Path:
         local_files_only=bool(offline),
     )
     try:
-        missing = (
-            [file for file in download(dry_run=True) if file.will_download]
-            if announced and not offline
-            else []
-        )
+        missing = [file for file in download(dry_run=True) if file.will_download] if announced and not offline else []
         if missing:
             size = sum(file.file_size or 0 for file in missing) / 1e9
             note(

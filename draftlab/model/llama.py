@@ -252,9 +252,7 @@ class Llama(Decoder):
         x = rms_norm(x[:, -last:], self.norm, self.eps)
         return self.expand_logits(F.linear(x, self.head))
 
-    def run_layer(
-        self, layer: int, residual: Tensor, x: Tensor, cache: Cache, metadata: AttentionMetadata
-    ) -> Tensor:
+    def run_layer(self, layer: int, residual: Tensor, x: Tensor, cache: Cache, metadata: AttentionMetadata) -> Tensor:
         """Run a layer, and return the residual stream after it, [B, T, D]. x: Input of the layer's attention."""
         block = self.blocks[layer]
         added = self._attention(block, x, cache.keys[layer], cache.values[layer], metadata)
@@ -271,9 +269,7 @@ class Llama(Decoder):
         end, device = max(cache.used) + width, self.device
         slides = self.window is not None and end > self.window
         if tree is not None or slides or min(cache.used) != max(cache.used):
-            return self.attention_metadata(
-                staged(cache.used, device).unsqueeze(1), width, end, tree
-            )
+            return self.attention_metadata(staged(cache.used, device).unsqueeze(1), width, end, tree)
         start, folded = end - width, width == 1 or (end - width > 0 and width <= NARROW)
         mask: Tensor | None = None
         if width > 1 and folded:
@@ -291,9 +287,7 @@ class Llama(Decoder):
             folded,
         )
 
-    def attention_metadata(
-        self, used: Tensor, width: int, end: int, tree: Tree | None = None
-    ) -> AttentionMetadata:
+    def attention_metadata(self, used: Tensor, width: int, end: int, tree: Tree | None = None) -> AttentionMetadata:
         """Return the metadata of a pass whose rows may have different lengths.
 
         used: Number of cached tokens of each row, [B, 1]. width: Number of new tokens per row, T. end: Number of cache
@@ -302,9 +296,7 @@ class Llama(Decoder):
         own = tree or Tree.chain(width, used.device)
         # [B, 1, S]: at each position, the index among the new tokens
         new = (torch.arange(end, device=used.device) - used).unsqueeze(1)
-        among = own.mask.expand(len(used), width, width).gather(
-            2, new.clamp(0, width - 1).expand(-1, width, -1)
-        )
+        among = own.mask.expand(len(used), width, width).gather(2, new.clamp(0, width - 1).expand(-1, width, -1))
         attended = ((new >= 0) & (new < width) & among) | (new < 0)
         if self.window is not None:
             # distance of each position from each new token, [B, T, S]
@@ -324,13 +316,9 @@ class Llama(Decoder):
     def _folded_mask(self, attended: Tensor) -> Tensor:
         """Convert a mask, bool [B, 1, T, S], to numbers to add to the scores of folded heads, [B, 1, G T, S]."""
         bias = torch.zeros(attended.shape, dtype=self.embed.dtype, device=attended.device)
-        return bias.masked_fill_(~attended, -torch.inf).repeat(
-            1, 1, self.shape.heads // self.shape.kv_heads, 1
-        )
+        return bias.masked_fill_(~attended, -torch.inf).repeat(1, 1, self.shape.heads // self.shape.kv_heads, 1)
 
-    def _attention(
-        self, block: Block, x: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
+    def _attention(self, block: Block, x: Tensor, keys: Tensor, values: Tensor, metadata: AttentionMetadata) -> Tensor:
         s = self.shape
         # [B, H+2K, T, C]
         qkv = F.linear(x, block.qkv, block.qkv_bias).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)
@@ -338,10 +326,7 @@ class Llama(Decoder):
         if block.qk_norm is not None:
             parts = qk[:, : s.heads], qk[:, s.heads :]
             qk = torch.cat(
-                [
-                    self._head_norm(x, weight)
-                    for x, weight in zip(parts, block.qk_norm, strict=True)
-                ],
+                [self._head_norm(x, weight) for x, weight in zip(parts, block.qk_norm, strict=True)],
                 1,
             )
         qk = qk * metadata.cos + qk.roll(s.head_dim // 2, -1) * metadata.sin
@@ -350,9 +335,7 @@ class Llama(Decoder):
         ragged = not isinstance(metadata.slots[0], slice)
         keys[metadata.slots] = k.transpose(1, 2) if ragged else k
         values[metadata.slots] = v.transpose(1, 2) if ragged else v
-        out = attend(
-            qk[:, : s.heads], keys[:, :, : metadata.end], values[:, :, : metadata.end], metadata
-        )
+        out = attend(qk[:, : s.heads], keys[:, :, : metadata.end], values[:, :, : metadata.end], metadata)
         return F.linear(out.transpose(1, 2).flatten(2), block.o, block.o_bias)
 
     def _head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -375,9 +358,7 @@ MULTIPLIERS: dict[str, tuple[str, ...]] = {
 class Multiplied(Mapping[str, Tensor]):
     """Granite's weights by name. Access multiplies some of them by a factor from config.json, see MULTIPLIERS."""
 
-    def __init__(
-        self, weights: Mapping[str, Tensor], shape: Shape, config: Mapping[str, object]
-    ) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], shape: Shape, config: Mapping[str, object]) -> None:
         """Wrap weights. shape: The model's shape with tied=False, because head and embedding have different factors."""
         self.weights, self.embed = weights, shape.names()["embed"]
         self.factors: dict[str, float] = {}
@@ -537,9 +518,7 @@ class RotaryTables:
             self.cos, self.sin = rotary_tables(self._inv_freq, self._scale, longer, self._like)
 
 
-def rotary_tables(
-    inv_freq: Tensor, scale: float, length: int, like: Tensor
-) -> tuple[Tensor, Tensor]:
+def rotary_tables(inv_freq: Tensor, scale: float, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rotary tables cos and sin, [length, C] each, in the dtype and on the device of `like`.
 
     The table sin includes the sign of rotate_half: the rotated x is x cos + x.roll(C / 2, -1) sin.

@@ -17,9 +17,7 @@ from draftlab.model.native_cpu import NativeLlama
 from draftlab.model.recurrent_decoder import RecurrentDecoder
 
 
-def load(
-    directory: Path, dtype: torch.dtype, device: torch.device, device_map: str | None = None
-) -> Decoder:
+def load(directory: Path, dtype: torch.dtype, device: torch.device, device_map: str | None = None) -> Decoder:
     """Load a checkpoint into draftlab's engine, or into transformers if the engine cannot run it.
 
     device_map: Same as in checkpoint.load_model. If set, transformers runs the model.
@@ -68,9 +66,7 @@ def check_mode(mode: Mode, device: torch.device, dtype: torch.dtype) -> None:
     if mode == "native":
         native_cpu.check(device, dtype)
     if mode == "graphs" and device.type != "cuda":
-        raise UserError(
-            f"--mode graphs needs a CUDA device, but the device is {device.type}; use --mode auto"
-        )
+        raise UserError(f"--mode graphs needs a CUDA device, but the device is {device.type}; use --mode auto")
 
 
 def set_threads(mode: Mode, threads: int | None) -> None:

@@ -114,18 +114,14 @@ class NativeLlama(Llama):
         self.int8 = int8
         # whether passes of any width run in C++, because torch lacks int8 weights or is slower in this dtype: with
         # AVX512_BF16 and without matrix tiles, torch took 1.2 to 1.5 times as long for a text on an AMD EPYC
-        pairs_only = {"avx512_bf16", "amx_bf16"} & {*instructions(read_cpuinfo())} == {
-            "avx512_bf16"
-        }
+        pairs_only = {"avx512_bf16", "amx_bf16"} & {*instructions(read_cpuinfo())} == {"avx512_bf16"}
         self.any_width = (
             int8
             or not devices.is_fast(model.embed.dtype, model.device)
             or (model.embed.dtype == torch.bfloat16 and pairs_only)
         )
         self._run: Callable[..., int] = getattr(library(), f"run_{'int8_' if int8 else ''}{dtype}")
-        self._tensors: list[
-            Tensor
-        ] = []  # these tensors must outlive the C structures that point to them
+        self._tensors: list[Tensor] = []  # these tensors must outlive the C structures that point to them
         self._positions = 0  # length of the rotary tables that C++ reads
         self._tables: list[Tensor] = []
         self._model = self._structure()
@@ -153,9 +149,7 @@ class NativeLlama(Llama):
                 is wrong, or a tensor has another dtype or size. Then nothing is written.
         """
         if ids.ndim != 2 or not ids.numel():
-            raise ValueError(
-                f"ids has the size {tuple(ids.shape)}, but must be [B, T] with a token"
-            )
+            raise ValueError(f"ids has the size {tuple(ids.shape)}, but must be [B, T] with a token")
         (rows, width), shape, capacity = ids.shape, self.shape, cache.capacity
         last = last or width
         if not 0 < last <= width:
@@ -181,9 +175,7 @@ class NativeLlama(Llama):
         states_data, stored = (None, None), cache.layer_states
         if stored is not None:
             if not all(0 <= layers <= shape.layers for layers in stored.ids):
-                raise ValueError(
-                    f"layer_states.ids is {stored.ids}, but must be from 0 to {shape.layers}"
-                )
+                raise ValueError(f"layer_states.ids is {stored.ids}, but must be from 0 to {shape.layers}")
             layer_at = (c_int * (shape.layers + 1))(*[-1] * (shape.layers + 1))
             for at, layers in enumerate(stored.ids):
                 layer_at[layers] = at
@@ -204,9 +196,7 @@ class NativeLlama(Llama):
             _written("cache.keys", cache.keys, dtype, size),
             _written("cache.values", cache.values, dtype, size),
             logits.data_ptr(),
-            None
-            if states is None
-            else _written("states", states, torch.float32, (rows, width, hidden)),
+            None if states is None else _written("states", states, torch.float32, (rows, width, hidden)),
             *states_data,
             0 if stored is None else len(stored.ids),
         )
@@ -233,9 +223,7 @@ class NativeLlama(Llama):
     def _structure(self) -> _Model:
         s = self.shape
         outputs = s.vocab if self.head_ids is None else len(self.head_ids)
-        layers = (_Layer * s.layers)(
-            *(self._layer(i, block) for i, block in enumerate(self.blocks))
-        )
+        layers = (_Layer * s.layers)(*(self._layer(i, block) for i, block in enumerate(self.blocks)))
         return _Model(
             s.layers,
             s.hidden,
@@ -247,9 +235,7 @@ class NativeLlama(Llama):
             1,
             len(self.embed),
             self.eps,
-            self._kept(
-                _checked("embed", self.embed, (self.embed.dtype,), (len(self.embed), s.hidden))
-            ),
+            self._kept(_checked("embed", self.embed, (self.embed.dtype,), (len(self.embed), s.hidden))),
             self._floats(self.norm, s.hidden),
             None,
             None,
@@ -286,9 +272,7 @@ class NativeLlama(Llama):
         scale = None
         if self.int8:
             weights, scale = round_int8(weights)
-        return _Matrix(
-            self._kept(weights), self._floats(scale, outputs), self._floats(bias, outputs)
-        )
+        return _Matrix(self._kept(weights), self._floats(scale, outputs), self._floats(bias, outputs))
 
     def _floats(self, values: Tensor | None, *size: int) -> int | None:
         if values is None:
@@ -302,9 +286,7 @@ class NativeLlama(Llama):
         ids = _checked("head_ids", self.head_ids, INTEGERS, (len(self.head_ids),)).long()
         outside = ids[(ids < 0) | (ids >= self.vocab)].tolist()
         if outside:
-            raise ValueError(
-                f"head_ids has the id {outside[0]}, but the vocabulary has {self.vocab} ids"
-            )
+            raise ValueError(f"head_ids has the id {outside[0]}, but the vocabulary has {self.vocab} ids")
         return self._kept(ids)
 
     def _kept(self, values: Tensor) -> int:
@@ -313,9 +295,7 @@ class NativeLlama(Llama):
         return self._tensors[-1].data_ptr()
 
 
-def _checked(
-    name: str, values: Tensor, dtypes: tuple[torch.dtype, ...], *sizes: tuple[int, ...]
-) -> Tensor:
+def _checked(name: str, values: Tensor, dtypes: tuple[torch.dtype, ...], *sizes: tuple[int, ...]) -> Tensor:
     """Return a tensor that C++ reads. Raises ValueError: C++ expects another dtype, size or device."""
     if values.dtype not in dtypes or values.shape not in sizes or not values.is_cpu:
         raise ValueError(
@@ -419,9 +399,7 @@ def _compilers() -> list[list[str]]:
     """
     machine = r"aarch64|arm64" if platform.machine() in ("aarch64", "arm64") else platform.machine()
     system = {"Linux": "linux", "Darwin": "darwin"}.get(platform.system(), platform.system())
-    name = re.compile(
-        rf"((?:{machine})-[\w.-]*{system}[\w.-]*-)?(c\+\+|g\+\+|clang\+\+)(?:-([\d.]+))?"
-    )
+    name = re.compile(rf"((?:{machine})-[\w.-]*{system}[\w.-]*-)?(c\+\+|g\+\+|clang\+\+)(?:-([\d.]+))?")
     found = list[tuple[tuple[object, ...], Path]]()
     folders = filter(None, os.environ.get("PATH", os.defpath).split(os.pathsep))
     for at, folder in enumerate(folders):
@@ -460,12 +438,8 @@ def _library_of(command: list[str]) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(prefix="draftlab-") as folder:
             found = _compiled(command, Path(folder) / name)
     except OSError as error:
-        raise UserError(
-            f"what it compiles cannot be stored and loaded ({reason}; {one_line(error)})"
-        ) from None
-    note(
-        f"each process compiles {SOURCE.name} again, because the compiled library cannot be stored: {reason}"
-    )
+        raise UserError(f"what it compiles cannot be stored and loaded ({reason}; {one_line(error)})") from None
+    note(f"each process compiles {SOURCE.name} again, because the compiled library cannot be stored: {reason}")
     return found
 
 

@@ -73,9 +73,7 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
     # [B, query, key]
     attends_text = (nested == 0).unsqueeze(1) & (start.unsqueeze(1) <= start.unsqueeze(2))
     same_start = start.unsqueeze(1) == start.unsqueeze(2)
-    attends_masks = (
-        same_start & (nested > 0).unsqueeze(1) & (nested.unsqueeze(1) <= nested.unsqueeze(2))
-    )
+    attends_masks = same_start & (nested > 0).unsqueeze(1) & (nested.unsqueeze(1) <= nested.unsqueeze(2))
     at = start.clamp_max(length - 1)
     if positions is None:
         places = at + nested
@@ -141,21 +139,14 @@ def unused_id(directory: Path, vocab: int) -> int:
     idle = [
         i
         for i, token in tokenizer.added_tokens_decoder.items()
-        if token.special
-        and i < vocab
-        and token.content not in roles
-        and token.content not in template
+        if token.special and i < vocab and token.content not in roles and token.content not in template
     ]
     if idle:
         names = {i: str(tokenizer.added_tokens_decoder[i]) for i in idle}
         return max(idle, key=lambda i: (any(word in names[i] for word in RESERVED), i))
     special = checkpoint.special_ids(tokenizer)
     pad = special["pad"]
-    if (
-        pad is not None
-        and pad < vocab
-        and pad not in (special["bos"], special["eos"], tokenizer.unk_token_id)
-    ):
+    if pad is not None and pad < vocab and pad not in (special["bos"], special["eos"], tokenizer.unk_token_id):
         return pad
     raise UserError(
         f"{directory}: the tokenizer has no unused id for the mask token; choose an id with --student "

@@ -34,9 +34,7 @@ class PEagleShape(HeadShape):
     def own_fields(cls, content: Mapping[str, Any], layers: int) -> dict[str, Any]:
         masks = {content[name] for name in MASK_FIELDS & content.keys()}
         if len(masks) > 1:
-            raise ValueError(
-                f"the mask token has several ids; write the same id in {', '.join(sorted(MASK_FIELDS))}"
-            )
+            raise ValueError(f"the mask token has several ids; write the same id in {', '.join(sorted(MASK_FIELDS))}")
         return {"layers": layers, "mask_token_id": masks.pop() if masks else None}
 
     @property
@@ -69,11 +67,7 @@ def check(folder: Path, target: Path) -> PEagleShape:
     return shape
 
 
-def load(
-    folder: Path, target_path: Path, target: Llama | HFDecoder, device: torch.device
-) -> PEagle:
+def load(folder: Path, target_path: Path, target: Llama | HFDecoder, device: torch.device) -> PEagle:
     """Load a P-EAGLE head in the dtype of its target. Raises UserError: the errors of check and eagle.read_as."""
     shape, embedding = check(folder, target_path), target.embed.to(device)
-    return PEagle(
-        eagle.read_as(shape, folder, target_path, embedding.dtype, device), embedding, folder
-    )
+    return PEagle(eagle.read_as(shape, folder, target_path, embedding.dtype, device), embedding, folder)

@@ -23,9 +23,7 @@ from draftlab.reading import read_object
 from draftlab.runs.atomic import write_atomic
 
 # 63 million weights, 126 MB in 16 bits, which exceed the caches that a core can use
-SHAPE = Shape(
-    layers=8, hidden=768, heads=12, kv_heads=12, head_dim=64, ffn=2048, vocab=8192, tied=True
-)
+SHAPE = Shape(layers=8, hidden=768, heads=12, kv_heads=12, head_dim=64, ffn=2048, vocab=8192, tied=True)
 DTYPES: dict[Mode, tuple[str, ...]] = {
     "native": ("float32", "bfloat16"),
     "eager": ("float32", "bfloat16", "float16"),
@@ -57,8 +55,7 @@ class Speeds:
         passes: Number of passes by their tokens.
         """
         float32, other = (
-            sum(count * self.passes[name][tokens] for tokens, count in passes.items())
-            for name in ("float32", dtype)
+            sum(count * self.passes[name][tokens] for tokens, count in passes.items()) for name in ("float32", dtype)
         )
         return float32 / other
 
@@ -121,9 +118,7 @@ def choose(
             stored,
             f"{source}, and {f'{format_number(ratio, 2)} times ' if ratio > NOISE else ''}{here}",
         )
-    return Choice(
-        torch.float32, f"{wanted}, {source}, is only {format_number(ratio, 2)} times {here}"
-    )
+    return Choice(torch.float32, f"{wanted}, {source}, is only {format_number(ratio, 2)} times {here}")
 
 
 def reads_fast(dtype: torch.dtype, device: torch.device) -> bool:
@@ -143,11 +138,7 @@ def slowness(dtype: torch.dtype, device: torch.device, mode: Mode, threads: int 
     if device.type != "cpu" or name == "float32" or name not in DTYPES[mode]:
         return ""
     ratio = speeds(mode, threads).over_float32(name)
-    return (
-        ""
-        if ratio * NOISE >= 1
-        else f"{format_number(ratio, 2)} times as fast as float32 in mode {mode} here"
-    )
+    return "" if ratio * NOISE >= 1 else f"{format_number(ratio, 2)} times as fast as float32 in mode {mode} here"
 
 
 def _stored(directory: Path) -> torch.dtype:
@@ -180,9 +171,7 @@ def _speeds(mode: Mode, threads: int) -> Speeds:
         file = native_cpu.private_folder() / f"speeds-{_key(mode, threads)}.json"
         if native_cpu.is_ours(file) and (passes := _read(file, mode)):
             return Speeds(mode, passes)
-    note(
-        f"timing passes in mode {mode} on {threads} thread{'' if threads == 1 else 's'}, once per machine"
-    )
+    note(f"timing passes in mode {mode} on {threads} thread{'' if threads == 1 else 's'}, once per machine")
     with _on_threads(threads):
         passes = _measure(mode, time.process_time if threads == 1 else time.perf_counter)
     if file is not None:
@@ -210,10 +199,7 @@ def _read(file: Path, mode: Mode) -> Milliseconds | None:
     """Return the speeds in a file, or None if they are not those that _measure writes."""
     try:
         stored: Any = read_object(file)
-        passes = {
-            dtype: {tokens: float(stored[dtype][str(tokens)]) for tokens in DECODING}
-            for dtype in DTYPES[mode]
-        }
+        passes = {dtype: {tokens: float(stored[dtype][str(tokens)]) for tokens in DECODING} for dtype in DTYPES[mode]}
     except (UserError, KeyError, TypeError, ValueError):
         return None
     positive = (0 < ms < math.inf for each in passes.values() for ms in each.values())
@@ -256,8 +242,7 @@ def _measure(mode: Mode, clock: Callable[[], float]) -> Milliseconds:
 def _model(mode: Mode, dtype: torch.dtype) -> llama.Llama:
     """Return a model of SHAPE, with equal weights, because the time of a pass does not depend on their values."""
     weights = {
-        name: torch.full(SHAPE.dims(axes), 1 / SHAPE.dims(axes)[-1], dtype=dtype)
-        for name, axes in SHAPE.axes().items()
+        name: torch.full(SHAPE.dims(axes), 1 / SHAPE.dims(axes)[-1], dtype=dtype) for name, axes in SHAPE.axes().items()
     }
     frequencies = 10000.0 ** -(torch.arange(0, SHAPE.head_dim, 2) / SHAPE.head_dim)
     model = llama.Llama(SHAPE, weights, frequencies, 1.0, 1e-6, max(DECODING))

@@ -116,9 +116,7 @@ class RecurrentDecoder(HFDecoder):
 
     def without_rollback(self) -> Decoder:
         """Return a decoder that computes all rows in one pass, or this decoder if the model has no attention layers."""
-        return (
-            HFDecoder(self.model, one_length=True) if has_layers(self.model, DynamicLayer) else self
-        )
+        return HFDecoder(self.model, one_length=True) if has_layers(self.model, DynamicLayer) else self
 
     def _new_row(self) -> RecurrentRow:
         row = RecurrentRow(new_past(self.model))
@@ -164,9 +162,7 @@ class RecurrentDecoder(HFDecoder):
         logits = run(input_ids=torch.tensor([ids], device=self.device), **arguments).logits
         row.tokens = row.tokens + ids
         if layer_states is not None:
-            self.store_states(
-                layer_states, torch.tensor([[number]]), torch.arange(start, end).unsqueeze(0)
-            )
+            self.store_states(layer_states, torch.tensor([[number]]), torch.arange(start, end).unsqueeze(0))
         return logits[:, -last:]
 
     @cached_property

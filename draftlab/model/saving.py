@@ -31,9 +31,7 @@ TOKENIZER_FILES = (
 )
 # fields of rope_parameters that transformers 4 has beside rope_scaling, with their names there
 ROPE_NAMES = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
-OLD_ROPE_NAMES = {
-    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-}
+OLD_ROPE_NAMES = {"gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}
 # names in transformers 4 of the rotary base of layers with a sliding window
 LOCAL_ROPE_NAMES = {
     "gemma3_text": "rope_local_base_freq",
@@ -55,9 +53,7 @@ def check_finite(name: str, tensor: Tensor) -> None:
         )
 
 
-def save_finite(
-    file: Path, tensors: dict[str, Tensor], facts: dict[str, str] | None = None
-) -> None:
+def save_finite(file: Path, tensors: dict[str, Tensor], facts: dict[str, str] | None = None) -> None:
     """Write a safetensors file. facts: Its metadata.
 
     Raises:
@@ -130,9 +126,7 @@ def portable_config(config: Mapping[str, object], dtype: str) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     both: dict[str, Any] = {
-        name: portable_config(part, dtype)
-        if isinstance(part, dict) and "model_type" in part
-        else part
+        name: portable_config(part, dtype) if isinstance(part, dict) and "model_type" in part else part
         for name, part in config.items()
     } | {"dtype": dtype, "torch_dtype": dtype}
     kind = str(config.get("model_type"))
@@ -184,9 +178,7 @@ def tokenizer_files(directory: Path) -> list[str]:
     classes = read_object(config).get("auto_map", {}) if config.is_file() else {}
     own = classes.get("AutoTokenizer", []) if isinstance(classes, dict) else classes
     # as "module.Class", in older files a list of the slow and the fast class
-    modules = {
-        str(name).partition(".")[0] for name in (own if isinstance(own, list) else [own]) if name
-    }
+    modules = {str(name).partition(".")[0] for name in (own if isinstance(own, list) else [own]) if name}
     code = sorted(f"{module}.py" for module in modules if module.isidentifier())
     names = [name for name in (*TOKENIZER_FILES, *code) if (directory / name).is_file()]
     for name in names:
@@ -206,9 +198,7 @@ def copy_tokenizer(source: Path, directory: Path) -> None:
         shutil.copyfile(source / name, directory / name)
 
 
-def _save_sharded(
-    directory: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int
-) -> tuple[set[str], int]:
+def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int) -> tuple[set[str], int]:
     """Write model.safetensors or, above shard_bytes, shards and an index.
 
     Returns: The names of the tensors' dtypes, and the size of all tensors in bytes.

@@ -64,13 +64,9 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
         processor = SentencePieceProcessor(model_file=str(file))
     if _agrees(tokenizer, processor):
         return tokenizer
-    defaults: dict[str, Any] = (
-        {} if (file.parent / "tokenizer_config.json").is_file() else {"add_bos_token": True}
-    )
+    defaults: dict[str, Any] = {} if (file.parent / "tokenizer_config.json").is_file() else {"add_bos_token": True}
     for candidate in (tokenizer, LlamaTokenizer.from_pretrained(file.parent, **defaults)):
-        if isinstance(candidate, TokenizersBackend) and isinstance(
-            candidate.backend_tokenizer.model, models.BPE
-        ):
+        if isinstance(candidate, TokenizersBackend) and isinstance(candidate.backend_tokenizer.model, models.BPE):
             # the stubs declare this attribute read-only
             cast(Any, candidate.backend_tokenizer).model = _by_score(processor)
             if _agrees(candidate, processor):
@@ -84,18 +80,14 @@ def as_sentencepiece(tokenizer: PreTrainedTokenizerBase, file: Path) -> PreTrain
 def _agrees(tokenizer: PreTrainedTokenizerBase, processor: "SentencePieceProcessor") -> bool:
     # transformers adds no space before a space, on purpose
     texts = [text.lstrip(" ") for text in PROBES]
-    return [
-        tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts
-    ] == processor.encode(texts)
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts] == processor.encode(texts)
 
 
 def _by_score(processor: "SentencePieceProcessor") -> models.BPE:
     """Return a BPE model of a SentencePiece model. Merges with high scores come first, then long left parts."""
     ids = range(processor.get_piece_size())
     vocab = {processor.id_to_piece(i): i for i in ids}
-    special = {
-        i for i in ids if processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)
-    }
+    special = {i for i in ids if processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)}
     scores = {piece: processor.get_score(i) for piece, i in vocab.items() if i not in special}
     merges = [
         (piece[:at], piece[at:])

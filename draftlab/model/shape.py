@@ -20,9 +20,7 @@ from draftlab.reading import read_yaml, reading
 from draftlab.runs.atomic import write_atomic
 
 Axis = Literal["vocab", "hidden", "q", "kv", "head_dim", "ffn"]
-BlockOption = Literal[
-    "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm", "whole_qk_norm", "norm_after"
-]
+BlockOption = Literal["qkv_bias", "o_bias", "mlp_bias", "qk_norm", "qk_layernorm", "whole_qk_norm", "norm_after"]
 BLOCK_OPTIONS: tuple[BlockOption, ...] = get_args(BlockOption)
 Option = Literal["untied"] | BlockOption
 
@@ -175,9 +173,7 @@ class Shape(BaseModel):
         head_dim operations per layer for each cached token and for the new token.
         """
         embedding = self.vocab * self.hidden
-        matrices = sum(
-            math.prod(self.dims(axes)) for axes in self.axes().values() if len(axes) == 2
-        )
+        matrices = sum(math.prod(self.dims(axes)) for axes in self.axes().values() if len(axes) == 2)
         products = matrices - embedding + (embedding if self.tied else 0) - self.idle_head_params()
         return 2 * products + 4 * self.layers * self.sizes["q"] * (context + 1)
 
@@ -212,9 +208,7 @@ class Shape(BaseModel):
         )
 
 
-def block_options(
-    tensors: Mapping[str, tuple[int, ...]], sizes: Mapping[Axis, int]
-) -> frozenset[Option]:
+def block_options(tensors: Mapping[str, tuple[int, ...]], sizes: Mapping[Axis, int]) -> frozenset[Option]:
     """Detect the options of a model from the names and sizes of its first layer's tensors.
 
     An option is detected if all of its weights are there, in the expected sizes. A model with norm_after lacks some
@@ -228,10 +222,7 @@ def block_options(
     for option in BLOCK_OPTIONS:
         own = [row for row in TABLE if row.when == option]
         replaced = [row for row in TABLE if row.unless == option]
-        fits = all(
-            tensors.get(row.name.format(0)) == tuple(sizes[axis] for axis in row.axes)
-            for row in own
-        )
+        fits = all(tensors.get(row.name.format(0)) == tuple(sizes[axis] for axis in row.axes) for row in own)
         if fits and not (replaced and all(row.name.format(0) in tensors for row in replaced)):
             found.add(option)
     return frozenset(found)
@@ -253,11 +244,7 @@ def write_shape_file(shape: Shape, path: Path, note: str) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    fields = {
-        name: value
-        for name, value in shape.model_dump().items()
-        if value is not False and value is not None
-    }
+    fields = {name: value for name, value in shape.model_dump().items() if value is not False and value is not None}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, f"# {note}\n" + yaml.safe_dump(fields, sort_keys=False))
@@ -302,12 +289,8 @@ def check_within(shape: Shape, source: Shape) -> None:
     for field, option in {"layers": "--layers", "hidden": "--width", "ffn": "--ffn"}.items():
         size, limit = getattr(shape, field), getattr(source, field)
         if size > limit:
-            raise UserError(
-                f"{option} {size}: the source has only {limit}; use {option} {limit} or less"
-            )
-    for field in sorted(
-        Shape.model_fields.keys() - {"layers", "hidden", "heads", "kv_heads", "ffn", "draft_vocab"}
-    ):
+            raise UserError(f"{option} {size}: the source has only {limit}; use {option} {limit} or less")
+    for field in sorted(Shape.model_fields.keys() - {"layers", "hidden", "heads", "kv_heads", "ffn", "draft_vocab"}):
         value, expected = getattr(shape, field), getattr(source, field)
         if value != expected:
             raise UserError(
@@ -404,9 +387,7 @@ def solve_ffn(shape: Shape, params: int, *, most: int, multiple_of: int = 16) ->
     return solved
 
 
-def nearest_ffn(
-    shape: Shape, cost: Callable[[Shape], float], amount: float, *, most: int, step: int
-) -> Shape:
+def nearest_ffn(shape: Shape, cost: Callable[[Shape], float], amount: float, *, most: int, step: int) -> Shape:
     """Return the shape with the ffn for which `cost` is nearest to `amount`. The cost must grow with the ffn.
 
     The ffn is `most` or a smaller multiple of `step`.
@@ -429,9 +410,7 @@ def parse_count(text: str) -> int:
     except (ValueError, OverflowError):
         count = 0
     if count < 1:
-        raise UserError(
-            f"{text!r} is not a number of parameters; write 1.3b, 796m, 350k or a whole number above 0"
-        )
+        raise UserError(f"{text!r} is not a number of parameters; write 1.3b, 796m, 350k or a whole number above 0")
     return count
 
 
@@ -439,9 +418,7 @@ def parse_vocab(text: str) -> int:
     """Parse a number of token ids: '16k' (16,384 ids) or a plain number. Raises UserError: it is neither."""
     match = re.fullmatch(r"([1-9]\d*)(k?)", text.strip().lower())
     if match is None:
-        raise UserError(
-            f"{text!r} is not a number of ids; write 16k (16,384) or a whole number above 0"
-        )
+        raise UserError(f"{text!r} is not a number of ids; write 16k (16,384) or a whole number above 0")
     return int(match[1]) * (1024 if match[2] else 1)
 
 
@@ -456,9 +433,7 @@ def parse_numbers(text: str) -> list[int]:
         match = re.fullmatch(r"\s*([1-9]\d{0,5})\s*(?:-\s*([1-9]\d{0,5})\s*)?", part)
         listed = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
         if not listed:
-            raise UserError(
-                f"{one_line(text, 80)!r} is not a list of numbers from 1 to 999,999; write 1-6 or 2,4,8"
-            )
+            raise UserError(f"{one_line(text, 80)!r} is not a list of numbers from 1 to 999,999; write 1-6 or 2,4,8")
         numbers |= set(listed)
     return sorted(numbers)
 

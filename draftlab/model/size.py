@@ -70,9 +70,7 @@ def read_size(directory: Path) -> Shape | ApproximateSize:
         text, count = model.config.get_text_config(), sum(p.numel() for p in model.parameters())
         routed = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
         kind = " ".join(filter(None, (method, str(config.get("model_type")))))
-        stored = (
-            sum(file.stat().st_size for file in directory.glob("*.safetensors")) if method else 0
-        )
+        stored = sum(file.stat().st_size for file in directory.glob("*.safetensors")) if method else 0
         return ApproximateSize(
             kind=kind,
             count=count,
@@ -104,9 +102,7 @@ def training_cost(
     weights, or weights in bf16. Memory includes a chunk of logits of about 130 MB, but no activations.
     """
     weights = 16 * student.params() + (teacher.weight_bytes() if teacher else 0)
-    per_token = 3 * student.flops_per_token(seq_len // 2) + (
-        teacher.flops_per_token(seq_len // 2) if teacher else 0
-    )
+    per_token = 3 * student.flops_per_token(seq_len // 2) + (teacher.flops_per_token(seq_len // 2) if teacher else 0)
     return {
         "tokens": f"{tokens:,}",
         "flops": tokens * per_token,

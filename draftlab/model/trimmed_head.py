@@ -43,9 +43,7 @@ class TrimmedHead:
         return cls(ids, rows)
 
 
-def frequent_ids(
-    texts: Sequence[np.ndarray], size: int, vocab: int, special: Iterable[int]
-) -> tuple[list[int], float]:
+def frequent_ids(texts: Sequence[np.ndarray], size: int, vocab: int, special: Iterable[int]) -> tuple[list[int], float]:
     """Return the most frequent ids of the texts in ascending order, and an estimate of their coverage of new text.
 
     The estimate takes the `size` most frequent ids of the first half of the texts, and is the fraction of the tokens in
@@ -68,9 +66,7 @@ def frequent_ids(
         )
 
     def top(some: Sequence[np.ndarray]) -> np.ndarray:
-        counts = np.bincount(np.concatenate(some).astype(np.int64), minlength=vocab)[:vocab].astype(
-            np.float64
-        )
+        counts = np.bincount(np.concatenate(some).astype(np.int64), minlength=vocab)[:vocab].astype(np.float64)
         counts[stays] = np.inf
         return np.sort(np.argsort(-counts, kind="stable")[:size])
 
@@ -111,9 +107,7 @@ def trimmed_head_of(model: "PreTrainedModel") -> TrimmedHead | None:
     return TrimmedHead(*(buffers[name] for name in BUFFERS)) if BUFFERS[0] in buffers else None
 
 
-def as_whole(
-    config: dict[str, object], weights: Any, ids: Sequence[int]
-) -> tuple[dict[str, object], Any]:
+def as_whole(config: dict[str, object], weights: Any, ids: Sequence[int]) -> tuple[dict[str, object], Any]:
     """Return config and weights of the same draft with a complete LM head, for servers without trimmed heads.
 
     The new head is not tied to the embedding. Every id that is not in `ids` gets the same row: the mean of the rows of

@@ -82,9 +82,7 @@ class Cut(TensorView):
 
     def __getitem__(self, name: str) -> Tensor:
         layer = layer_of(name)
-        tensor = self.weights[
-            name if layer is None else name.replace(f".{layer}.", f".{self.keep.layers[layer]}.", 1)
-        ]
+        tensor = self.weights[name if layer is None else name.replace(f".{layer}.", f".{self.keep.layers[layer]}.", 1)]
         for dim, axis in enumerate(self.axes[name]):
             indices = self._indices(axis, layer)
             # indices are ascending, so as many as there are keep the whole axis
@@ -101,9 +99,7 @@ class Cut(TensorView):
         if axis == "ffn":
             return torch.tensor(self.keep.ffn[layer])
         heads = torch.tensor(self.keep.heads[layer] if axis == "q" else self.keep.kv_heads[layer])
-        return (
-            heads.unsqueeze(1) * self.shape.head_dim + torch.arange(self.shape.head_dim)
-        ).flatten()
+        return (heads.unsqueeze(1) * self.shape.head_dim + torch.arange(self.shape.head_dim)).flatten()
 
 
 class Rotated(TensorView):

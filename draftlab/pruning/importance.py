@@ -118,9 +118,7 @@ def calibrate(
         ffn=sums.ffn.cpu(),
         covariance=mirror_lower(sums.covariance).float().cpu(),
     )
-    return Calibration(
-        importance=importance, streams=kept | {shape.layers: streams} if kept else {}
-    )
+    return Calibration(importance=importance, streams=kept | {shape.layers: streams} if kept else {})
 
 
 def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> None:
@@ -131,9 +129,7 @@ def save_scores(importance: Importance, file: Path, facts: dict[str, str]) -> No
     Raises:
         UserError: The file cannot be written.
     """
-    tensors = {
-        field.name: getattr(importance, field.name).contiguous() for field in fields(Importance)
-    }
+    tensors = {field.name: getattr(importance, field.name).contiguous() for field in fields(Importance)}
     write_tensors(file, tensors, facts)
 
 
@@ -155,9 +151,7 @@ def load_scores(file: Path, facts: dict[str, str]) -> Importance:
                 raise UserError(
                     f"{scores} another content of {name}, which has changed; remove {file}, or name another file"
                 )
-            raise UserError(
-                f"{scores} {key} {stored.get(key)}, but this run has {key} {facts[key]}; name another file"
-            )
+            raise UserError(f"{scores} {key} {stored.get(key)}, but this run has {key} {facts[key]}; name another file")
         tensors = {field.name: handle.get_tensor(field.name) for field in fields(Importance)}
     for name, tensor in tensors.items():
         check_weight(tensor, name, file)
@@ -202,9 +196,7 @@ class _Sums:
 
     def weigh(self, layer: nn.Module, index: int) -> None:
         """Set the scores of a layer's heads and neurons from the sums and the layer's weights (see Importance)."""
-        o, down = (
-            layer.get_parameter(f"{name}.weight") for name in ("self_attn.o_proj", "mlp.down_proj")
-        )
+        o, down = (layer.get_parameter(f"{name}.weight") for name in ("self_attn.o_proj", "mlp.down_proj"))
         attention = self.attention[index].sqrt() * _column_norms(o)
         self.heads[index] = attention.unflatten(0, (self.shape.heads, self.shape.head_dim)).sum(-1)
         self.ffn[index] = self.neurons[index].sqrt() * _column_norms(down)

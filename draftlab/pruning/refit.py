@@ -152,9 +152,7 @@ class Lockstep:
                 yield from self.draft.tensors(f"model.layers.{j}")
         yield from self._head(streams, draft_streams, heldout)
 
-    def _run_layers(
-        self, first: int, end: int, streams: list[Stream], advance: Callable[[int], None]
-    ) -> list[Stream]:
+    def _run_layers(self, first: int, end: int, streams: list[Stream], advance: Callable[[int], None]) -> list[Stream]:
         """Return the source's residual streams before layer `end`, from the streams before layer `first`."""
         if end in self.known:
             return self.known.pop(end)
@@ -173,9 +171,7 @@ class Lockstep:
         """
         if not self.refit.norms:
             return
-        ratios = torch.cat(
-            [_rms(self._project(s)) / _rms(s.float()) for s in streams[: self.fitted]], 1
-        )
+        ratios = torch.cat([_rms(self._project(s)) / _rms(s.float()) for s in streams[: self.fitted]], 1)
         if not ratios.mean().isfinite():
             raise UserError(
                 "--refit: the residual stream of the source is not finite on this text; use another --source or --data"
@@ -247,9 +243,7 @@ class Lockstep:
                 if self.refit.head:
                     self._refit_head(model, source_logits, draft_logits, streams, draft_streams)
                 self.draft.round_weights(model)
-                rows = zip(
-                    streams[self.fitted :], draft_streams[self.fitted :], heldout, strict=True
-                )
+                rows = zip(streams[self.fitted :], draft_streams[self.fitted :], heldout, strict=True)
                 self.agreement = _agreement(
                     ((source_logits(s), draft_logits(d), ids) for s, d, ids in rows), self.head_ids
                 )
@@ -281,9 +275,7 @@ class Lockstep:
 
 
 @contextlib.contextmanager
-def _returning(
-    layer: nn.Module, name: str, output: Callable[..., object], applies: bool = True
-) -> Iterator[None]:
+def _returning(layer: nn.Module, name: str, output: Callable[..., object], applies: bool = True) -> Iterator[None]:
     """Replace the forward pass of a submodule of a layer by a function inside the `with` block, if `applies`."""
     part = layer.get_submodule(name)
     if applies:
@@ -325,9 +317,7 @@ def _recorded(module: nn.Module, run: Run, stream: Stream, *names: str) -> list[
 
 
 @torch.inference_mode()
-def _fit_matrix(
-    linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitted: int, ridge: float
-) -> None:
+def _fit_matrix(linear: nn.Module, pairs: Iterator[tuple[Tensor, Tensor]], fitted: int, ridge: float) -> None:
     """Change a weight matrix, so that its outputs come closer to wanted outputs.
 
     X is the input of the matrix, [T, N], and E the wanted change of its output, [T, M]. The change dW of the weights
@@ -349,9 +339,7 @@ def _fit_matrix(
                 cross.addmm_(x.T, error)
         else:
             heldout.append((x, error))
-    with reading(
-        "--refit: activations of source or draft are too large for a fit of weights; use --refit norms"
-    ):
+    with reading("--refit: activations of source or draft are too large for a fit of weights; use --refit norms"):
         change = ridge_solve(gram, cross, ridge).to(weight.device, torch.float32)
     before = sum(float(error.square().sum()) for _, error in heldout)
     after = sum(float((error - x @ change).square().sum()) for x, error in heldout)
@@ -378,9 +366,7 @@ def _rms(x: Tensor) -> Tensor:
     return x.square().mean(-1).add(1e-12).sqrt()
 
 
-def _agreement(
-    rows: Iterator[tuple[Tensor, Tensor, Tensor]], head_ids: list[int] | None
-) -> Agreement:
+def _agreement(rows: Iterator[tuple[Tensor, Tensor, Tensor]], head_ids: list[int] | None) -> Agreement:
     """Compare the draft, as it is written, with the source by their logits.
 
     Args:

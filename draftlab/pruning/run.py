@@ -36,9 +36,7 @@ HELDOUT_TOKENS = 4096  # most held-out tokens on which draft and source are comp
 LEAST_TOKENS = 32  # fewest held-out tokens on which draft and source are compared
 # share of the stored texts that is held out if the store has no held-out texts
 HELDOUT_SHARE = 1 / 16
-COUNTED_TOKENS = (
-    2_000_000  # most tokens that are counted to find the frequent ids of a trimmed head
-)
+COUNTED_TOKENS = 2_000_000  # most tokens that are counted to find the frequent ids of a trimmed head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +61,7 @@ class Text:
         if self.outputs is not None:
             texts = _stored_texts(self.outputs, heldout=False)
             return joined(texts, rows, seq_len, self.seed)
-        text = open_batches(
-            self.data, tokenizer, rows=rows, seq_len=seq_len, steps=1, seed=self.seed
-        )
+        text = open_batches(self.data, tokenizer, rows=rows, seq_len=seq_len, steps=1, seed=self.seed)
         available = sum((len(stream) - 1) // seq_len for stream in text.streams.values())
         if 0 < available < rows:
             note(
@@ -87,9 +83,7 @@ class Text:
         if self.outputs is not None:
             texts = _stored_texts(self.outputs, heldout=True)
             return joined(texts, rows, self.seq_len + 1, seed=0)
-        text = open_heldout(
-            self.data, tokenizer, rows=1, seq_len=self.seq_len, most_rows=rows, least=LEAST_TOKENS
-        )
+        text = open_heldout(self.data, tokenizer, rows=1, seq_len=self.seq_len, most_rows=rows, least=LEAST_TOKENS)
         return [torch.from_numpy(batch.ids) for batch in text.batches]
 
     def counted(self, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
@@ -111,10 +105,7 @@ def joined(texts: list[np.ndarray], rows: int, length: int, seed: int) -> list[T
     order = np.random.default_rng(seed).permutation(len(texts))
     ids = np.concatenate([texts[i] for i in order])
     ids = ids if len(ids) >= length else np.resize(ids, length)
-    return [
-        torch.from_numpy(row[None])
-        for row in ids[: len(ids) // length * length].reshape(-1, length)[:rows]
-    ]
+    return [torch.from_numpy(row[None]) for row in ids[: len(ids) // length * length].reshape(-1, length)[:rows]]
 
 
 def _stored_texts(directory: Path, *, heldout: bool) -> list[np.ndarray]:
@@ -240,9 +231,7 @@ class Prune:
             UserError: An input cannot be read, or there is too little space on the disk or too little held-out text.
         """
         self.output.inputs([self.source.directory])
-        self.output.check_space(
-            self.shape.weight_bytes(self.source.stored_dtype.itemsize), "the draft"
-        )
+        self.output.check_space(self.shape.weight_bytes(self.source.stored_dtype.itemsize), "the draft")
         # open the text now, so that its errors come before hours of calibration or training
         _ = self._head if self.is_copy else (self._head, self._heldout)
 
@@ -251,9 +240,7 @@ class Prune:
         source, keep = self.source, keep_all(self.source.shape)
         with self.output.directory() as work:
             weights = source.with_head(checkpoint.Weights(source.directory)).items()
-            size = saving.write_checkpoint(
-                work, source.config_for(self.shape), iter(weights), source.directory
-            )
+            size = saving.write_checkpoint(work, source.config_for(self.shape), iter(weights), source.directory)
             return self._record(work, keep, size, None)
 
     def write(
@@ -342,9 +329,7 @@ class Prune:
         )
         return HeadIds(ids=ids, coverage=coverage)
 
-    def _record(
-        self, work: Path, keep: Keep, size: int, agreement: Agreement | None, **facts: object
-    ) -> PrunedDraft:
+    def _record(self, work: Path, keep: Keep, size: int, agreement: Agreement | None, **facts: object) -> PrunedDraft:
         """Write draftlab.json, the kept indices and the ids of a trimmed head. Return the result of pruning."""
         (work / KEEP_FILE).write_text(keep.model_dump_json())
         notes: dict[str, object] = {"params": self.shape.params(), **facts}
@@ -363,9 +348,7 @@ class Prune:
             head=self._head,
         )
 
-    def _calibration(
-        self, file: Path | None, chosen: Callable[[Tensor, int], Sequence[int]]
-    ) -> Calibration:
+    def _calibration(self, file: Path | None, chosen: Callable[[Tensor, int], Sequence[int]]) -> Calibration:
         """Return how important each layer, hidden dimension, head and FFN neuron of the source is.
 
         Args:
@@ -397,9 +380,7 @@ class Prune:
         save_scores(calibration.importance, file, facts)
         return calibration
 
-    def _calibrated(
-        self, chosen: Callable[[Tensor, int], Sequence[int]], *, width: bool
-    ) -> Calibration:
+    def _calibrated(self, chosen: Callable[[Tensor, int], Sequence[int]], *, width: bool) -> Calibration:
         source, most = self.source, 0
         heldout = self._heldout if self.refit.fits else []
         if heldout:  # the refit reads the same text: streams before its layers may take half of the free memory

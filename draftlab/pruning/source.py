@@ -44,10 +44,7 @@ def check_buildable(config: dict[str, object], shape: Shape) -> None:
     Raises:
         UserError: The size of a tensor differs. The message names the tensor.
     """
-    built = {
-        name: tuple(p.shape)
-        for name, p in checkpoint.meta_model(config, torch.float32).named_parameters()
-    }
+    built = {name: tuple(p.shape) for name, p in checkpoint.meta_model(config, torch.float32).named_parameters()}
     for name, axes in shape.axes().items():
         if built.get(name) != shape.dims(axes):
             raise UserError(
@@ -118,9 +115,7 @@ class Source:
 
     @cached_property
     def config(self) -> dict[str, object]:
-        return checkpoint.read_config(self.directory) | (
-            {"tie_word_embeddings": False} if self.untied else {}
-        )
+        return checkpoint.read_config(self.directory) | ({"tie_word_embeddings": False} if self.untied else {})
 
     @cached_property
     def stored_dtype(self) -> torch.dtype:
@@ -150,11 +145,7 @@ class Source:
         runs in bfloat16. The source runs only for calibration and refit, so this does not round the draft's weights.
         """
         slow = self.dtype != self.stored_dtype and self.device.type == "cpu"
-        return (
-            torch.bfloat16
-            if slow and precision.reads_fast(torch.bfloat16, self.device)
-            else self.dtype
-        )
+        return torch.bfloat16 if slow and precision.reads_fast(torch.bfloat16, self.device) else self.dtype
 
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
@@ -162,11 +153,7 @@ class Source:
 
     def with_head(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a checkpoint's weights. If `untied` is set and there is no head, add a copy of the embedding."""
-        return (
-            Untied(weights, self.shape)
-            if self.untied and "lm_head.weight" not in weights
-            else weights
-        )
+        return Untied(weights, self.shape) if self.untied and "lm_head.weight" not in weights else weights
 
     def walk(self) -> Walk:
         return Walk(self.weights, self.config, self.pass_dtype, self.device)

@@ -40,9 +40,7 @@ class Walk:
         # Granite scales the output of each layer, and the logits
         self.residual_multiplier = float(str(config.get("residual_multiplier", 1.0)))
         self.logits_scaling = float(str(config.get("logits_scaling", 1.0)))
-        self._arguments: list[
-            dict[str, Any]
-        ] = []  # keyword arguments that the model passes to each layer
+        self._arguments: list[dict[str, Any]] = []  # keyword arguments that the model passes to each layer
         for module in self.model.modules():
             if not list(module.parameters()):
                 module.to(device)  # modules without parameters have rotary tables
@@ -88,9 +86,7 @@ class Walk:
 
         @torch.inference_mode()
         def run(stream: Tensor) -> Tensor:
-            self.decoder.forward = lambda *_, **__: BaseModelOutputWithPast(
-                last_hidden_state=norm(stream)
-            )
+            self.decoder.forward = lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=norm(stream))
             try:
                 return self.model(input_ids=None).logits
             finally:

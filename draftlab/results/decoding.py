@@ -134,9 +134,7 @@ class Expected(FileModel):
 
     def only(self, rows: Sequence[int]) -> "Expected":
         """Return the prompts in these rows."""
-        return Expected(
-            **{name: [getattr(self, name)[i] for i in rows] for name in Expected.model_fields}
-        )
+        return Expected(**{name: [getattr(self, name)[i] for i in rows] for name in Expected.model_fields})
 
 
 class Counters(FileModel):
@@ -201,9 +199,7 @@ def count_acceptance(generations: list[Generation], k: int) -> AcceptanceMetrics
                 eligible[i] += 1
             total_drafted += drafted
             truncated += emitted < accepted + 1
-    return acceptance_from_counts(
-        reached=reached, eligible=eligible, drafted=total_drafted, truncated=truncated
-    )
+    return acceptance_from_counts(reached=reached, eligible=eligible, drafted=total_drafted, truncated=truncated)
 
 
 def acceptance_from_counts(
@@ -227,9 +223,7 @@ def acceptance_from_counts(
         draft_acceptance_rate=accepted / drafted if drafted else 0.0,
         mean_acceptance_length=1 + accepted / n if n else 1.0,
         per_position_acceptance=[r / n if n else 0.0 for r in reached[1:]],
-        conditional_acceptance=[
-            r / e if e else 0.0 for r, e in zip(reached[1:], eligible, strict=True)
-        ],
+        conditional_acceptance=[r / e if e else 0.0 for r, e in zip(reached[1:], eligible, strict=True)],
         acceptance_histogram=[a - b for a, b in zip(reached, [*reached[1:], 0], strict=True)],
         n_truncated_steps=truncated,
     )

@@ -164,9 +164,7 @@ def plot_ranking(gains: Sequence[tuple[Mark, Interval]], baseline: str) -> Marku
             ax.annotate(text, (gain.value, row), (0, 6), textcoords="offset points", ha="center")
             ends += gain.drawn
         margin = 0.25 * (max(ends) - min(ends) or 1)
-        ax.annotate(
-            baseline, (1, len(gains) - 0.4), (4, 0), textcoords="offset points", va="center"
-        )
+        ax.annotate(baseline, (1, len(gains) - 0.4), (4, 0), textcoords="offset points", va="center")
         ax.set(xlim=(min(ends) - margin, max(ends) + margin), ylim=(len(gains), -0.9 - more))
         ax.set(yticks=[], xlabel="speed-up of whole requests, 95% interval")
 
@@ -260,6 +258,4 @@ def _svg(draw: Callable[[Axes], None], alt: str, inches: float = 3.5) -> Markup:
     for colour, variable in VARIABLES.items():
         body = body.replace(colour, variable)
     width, height = (round(72 * inches) for inches in figure.get_size_inches())
-    return Markup(
-        f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(printable(alt))}">{body}'
-    )
+    return Markup(f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(printable(alt))}">{body}')

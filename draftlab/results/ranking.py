@@ -93,9 +93,7 @@ def read_scores(paths: Sequence[Path]) -> list[Score]:
     """
     files = score_files(paths)
     if not files:
-        raise UserError(
-            f"there is no score.json under {', '.join(map(str, paths))}; run draftlab score first"
-        )
+        raise UserError(f"there is no score.json under {', '.join(map(str, paths))}; run draftlab score first")
     scores = list(map(read_score, files))
     names = [score.name for score in scores]
     for i, file in enumerate(files):
@@ -283,9 +281,7 @@ def _rank(scores: Sequence[Score]) -> list[Ranked]:
     )
     ordered, fastest = [row.score for row in rows], rows[0].score
     # a draft that changed the output was not among the choices
-    rivals = [
-        score for score in ordered if score.timed and score.output_differs == fastest.output_differs
-    ]
+    rivals = [score for score in ordered if score.timed and score.output_differs == fastest.output_differs]
     if not rivals:
         return rows
     timed = _timed_alike(rivals)
@@ -463,9 +459,7 @@ def _later_line(ranked: Ranked, fastest: Ranked) -> str:
     if ranked.score.output_differs:
         return _discounted(ranked)
     if not ranked.score.timed:
-        return (
-            f"{name} was not timed: {ranked.score.predicted_text()} is predicted at K = {ranked.k}."
-        )
+        return f"{name} was not timed: {ranked.score.predicted_text()} is predicted at K = {ranked.k}."
     assert ratio is not None  # it is not the fastest draft itself
     if reason is not None:
         return f"Cannot tell whether {name} is slower than {best}: {reason}."
@@ -479,9 +473,7 @@ def _later_line(ranked: Ranked, fastest: Ranked) -> str:
     return f"{text}."
 
 
-def missed_thresholds(
-    ranked: Ranked, min_speedup: float | None, min_acceptance_length: float | None
-) -> list[str]:
+def missed_thresholds(ranked: Ranked, min_speedup: float | None, min_acceptance_length: float | None) -> list[str]:
     """Return a sentence for each threshold that a draft misses, or that it may miss because its score is in doubt.
 
     min_speedup: Threshold of the user for the low end of the speed-up's interval, or None.
@@ -492,13 +484,9 @@ def missed_thresholds(
     if min_speedup is not None:
         reason = score.undecided or ranked.doubt
         if score.output_differs:
-            missed.append(
-                f"{name}: its output differs from the target's own, so its speed-up does not count"
-            )
+            missed.append(f"{name}: its output differs from the target's own, so its speed-up does not count")
         if gain.value < min_speedup:
-            missed.append(
-                f"{name}: speed-up {gain} is below {bar}, by {min_speedup - gain.value:.3f}"
-            )
+            missed.append(f"{name}: speed-up {gain} is below {bar}, by {min_speedup - gain.value:.3f}")
         elif reason is not None:
             missed.append(f"{name}: cannot tell whether it reaches {bar}, because {reason}")
         elif gain.low < min_speedup:
@@ -527,9 +515,7 @@ def _first_line(ranked: Ranked) -> str:
     if ranked.score.output_differs:
         return _discounted(ranked)
     if ranked.score.undecided is not None:
-        return (
-            f"No verdict: {name} has {gain.as_speedup()} {at}{among}, but {ranked.score.undecided}."
-        )
+        return f"No verdict: {name} has {gain.as_speedup()} {at}{among}, but {ranked.score.undecided}."
     if ranked.doubt is not None:
         return f"Cannot tell which is fastest: {name} has {gain.as_speedup()} {at}{among}, but {ranked.doubt}."
     if (advice := ranked.score.precision_first(gain)) is not None:

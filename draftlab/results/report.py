@@ -130,9 +130,7 @@ def ranking_table(group: Group) -> Table:
             "draft": plain.name,
             "tokens\nper pass": "1.00",
             RATE_HEADS[seconds]: format_number(plain.tokens_per_second),
-            "speed-up\n(95%)": f"{plain.speedup:.2f}x"
-            if plain.timed
-            else f"≈ {plain.speedup:.2f}x",
+            "speed-up\n(95%)": f"{plain.speedup:.2f}x" if plain.timed else f"≈ {plain.speedup:.2f}x",
         }
         rows.append((False, not plain.timed, -plain.speedup, cells))
     rows.sort(key=lambda row: row[:3])
@@ -164,11 +162,7 @@ def predicted_caption(scores: Sequence[Score]) -> str:
     """Return text about rows that were not timed, and about the error of their predicted speed-ups."""
     errors = [s.prediction.error for s in scores if s.prediction and s.prediction.error is not None]
     text = "≈: not timed, but predicted from a replay and the time of single passes"
-    return (
-        f"{text} (off by up to {max(errors):.0%} where drafts were timed)."
-        if errors
-        else f"{text}."
-    )
+    return f"{text} (off by up to {max(errors):.0%} where drafts were timed)." if errors else f"{text}."
 
 
 def _titled(title: str, group: Group) -> str:
@@ -301,10 +295,7 @@ def html(
         lists=decision.lists,
         warnings=score_warnings(scores),
         boards=boards,
-        drafts=[
-            (score, _k_table(score, speedups[score.label]), category_table(score))
-            for score in ordered
-        ],
+        drafts=[(score, _k_table(score, speedups[score.label]), category_table(score)) for score in ordered],
         tables=[*decision.tables, *_last_tables(ordered)],
         marks=marks,
         colours=(plots.COLOURS, plots.DARK_COLOURS),
@@ -336,12 +327,7 @@ def export_command(groups: Sequence[Group]) -> str:
     fastest of all groups.
     """
     fastest = fastest_draft(groups)
-    if (
-        fastest is None
-        or fastest.doubt
-        or fastest.score.output_differs
-        or not fastest.gain.above(1)
-    ):
+    if fastest is None or fastest.doubt or fastest.score.output_differs or not fastest.gain.above(1):
         return ""
     score = fastest.score
     named = _named(score, "--draft")
@@ -425,9 +411,7 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
     return row
 
 
-def _figures(
-    group: Group, marks: "Mapping[str, Mark]", speedups: Mapping[str, Mapping[int, Interval]]
-) -> list[Figure]:
+def _figures(group: Group, marks: "Mapping[str, Mark]", speedups: Mapping[str, Mapping[int, Interval]]) -> list[Figure]:
     """Return the plots of a group. The plot of the ranking is first.
 
     marks, speedups: Mark, and speed-up by K, for the label of each draft of the page.
@@ -436,9 +420,7 @@ def _figures(
 
     scores = group.scores
     key = [marks[score.label] for score in scores] if len(marks) > 1 else []
-    accepted = {
-        score.label: score.acceptance(score.best_k).per_position_acceptance for score in scores
-    }
+    accepted = {score.label: score.acceptance(score.best_k).per_position_acceptance for score in scores}
     k_rows, position_rows = [], []
     by_label = {score.label: score for score in scores}
     predicted = any(not score.is_timed(k) for score in scores for k in score.ks)
@@ -452,10 +434,7 @@ def _figures(
     figures = [
         Figure(
             svg=plots.plot_ranking(
-                [
-                    (_marked(marks[ranked.score.label], ranked.score), ranked.speedup)
-                    for ranked in group.ranking
-                ],
+                [(_marked(marks[ranked.score.label], ranked.score), ranked.speedup) for ranked in group.ranking],
                 NO_DRAFT if len(group.plain) == 1 else f"{NO_DRAFT}, {group.baseline}",
             ),
             table=Table(
@@ -582,10 +561,7 @@ def _conditions_table(scores: Sequence[Score]) -> Table:
     by_fact: dict[str, dict[str, list[str]]] = {}
     for score in scores:
         facts = {"target": score.target.name}
-        facts |= {
-            name.replace("_", " "): str(value)
-            for name, value in score.conditions.model_dump().items()
-        }
+        facts |= {name.replace("_", " "): str(value) for name, value in score.conditions.model_dump().items()}
         facts["output equals the target's own"] = identical[score.identical]
         facts["weights of the baseline (no draft)"] = score.baseline_weights
         facts["distinct 4-grams"] = f"{score.distinct_4grams:.2f}"
@@ -621,9 +597,7 @@ def _json_row(score: Score, k: int, shown: tuple[str, str] | None) -> dict[str, 
         "layers": shape and shape.layers,
         "hidden": shape and shape.hidden,
         "params": shape and shape.params(),
-        "kv_bytes_per_token": shape.kv_bytes_per_token(int(bits[0]) / 8)
-        if bits and shape
-        else None,
+        "kv_bytes_per_token": shape.kv_bytes_per_token(int(bits[0]) / 8) if bits and shape else None,
         "draft_ms": score.draft_ms,
         "cost_ratio": score.cost_ratio,
         "num_speculative_tokens": k,

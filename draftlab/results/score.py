@@ -88,9 +88,7 @@ class Environment(FileModel):
         device, threads: Device that decodes, and its number of CPU threads.
         """
         if (self.stolen_share or 0) > LONG_WAITS:
-            return (
-                f"the hypervisor gave {self.stolen_share:.0%} of the cores' time to other machines"
-            )
+            return f"the hypervisor gave {self.stolen_share:.0%} of the cores' time to other machines"
         if self.counts_cpu_seconds(device, threads):
             return None
         if self.busy:
@@ -296,10 +294,7 @@ class Prediction(FileModel):
         rows = [row for row, prompt in enumerate(self.prompts) if prompt in prompts]
         return self.model_copy(
             update={
-                **{
-                    name: [getattr(self, name)[i] for i in rows]
-                    for name in ("prompts", "tokens", "plain")
-                },
+                **{name: [getattr(self, name)[i] for i in rows] for name in ("prompts", "tokens", "plain")},
                 "by_k": {k: each.only(rows) for k, each in self.by_k.items()},
             }
         )
@@ -524,9 +519,7 @@ class Score(FileModel):
         """Return the tokens per second of whole requests in these generations, with an interval over conversations."""
         return intervals.ratio(self._summed(request_timings(runs)))
 
-    def timings(
-        self, ks: Collection[int], conversations: Sequence[int | None] | None = None
-    ) -> Timings:
+    def timings(self, ks: Collection[int], conversations: Sequence[int | None] | None = None) -> Timings:
         """Return the timings of each conversation's requests at each K in `ks`, and in the fastest plain decoding.
 
         With a prediction, there is one column: every request at the K at which it was timed.
@@ -560,9 +553,7 @@ class Score(FileModel):
         """Return the number of conversations. A request of which no conversation is known counts for itself."""
         return len(self._summed(request_timings(self.plain)))
 
-    def _summed(
-        self, timings: Sequence[Timing], conversations: Sequence[int | None] | None = None
-    ) -> "np.ndarray":
+    def _summed(self, timings: Sequence[Timing], conversations: Sequence[int | None] | None = None) -> "np.ndarray":
         """Return the sums of each conversation, [G, 2]. timings: For each prompt, in the order of the prompts."""
         known = conversations or [prompt.conversation for prompt in self.prompts]
         prompts = sorted({g.prompt for g in self.plain})
@@ -810,9 +801,7 @@ class Score(FileModel):
         alone, drafted = self.implied_tpot_ms(0), self.implied_tpot_ms(k)
         if not alone or not drafted:
             return None
-        verifying = intervals.tokens_per_second(
-            decode_timings([g for g in self.plain if isinstance(g, Generation)])
-        )
+        verifying = intervals.tokens_per_second(decode_timings([g for g in self.plain if isinstance(g, Generation)]))
         # the latencies were measured at the precision of verification
         over_baseline = verifying / (self.decode_tps(0) or verifying)
         return over_baseline * alone / drafted
@@ -898,13 +887,7 @@ class Score(FileModel):
         gain: Speed-up over the fastest plain decoding.
         """
         alone, here, k = self.baseline_weights, self.conditions.target_weights, self.best_k
-        if (
-            alone == here
-            or not self.timed
-            or not gain.below(1)
-            or self.undecided is not None
-            or self.doubt is not None
-        ):
+        if alone == here or not self.timed or not gain.below(1) or self.undecided is not None or self.doubt is not None:
             return None
         advice = "do not quantise the target"
         if here != "int8":
@@ -938,9 +921,7 @@ class Score(FileModel):
         if shares := self.time_shares(k):
             phase = max(shares, key=lambda name: shares[name])
             activity, advice = LIMITS[phase]
-            said.append(
-                f"{activity} takes {shares[phase]:.0%} of the time after the first token: {advice}."
-            )
+            said.append(f"{activity} takes {shares[phase]:.0%} of the time after the first token: {advice}.")
         return " ".join(said)
 
 

@@ -261,9 +261,7 @@ def claim_state(
     record = state / STATE_RECORD
     this_run = json.loads(json.dumps(dict(identity), default=str))
     if state.is_symlink():
-        raise UserError(
-            f"{state} is a link, but draftlab keeps unfinished work there; move or remove it"
-        )
+        raise UserError(f"{state} is a link, but draftlab keeps unfinished work there; move or remove it")
     before = None
     with contextlib.suppress(UserError):
         before = read_object(record)
@@ -350,10 +348,7 @@ def writing(path: Path) -> Iterator[None]:
 
 def _difference(state: Path, before: dict[str, object] | None, this_run: dict[str, object]) -> str:
     if before is None:
-        return (
-            f"{state} has an unfinished run, but its {STATE_RECORD} is damaged; add --force to "
-            "start again"
-        )
+        return f"{state} has an unfinished run, but its {STATE_RECORD} is damaged; add --force to start again"
     changed = differing(before, this_run)
     key = next((name for name in changed if name != "inputs"), "inputs")
     if key == "inputs":
@@ -385,9 +380,7 @@ def _same(was: object, now: object) -> bool:
     return was == now or UNKNOWN in (was, now)
 
 
-def _fallen(
-    before: Mapping[str, object], this_run: Mapping[str, object], names: Sequence[str]
-) -> list[str]:
+def _fallen(before: Mapping[str, object], this_run: Mapping[str, object], names: Sequence[str]) -> list[str]:
     """Return the names whose values are numbers in both runs, and smaller in this run."""
     fallen = []
     for name in names:

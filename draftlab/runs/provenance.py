@@ -150,18 +150,11 @@ def lineage(directory: Path, target: Path, *, own: bool = False) -> dict[Path, S
     return stages
 
 
-def _add_stages(
-    directory: Path, target: Path, stages: dict[Path, Stage], before: str, *, own: bool
-) -> None:
+def _add_stages(directory: Path, target: Path, stages: dict[Path, Stage], before: str, *, own: bool) -> None:
     record = None
     with contextlib.suppress(UserError):  # another version of draftlab wrote the record
         record = read_record(directory)
-    if (
-        record is None
-        or directory in (*stages, target)
-        or record.command == "import"
-        or record.created > before
-    ):
+    if record is None or directory in (*stages, target) or record.command == "import" or record.created > before:
         return
     for path in map(Path, record.inputs):
         if not own or not _is_checkpoint(path) or _is_earlier_draft(path, record):

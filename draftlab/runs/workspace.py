@@ -37,9 +37,7 @@ class Workspace(FileModel):
 
 PRESETS: dict[str, Workspace] = {
     "tiny": Workspace(target="tiny", source="tiny", data="stdlib"),
-    "smollm2": Workspace(
-        target="models/smollm2-135m-instruct", source="models/smollm2-135m-instruct", data="stdlib"
-    ),
+    "smollm2": Workspace(target="models/smollm2-135m-instruct", source="models/smollm2-135m-instruct", data="stdlib"),
     "llama-65b": Workspace(  # the models of Decoding Speculative Decoding (arXiv 2402.01528)
         target="huggyllama/llama-65b", source="huggyllama/llama-7b", data="hf:DKYoon/SlimPajama-6B"
     ),

@@ -54,9 +54,7 @@ class Requests:
             "repeats": self.repeats,
         }
 
-    def score_facts(
-        self, plain: Mapping[int, list[int]], texts: Sequence[Mapping[int, list[int]]]
-    ) -> dict[str, Any]:
+    def score_facts(self, plain: Mapping[int, list[int]], texts: Sequence[Mapping[int, list[int]]]) -> dict[str, Any]:
         """Return the fields of a Score that depend on the prompts and the decoded texts.
 
         plain: Token ids of each prompt's text by plain decoding. texts: Those with a draft, for each K; some prompts
@@ -192,10 +190,7 @@ class Comparison:
         This number is reached halfway through the longest answer to a prompt of median length.
         """
         requests = self.requests
-        return (
-            int(median(len(p.ids) for p in requests.prompts.rows))
-            + requests.sampling.max_tokens // 2
-        )
+        return int(median(len(p.ids) for p in requests.prompts.rows)) + requests.sampling.max_tokens // 2
 
     @property
     def hosted(self) -> bool:
@@ -301,14 +296,10 @@ class Comparison:
         if engine.int8 and engine.mode != "native":
             raise UserError(f"--int8 needs --mode native, but this run has mode {engine.mode}")
         if engine.target_int8 and self.hosted:
-            raise UserError(
-                "--int8: the target cannot be in int8, because transformers runs it; use --int8 draft"
-            )
+            raise UserError("--int8: the target cannot be in int8, because transformers runs it; use --int8 draft")
         models = {"the target": self.target, **self.drafts}
         with about("--max-new-tokens"):
-            self.check_context(
-                {name: max_model_len(path) for name, path in models.items()}, max(self.ks)
-            )
+            self.check_context({name: max_model_len(path) for name, path in models.items()}, max(self.ks))
         if self.tasks is not None and self.tasks.apply_chat_template:
             for path in models.values():
                 check_chat_template(path)
@@ -354,10 +345,7 @@ class Comparison:
         longest, rows, k = self.requests.prompts.longest, max(self.batches), max(self.ks)
         width = self.engine.dtype.itemsize
         tokens = rows * (longest + self.requests.sampling.max_tokens + k)
-        needs = {
-            f"weights of {hub.checkpoint_name(path)}": size.weight_bytes(width)
-            for path, size in sizes.items()
-        }
+        needs = {f"weights of {hub.checkpoint_name(path)}": size.weight_bytes(width) for path, size in sizes.items()}
         if self.engine.int8:
             needs["int8 copies"] = sum(size.weight_bytes(1) for size in sizes.values())
         needs["caches"] = sum(tokens * size.kv_bytes_per_token(width) for size in sizes.values())
@@ -386,9 +374,7 @@ class Comparison:
         if parallel.pard_token(draft) is None:
             return
         name, trained = hub.checkpoint_name(draft), parallel.trained_offsets(draft)
-        note(
-            f"{name} drafts all tokens in one pass; for one pass per token, use --drafter model:draft={draft}"
-        )
+        note(f"{name} drafts all tokens in one pass; for one pass per token, use --drafter model:draft={draft}")
         if trained is not None and max(self.ks) > trained:
             beyond = f"the draft is untrained for the tokens after these, up to K = {max(self.ks)}"
             note(f"{name} was trained to draft {trained} tokens; {beyond}")

@@ -44,9 +44,7 @@ class Journal(MutableMapping[Place, list[Run]]):
         if isinstance(before, dict) and before != self.machine:
             keys = {*before, *self.machine}
             names = [name for name in keys if before.get(name) != self.machine.get(name)]
-            note(
-                f"timing anew what the interrupted run had timed, because these changed: {', '.join(sorted(names))}"
-            )
+            note(f"timing anew what the interrupted run had timed, because these changed: {', '.join(sorted(names))}")
         self.file.unlink()
 
     def __getitem__(self, place: Place) -> list[Run]:

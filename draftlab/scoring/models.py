@@ -31,9 +31,7 @@ class Models:
             device_map = engine.device_map if directory == self.comparison.target else None
             model = load(directory, engine.dtype, engine.device, device_map)
             if self.comparison.batches != [1] and not model.takes_rows:
-                raise UserError(
-                    f"{directory} cannot decode texts of different lengths in one batch; use --batch 1"
-                )
+                raise UserError(f"{directory} cannot decode texts of different lengths in one batch; use --batch 1")
             self._loaded[directory] = model
         return self._loaded[directory]
 
@@ -41,9 +39,7 @@ class Models:
         """Return the model of a checkpoint in the engine's mode. int8: Whether to round its weights to 8 bits."""
         if (directory, int8) not in self._running:
             model = self.eager(directory)
-            running = (
-                with_mode(model, self.engine.mode, int8) if isinstance(model, Llama) else model
-            )
+            running = with_mode(model, self.engine.mode, int8) if isinstance(model, Llama) else model
             self._running[directory, int8] = running
         return self._running[directory, int8]
 

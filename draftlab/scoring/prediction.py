@@ -55,9 +55,7 @@ class Written:
         passes = sum(len(run.emitted) for run in self.runs)
         return 1e3 * self.batch * sum(run.host_seconds for run in self.runs) / max(1, passes)
 
-    def replayed(
-        self, scored: Sequence[TokenLogprobs], logprobs: Sequence[np.ndarray]
-    ) -> expected.Texts:
+    def replayed(self, scored: Sequence[TokenLogprobs], logprobs: Sequence[np.ndarray]) -> expected.Texts:
         """Return the texts with the acceptance probability of each token after the first.
 
         Args:
@@ -112,9 +110,7 @@ def cost_model(name: str, curves: LatencyCurves, prefill: Latency, host_ms: floa
     return CostModel.of(profile, extrapolate=True)
 
 
-def predicted(
-    written: Written, texts: expected.Texts, ks: Sequence[int], costs: Costs
-) -> Prediction:
+def predicted(written: Written, texts: expected.Texts, ks: Sequence[int], costs: Costs) -> Prediction:
     """Predict every request at every K. texts: The texts with acceptance probabilities, see Written.replayed."""
     runs, batch = written.runs, written.batch
     work = Workload(texts=texts, prompt_tokens=written.prompt_tokens, kind=costs.kind)

@@ -168,9 +168,7 @@ class QuickTiming:
 
     def _add(self, names: Sequence[str], groups: Sequence[int]) -> None:
         """Time further drafters, too. The groups so far are decoded again in all ways, one after the other."""
-        note(
-            f"predictions were off by more than {MARGIN - 1:.0%}, so {', '.join(names)} is timed, too"
-        )
+        note(f"predictions were off by more than {MARGIN - 1:.0%}, so {', '.join(names)} is timed, too")
         self.finalists += names
         self.live.warm_up(self._arms(groups[0])[-len(names) :], briefly=True)
         with progress(f"timing {', '.join(names)}, too", len(groups)) as advance:
@@ -190,9 +188,7 @@ class QuickTiming:
         minutes = self.comparison.effort.minutes
         return minutes is not None and time.monotonic() - self.started > 60 * minutes
 
-    def _live(
-        self, runs: Mapping[str, DrafterRun], part: str, other_target: Decoder | None
-    ) -> LiveTiming:
+    def _live(self, runs: Mapping[str, DrafterRun], part: str, other_target: Decoder | None) -> LiveTiming:
         comparison = self.comparison
         sampling = comparison.requests.sampling
         return LiveTiming(
@@ -235,9 +231,7 @@ class QuickTiming:
         if other is not None:
             prompts = {run.prompt for run in measured.generations[OTHER_PLAIN]}
             pace, other_pace = (
-                tokens_per_second(
-                    request_timings([g for g in measured.generations[arm] if g.prompt in prompts])
-                )
+                tokens_per_second(request_timings([g for g in measured.generations[arm] if g.prompt in prompts]))
                 for arm in (PLAIN, OTHER_PLAIN)
             )
             if other_pace * SLOWER < pace:
@@ -339,9 +333,7 @@ class QuickTiming:
             return [np.zeros(len(text)) for _, text in texts]
         vocab = checkpoint.vocab_size(comparison.target)
         with progress("the target's probabilities", len(texts)) as advance:
-            scored = score_tokens(
-                self.models.target, texts, vocab, sampling, lambda done: advance(done, "texts")
-            )
+            scored = score_tokens(self.models.target, texts, vocab, sampling, lambda done: advance(done, "texts"))
         return [each.logprobs for each in scored]
 
     def _costs(self, spec: DrafterSpec, run: DrafterRun, call_ms: float) -> Costs:

@@ -103,9 +103,7 @@ def measure(comparison: Comparison, command: str, state: Path) -> list[Score]:
         models=models,
         runs=runs,
         tasks=tasks,
-        environment=read_environment().model_copy(
-            update={"dtype_reason": comparison.engine.dtype_reason}
-        ),
+        environment=read_environment().model_copy(update={"dtype_reason": comparison.engine.dtype_reason}),
         command=command,
         learnt_prompts={name: comparison.learnt_prompts(name) for name in runs},
         state=state,
@@ -181,10 +179,7 @@ class Measurement:
             return "--exhaustive asks for it"
         if not isinstance(self.models.target, Llama):
             return "transformers runs the target, whose passes are not timed alone"
-        if (
-            comparison.rule.verify not in PREDICTED_RULES
-            and comparison.requests.sampling.temperature
-        ):
+        if comparison.rule.verify not in PREDICTED_RULES and comparison.requests.sampling.temperature:
             return f"the acceptance of --rule {comparison.rule.verify} is not known before decoding"
         return None
 
@@ -277,9 +272,7 @@ class Measurement:
                 learnt=run.learnt,
                 made=comparison.made(name),
                 learnt_prompts=self.learnt_prompts[name],
-                **comparison.requests.score_facts(
-                    measured.tokens[PLAIN], [measured.tokens[arm] for arm in arms]
-                ),
+                **comparison.requests.score_facts(measured.tokens[PLAIN], [measured.tokens[arm] for arm in arms]),
             )
             scores.append(score)
         return scores
@@ -411,9 +404,7 @@ class Measurement:
             sha256=provenance.fingerprint(path) if path else None,
             shape=decoder.architecture if decoder else None,
             latency=[] if curves is None else [_fields(Latency, p) for p in curves.forward],
-            following=[]
-            if curves is None
-            else [_fields(FollowingLatency, p) for p in curves.steady],
+            following=[] if curves is None else [_fields(FollowingLatency, p) for p in curves.steady],
             tasks=self.tasks.get(path, []) if path else [],
             via_transformers=decoder is not None and decoder.architecture is None,
             **facts,
@@ -466,8 +457,7 @@ def compare(whole: Decoder, rounded: Decoder, texts: Sequence[Sequence[int]]) ->
         for done, text in enumerate(texts, 1):
             ids = torch.tensor([text])
             p, q = (
-                model.forward_uncached(ids, len(text)).float().log_softmax(-1)
-                for model in (whole, rounded)
+                model.forward_uncached(ids, len(text)).float().log_softmax(-1) for model in (whole, rounded)
             )  # [1, T, V]
             divergence += float(F.kl_div(q, p, reduction="sum", log_target=True))
             equal += int((p.argmax(-1) == q.argmax(-1)).sum())
@@ -494,9 +484,7 @@ def _heads(comparison: Comparison, models: Models) -> dict[str, Decoder]:
     for spec in comparison.drafters:
         folder = getattr(spec, "heads", None)
         if folder is not None and spec.replays and spec.is_priced():
-            found[spec.name] = spec.passes_of(
-                Path(folder), comparison.target, target, comparison.engine.mode
-            )
+            found[spec.name] = spec.passes_of(Path(folder), comparison.target, target, comparison.engine.mode)
     return found
 
 

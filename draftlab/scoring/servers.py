@@ -314,9 +314,7 @@ def _check_same(comparison: ServedComparison) -> None:
             )
     count = len(comparison.requests.prompts.rows) - len(set(stored.left_out))
     answered = sorted(run.prompt for run in stored.runs)
-    if len(stored.tokens) != count or answered != sorted(
-        [*range(count)] * comparison.requests.repeats
-    ):
+    if len(stored.tokens) != count or answered != sorted([*range(count)] * comparison.requests.repeats):
         raise UserError(
             f"--server: the stored answers lack some of {count} prompts; run draftlab score --server URL again"
         )
@@ -354,8 +352,7 @@ def _score(
             speculative={counters.k: answers.runs},
             counters={counters.k: counters},
             command=command,
-            versions=provenance.versions()
-            | {plain.kind: plain.version, server.kind: server.version},
+            versions=provenance.versions() | {plain.kind: plain.version, server.kind: server.version},
             **comparison.requests.score_facts(dict(enumerate(plain.tokens)), [answers.tokens]),
         )
 
@@ -371,9 +368,7 @@ def _draft_tasks(comparison: ServedComparison) -> list[TaskResult]:
         )
         return []
     device = devices.resolve_device("auto")
-    return comparison.tasks.of_checkpoint(
-        Path(comparison.draft), devices.resolve_dtype("auto", device), device
-    )
+    return comparison.tasks.of_checkpoint(Path(comparison.draft), devices.resolve_dtype("auto", device), device)
 
 
 def _is_checkpoint(directory: Path) -> bool:

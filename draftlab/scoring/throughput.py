@@ -72,9 +72,7 @@ def without_stalls(runs: Sequence[Sequence[TimedStep]]) -> list[list[TimedStep]]
     for timed in every:
         kinds[_kind(timed)].append(timed.step)
     whole = _Usual.of([timed.step for timed in every]) if every else None
-    usual = {
-        kind: _Usual.of(steps) if len(steps) >= ENOUGH else whole for kind, steps in kinds.items()
-    }
+    usual = {kind: _Usual.of(steps) if len(steps) >= ENOUGH else whole for kind, steps in kinds.items()}
     return [[_mended(timed, usual[_kind(timed)]) for timed in run] for run in runs]
 
 
@@ -179,9 +177,7 @@ class LiveTiming:
         self.target, self.drafters, self.prompts = target, drafters, prompts
         self.sampling, self.clock = sampling, clock or step_clock_for(target.device)
         self.rule, self.draft_sampling = rule, draft_sampling
-        self.groups = [
-            list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)
-        ]
+        self.groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
         self.runs: MutableMapping[Place, list[Run]] = {} if kept is None else kept
         self.asked: set[Place] = set()  # the runs to return; an interrupted run may have timed more
 
@@ -250,9 +246,7 @@ class LiveTiming:
             for each in runs:
                 tokens[arm].setdefault(each.prompt, each.tokens)
         _mend_prefills([(arm, run) for arm, runs in every.items() for run in runs])
-        return TimedArms(
-            generations={arm: _generations(runs) for arm, runs in every.items()}, tokens=tokens
-        )
+        return TimedArms(generations={arm: _generations(runs) for arm, runs in every.items()}, tokens=tokens)
 
     def _again(self, arm: Arm, at: tuple[int, int]) -> list[Run]:
         self.runs[arm, *at] = self._decode(arm, at[1])
@@ -321,9 +315,7 @@ def measure_throughput(
     return live.finish()
 
 
-def interleaved(
-    arms: Sequence[AnyArm], groups: int, repeats: int
-) -> Iterator[tuple[AnyArm, int, int]]:
+def interleaved(arms: Sequence[AnyArm], groups: int, repeats: int) -> Iterator[tuple[AnyArm, int, int]]:
     """Yield all combinations of an arm, a repeat and a group of prompts. The order of the arms alternates."""
     for repeat in range(repeats):
         for group in range(groups):
@@ -335,9 +327,7 @@ def _warm_up(arms: Sequence[Arm], decode_first: Callable[[Arm], Iterator[Step]])
     unsteady = []
     with progress("warming up", len(arms)) as advance:
         for number, arm in enumerate(arms, 1):
-            steady = warm_up(
-                lambda arm=arm: sum(s.draft_seconds + s.verify_seconds for s in decode_first(arm))
-            )
+            steady = warm_up(lambda arm=arm: sum(s.draft_seconds + s.verify_seconds for s in decode_first(arm)))
             advance(number, _arm_name(arm))
             if not steady:
                 unsteady.append(_arm_name(arm))
@@ -365,9 +355,7 @@ def _first_of_each_length(groups: list[list[int]], prompts: list[list[int]]) -> 
     def longest(group: list[int]) -> int:
         return max(len(prompts[i]) for i in group)
 
-    by_length = {
-        (len(group), longest(group) // BUCKET): group for group in sorted(groups, key=longest)
-    }
+    by_length = {(len(group), longest(group) // BUCKET): group for group in sorted(groups, key=longest)}
     return sorted(by_length.values(), key=longest, reverse=True)
 
 
@@ -381,9 +369,7 @@ def _mend_prefills(runs: Sequence[tuple[Arm, Run]]) -> None:
     draft_seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for arm, run in runs:
         step = run.prefill.step
-        target_seconds[arm == OTHER_PLAIN, run.prompt].append(
-            step.verify_seconds + step.host_seconds
-        )
+        target_seconds[arm == OTHER_PLAIN, run.prompt].append(step.verify_seconds + step.host_seconds)
         draft_seconds[arm[0], run.prompt].append(step.draft_seconds)
     for arm, run in runs:
         target = median_low(target_seconds[arm == OTHER_PLAIN, run.prompt])
@@ -391,9 +377,7 @@ def _mend_prefills(runs: Sequence[tuple[Arm, Run]]) -> None:
         draft = median_low(draft_seconds[arm[0], run.prompt]) if arm[1] else 0.0
         stall = _seconds(run.prefill.step) - target - draft
         if stall > (FACTOR - 1) * (target + draft):
-            usual = replace(
-                run.prefill.step, draft_seconds=draft, verify_seconds=target, host_seconds=0.0
-            )
+            usual = replace(run.prefill.step, draft_seconds=draft, verify_seconds=target, host_seconds=0.0)
             run.prefill = TimedStep(usual, run.prefill.rows, stall)
 
 

@@ -135,9 +135,7 @@ class AutoRun:
             use=use,
             reason=reason,
             speedups=speedups,
-            doubt="; ".join(
-                dict.fromkeys(score.doubt for score in measured.values() if score.doubt)
-            ),
+            doubt="; ".join(dict.fromkeys(score.doubt for score in measured.values() if score.doubt)),
             ranking=ranking,
             precision=next(iter(measured.values())).conditions.precision,
             seconds=next(iter(measured.values())).seconds,
@@ -179,9 +177,7 @@ class AutoRun:
     def _write_recipe(self) -> None:
         steps = [step.entry for step in self.steps.done.values()]
         content = yaml.safe_dump({"steps": steps}, sort_keys=False)
-        write_atomic(
-            self.folder / RECIPE, f"# What draftlab auto ran, for draftlab run.\n{content}"
-        )
+        write_atomic(self.folder / RECIPE, f"# What draftlab auto ran, for draftlab run.\n{content}")
 
     def _seconds_for(self, step: str) -> float:
         return self.plan.seconds_for(step, self.steps.seconds())
@@ -239,10 +235,7 @@ class AutoRun:
         """
         trained = [kind for kind in kinds if kind in (*CUT, *HEADS)]
         cheapest = self._costs.cheapest(trained)
-        relative = {
-            ready.name: min(1.0, cheapest / ready.pass_seconds(self._costs))
-            for ready in self.request.ready
-        }
+        relative = {ready.name: min(1.0, cheapest / ready.pass_seconds(self._costs)) for ready in self.request.ready}
         relative = {arm.name: relative[arm.shape] for arm in existing if arm.shape}
         self.ready_scores.update(self._scores("ready", existing))
         ceiling = verdict.training_ceiling(existing, self.ready_scores, relative)
@@ -265,9 +258,7 @@ class AutoRun:
         self.ready_scores.update(self._scores("score", existing))
         (scores,) = self.ready_scores.values()
         relative = self._costs.cheapest(late) / self._costs.pass_seconds(self.request.size)
-        reason = verdict.beyond_reach(
-            verdict.ranking(existing, self.ready_scores)[0], scores, relative
-        )
+        reason = verdict.beyond_reach(verdict.ranking(existing, self.ready_scores)[0], scores, relative)
         if reason is not None:
             self.left_out.update(dict.fromkeys(late, reason))
 
@@ -401,9 +392,7 @@ class AutoRun:
 
         count: Number of the round. tokens: Number of training tokens in earlier rounds.
         """
-        replayed = self._run(
-            f"train/replay-{count}", "replay", directory=self._texts, draft=[str(draft)], k=[k]
-        )
+        replayed = self._run(f"train/replay-{count}", "replay", directory=self._texts, draft=[str(draft)], k=[k])
         row = rows_of(read_replay(replayed / draft.name), [k])[0]
         return Round(tokens=tokens + number(record_of(draft), "tokens"), length=row.length.value)
 
@@ -422,9 +411,7 @@ class AutoRun:
             **settings,
         )
 
-    def _tried(
-        self, kind: str, steps: int, *, student: StudentSpec, **settings: Any
-    ) -> Path | None:
+    def _tried(self, kind: str, steps: int, *, student: StudentSpec, **settings: Any) -> Path | None:
         """Train a candidate, and return its directory. If training fails, add the error to left_out and return None."""
         try:
             return self._trained(kind, steps, student=student, **settings)

@@ -78,11 +78,7 @@ class Machine(FileModel, extra="ignore"):
             f"{format_number(self.training_tflops)} TFLOP/s for training in {self.training_dtype}; "
             f"{format_bytes(self.free_memory)} of memory and "
             f"{format_bytes(self.free_disk)} of disk free"
-            + (
-                f"; other programs now make the machine {self.slowdown:.1f} times slower"
-                if self.slowdown > 1.5
-                else ""
-            )
+            + (f"; other programs now make the machine {self.slowdown:.1f} times slower" if self.slowdown > 1.5 else "")
         )
 
 
@@ -169,9 +165,7 @@ class Costs:
         return TRAINING[self.machine.training_dtype] * flops / (1e12 * self.machine.training_tflops)
 
 
-def measure_machine(
-    size: Shape | ApproximateSize, device: torch.device, dtype: torch.dtype, folder: Path
-) -> Machine:
+def measure_machine(size: Shape | ApproximateSize, device: torch.device, dtype: torch.dtype, folder: Path) -> Machine:
     """Measure the speed of matrix products, the memory bandwidth, and the free memory and disk of this machine.
 
     Args:
@@ -223,9 +217,7 @@ LABELS = {  # kind of candidate -> label; {} stands for the shape that the searc
 # kind of candidate -> name of its drafter, for kinds that servers run; for prompt-lookup, see ServerKind.lookup
 SERVED = {"draft": "model", "parallel": "parallel", "eagle": "eagle"}
 LOOKUP = "prompt-lookup"
-OWN_LOOKUP = (
-    "latest-lookup"  # more of its tokens are accepted than of those that servers' lookups draft
-)
+OWN_LOOKUP = "latest-lookup"  # more of its tokens are accepted than of those that servers' lookups draft
 # kinds of candidates that are cut from the target
 CUT = ("draft", "parallel", "trimmed", "fallback")
 HEADS = ("eagle", "fallback-eagle")
@@ -311,11 +303,7 @@ class ReadyDraft:
 
     def pass_seconds(self, costs: Costs) -> float:
         """Return the estimated seconds of a pass over one token. All heads count as the cheapest head."""
-        return (
-            costs.cheapest(HEADS)
-            if self.kind == "eagle"
-            else costs.pass_seconds(read_size(self.path))
-        )
+        return costs.cheapest(HEADS) if self.kind == "eagle" else costs.pass_seconds(read_size(self.path))
 
 
 class PlannedStep(FileModel, extra="ignore"):
@@ -398,9 +386,7 @@ def served_by(server: str | None) -> list[str]:
     """Return the kinds of candidates that a server can run. None stands for draftlab's engine, which runs all kinds."""
     if server is None:
         return list(LABELS)
-    kinds = [
-        kind for kind, name in SERVED.items() if server in DRAFTERS.get(name, "--for").served_by
-    ]
+    kinds = [kind for kind, name in SERVED.items() if server in DRAFTERS.get(name, "--for").served_by]
     return [*kinds, LOOKUP] if lookup_of(server, "cpu") else kinds
 
 
@@ -491,9 +477,7 @@ def make_plan(
         )
     most = _most(costs, request, candidates, len(ready))
     seconds = seconds_of_steps(least, 60 * minutes, most)
-    layers, widths, first_steps = (
-        _grid(request.target, costs, seconds["search"]) if "search" in least else ([], [], 0)
-    )
+    layers, widths, first_steps = _grid(request.target, costs, seconds["search"]) if "search" in least else ([], [], 0)
     draft = guessed_draft(size) if "draft" in candidates else None
     # the drafts, and the state of one optimizer
     disk = 0 if draft is None else DRAFTS * draft.weight_bytes() + 12 * draft.params()
@@ -505,8 +489,7 @@ def make_plan(
         prompts=request.prompts.about,
         candidates=candidates,
         ready=[draft.name for draft in ready],
-        left_out={f"--draft {name}": reason for name, reason in refused.items() if reason}
-        | left_out,
+        left_out={f"--draft {name}": reason for name, reason in refused.items() if reason} | left_out,
         layers=layers,
         widths=widths,
         first_steps=first_steps,
@@ -525,9 +508,7 @@ def make_plan(
     )
 
 
-def seconds_of_steps(
-    least: Mapping[str, float], total: float, most: Mapping[str, float]
-) -> dict[str, float]:
+def seconds_of_steps(least: Mapping[str, float], total: float, most: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds of each step: its least seconds plus its fraction (see STEPS) of the spare time.
 
     A step that would get more than its most seconds gets these, and the others share the rest.
@@ -536,11 +517,7 @@ def seconds_of_steps(
     """
     left, shares = max(0.0, total - sum(least.values())), sum(STEPS[name][0] for name in least)
     seconds = {name: needed + left * STEPS[name][0] / shares for name, needed in least.items()}
-    full = {
-        name: max(least[name], most[name])
-        for name in seconds
-        if seconds[name] > most.get(name, math.inf)
-    }
+    full = {name: max(least[name], most[name]) for name in seconds if seconds[name] > most.get(name, math.inf)}
     if not full:
         return seconds
     others = {name: needed for name, needed in least.items() if name not in full}
@@ -577,9 +554,7 @@ def _unsuitable(request: Request) -> dict[str, str]:
     reasons = dict.fromkeys(CUT, no_cut) | dict.fromkeys(HEADS, no_head)
     if not reasons["trimmed"] and vocab < LARGE_VOCAB:
         reasons["trimmed"] = f"with a vocabulary of {vocab:,} a trimmed lm_head saves little"
-    return {
-        kind: reason for kind, reason in reasons.items() if reason and kind in served_by(server)
-    }
+    return {kind: reason for kind, reason in reasons.items() if reason and kind in served_by(server)}
 
 
 def _refused(artifact: Artifact, server: str | None) -> str:
@@ -623,9 +598,7 @@ def answers(drafts: int, prompts: int) -> float:
     return prompts * (2 + min(drafts, FINALISTS)) + PASS_ANSWERS + REPLAY_ANSWERS * drafts
 
 
-def _least(
-    costs: Costs, request: Request, candidates: Sequence[str], ready: int
-) -> dict[str, float]:
+def _least(costs: Costs, request: Request, candidates: Sequence[str], ready: int) -> dict[str, float]:
     """Return the seconds of the smallest useful amount of work in each step, by the name of the step.
 
     ready: Number of the user's drafts to compare.
@@ -634,9 +607,7 @@ def _least(
     least: dict[str, float] = {}
     if "draft" in candidates or "eagle" in candidates:
         reads = prompts.data is not None
-        least["answers"] = (
-            costs.read(sequences * SEQ_LEN) if reads else costs.write(sequences, ANSWER_TOKENS, 64)
-        )
+        least["answers"] = costs.read(sequences * SEQ_LEN) if reads else costs.write(sequences, ANSWER_TOKENS, 64)
     if "draft" in candidates:
         shape = guessed_draft(costs.size)
         least["texts"] = costs.write(prompts.choose, WRITTEN, 16)
@@ -656,9 +627,7 @@ def _least(
     return {name: costs.start + least[name] for name in STEPS if name in least}
 
 
-def _most(
-    costs: Costs, request: Request, candidates: Sequence[str], ready: int
-) -> dict[str, float]:
+def _most(costs: Costs, request: Request, candidates: Sequence[str], ready: int) -> dict[str, float]:
     """Return the seconds of the steps that only measure, if they use all conversations at which timing looks."""
     drafts = {
         "ready": ready + ("prompt-lookup" in candidates),
@@ -678,9 +647,7 @@ def _grid(target: Path, costs: Costs, seconds: float) -> tuple[list[int], list[i
     source = checkpoint.read_shape(target)
     depths = [n for n in default_depths(source) if n <= max(2, 3 * source.layers // 8)]
     wide = default_widths(source)
-    thinned = sorted(
-        {depths[0], depths[len(depths) // 3], depths[2 * len(depths) // 3], depths[-1]}
-    )
+    thinned = sorted({depths[0], depths[len(depths) // 3], depths[2 * len(depths) // 3], depths[-1]})
     left = 0.75 * (seconds - costs.law())
     for layers, widths in (
         (depths, wide),

@@ -56,15 +56,10 @@ class PromptSplit:
         rows, count = self.rows, self.choose + self.measure
         if self.data is not None:
             tokenizer = checkpoint.load_tokenizer(target)
-            found = data.numbered_prompts(
-                self.data, tokenizer, count=count, length=FROM_DATA_TOKENS, seed=0
-            )
-            texts: list[str] = tokenizer.batch_decode(
-                [ids for _, ids in found], skip_special_tokens=True
-            )
+            found = data.numbered_prompts(self.data, tokenizer, count=count, length=FROM_DATA_TOKENS, seed=0)
+            texts: list[str] = tokenizer.batch_decode([ids for _, ids in found], skip_special_tokens=True)
             rows = [
-                {"prompt": text, "document_id": str(document)}
-                for text, (document, _) in zip(texts, found, strict=True)
+                {"prompt": text, "document_id": str(document)} for text, (document, _) in zip(texts, found, strict=True)
             ]
         parts = {
             "choose": rows[: self.choose],
@@ -74,9 +69,7 @@ class PromptSplit:
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in parts.items():
             if part and not (folder / f"{name}.jsonl").exists():
-                write_atomic(
-                    folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in part)
-                )
+                write_atomic(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in part))
 
 
 def find_prompts(
@@ -107,9 +100,7 @@ def find_prompts(
     if file is not None:
         least = {"to choose the draft": choose, "to measure its speed-up": measure}
         least |= {"or more to train drafts": LEAST_TRAINED} if trains else {}
-        return replace(
-            prompts, about=file.name, rows=_of_file(file, target, least, batched=together > 1)
-        )
+        return replace(prompts, about=file.name, rows=_of_file(file, target, least, batched=together > 1))
     if text is None and checkpoint.load_tokenizer(target).chat_template:
         about = "draftlab's own prompts for chat models; name your users' prompts by --prompts FILE"
         return replace(prompts, about=about, rows=mixed(0, BUILT_IN))
@@ -122,15 +113,12 @@ def find_prompts(
     hub.check_data(text)
     data.documents(data.first_source(text), "heldout")
     about = (
-        f"passages of {text}, which {hub.checkpoint_name(target)} continues; name your users' prompts by "
-        "--prompts FILE"
+        f"passages of {text}, which {hub.checkpoint_name(target)} continues; name your users' prompts by --prompts FILE"
     )
     return replace(prompts, about=about, data=text)
 
 
-def _of_file(
-    file: Path, target: Path, least: Mapping[str, int], *, batched: bool
-) -> list[dict[str, Any]]:
+def _of_file(file: Path, target: Path, least: Mapping[str, int], *, batched: bool) -> list[dict[str, Any]]:
     """Return the distinct prompts of a file, in an order that depends only on their text.
 
     Prompts of one document or with the same first message, such as the turns of a conversation, serve only one use (see

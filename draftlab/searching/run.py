@@ -105,9 +105,7 @@ class Wanted:
         return OrdinarySpec.of() if self.offsets == 1 else ParallelStudent.of(tokens=self.offsets)
 
 
-def shapes_to_try(
-    source: Shape, layers: Sequence[int] | None, widths: Sequence[int] | None
-) -> list[Shape]:
+def shapes_to_try(source: Shape, layers: Sequence[int] | None, widths: Sequence[int] | None) -> list[Shape]:
     """Return a shape for every combination of a number of layers and a width. None takes default numbers or widths.
 
     Raises:
@@ -141,9 +139,7 @@ def search(wanted: Wanted, steps: StepRunner, output: Output) -> Search:
     searcher = Searcher(wanted=wanted, steps=steps)
     result = searcher.search()
     with output.directory() as directory:
-        shutil.copytree(
-            searcher.draft(len(result.rungs) - 1, result.winner.name), directory / "draft"
-        )
+        shutil.copytree(searcher.draft(len(result.rungs) - 1, result.winner.name), directory / "draft")
         for part in ("texts", "score"):
             shutil.copytree(output.state / part, directory / part)
         write_search(result, directory)
@@ -273,11 +269,7 @@ class Searcher:
             record = record_of(self.draft(rung, name))
             trained = number(record, "seconds")
             step_seconds += trained / steps
-            overhead += (
-                record.total_seconds
-                - trained
-                + record_of(self.steps.folder / f"replay-{rung}/{name}").seconds
-            )
+            overhead += record.total_seconds - trained + record_of(self.steps.folder / f"replay-{rung}/{name}").seconds
         left = (1 - MEASURED_SHARE) * 60 * self.wanted.minutes - self.steps.seconds()
         return int(max(self.wanted.first_steps, min(MOST_STEPS, (left - overhead) / step_seconds)))
 
@@ -330,19 +322,13 @@ class Searcher:
     def _law(self) -> ScalingLaw:
         """Measure and return a latency law for drafts. It covers passes as wide as a parallel draft's widest pass."""
         k = 2 * self.wanted.offsets - 1
-        return read_law(
-            self.steps.run(
-                "law", "profile", models=[str(self.wanted.source)], law=True, k=k, **self._grid
-            )
-        )
+        return read_law(self.steps.run("law", "profile", models=[str(self.wanted.source)], law=True, k=k, **self._grid))
 
     @cached_property
     def _target_cost(self) -> CostModel:
         target, k = self.wanted.target, max(self.wanted.ks)
         profiles = self.steps.run("profile", "profile", models=[str(target)], k=k, **self._grid)
-        return CostModel.of(
-            read_profile(profiles / f"{hub.checkpoint_name(target)}.yaml"), extrapolate=True
-        )
+        return CostModel.of(read_profile(profiles / f"{hub.checkpoint_name(target)}.yaml"), extrapolate=True)
 
     @property
     def _grid(self) -> dict[str, Any]:

@@ -152,9 +152,7 @@ def candidates(
         NoCheapShape: Fewer than two shapes are cheap enough.
     """
     cheap = {
-        name: shape
-        for name, shape in smaller_shapes(source, shapes).items()
-        if latency_ms(shape) <= share * target_ms
+        name: shape for name, shape in smaller_shapes(source, shapes).items() if latency_ms(shape) <= share * target_ms
     }
     if len(cheap) < 2:
         fastest = min(map(latency_ms, shapes)) / target_ms

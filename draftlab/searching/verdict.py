@@ -115,9 +115,7 @@ class TrainingRounds(FileModel):
 
     def line(self) -> str:
         """Return the rounds as one line of text."""
-        lengths = ", ".join(
-            f"{each.length:.2f} after {each.tokens:,.0f} training tokens" for each in self.rounds
-        )
+        lengths = ", ".join(f"{each.length:.2f} after {each.tokens:,.0f} training tokens" for each in self.rounds)
         return f"tokens per pass at K = {self.k}: {lengths}; training ended because {self.stopped}"
 
 
@@ -185,9 +183,7 @@ class Verdict(FileModel, extra="ignore"):
         if self.training is not None:
             lines.append(f"training: {self.training.line()}")
         lines += not_tried(self.left_out) + self.notes
-        return lines + [
-            text for text in (self.serve and f"run it: {self.serve}", self.page) if text
-        ]
+        return lines + [text for text in (self.serve and f"run it: {self.serve}", self.page) if text]
 
 
 def ranking(arms: Sequence[Arm], scores: Scores) -> list[Choice]:
@@ -242,10 +238,7 @@ class Ceiling:
 
         It may if the limit is above the 95 % interval of the speed-up of `best`.
         """
-        return (
-            self.speedup
-            > self.best.speedup * self.best.at_fewest.drawn[1] / self.best.at_fewest.value
-        )
+        return self.speedup > self.best.speedup * self.best.at_fewest.drawn[1] / self.best.at_fewest.value
 
     def text(self, minutes: float) -> str:
         """Return the comparison as a sentence for the user. minutes: Planned minutes of the training."""
@@ -258,9 +251,7 @@ class Ceiling:
             return f"{sentence}, but {best}"
         hours = minutes / 60 / (1 - self.best.speedup / self.speedup)
         saved = format_duration(3600 * hours)
-        return (
-            f"{sentence}; {best}; {saved} of decoding would save as much time as the training takes"
-        )
+        return f"{sentence}; {best}; {saved} of decoding would save as much time as the training takes"
 
 
 def training_ceiling(arms: Sequence[Arm], scores: Scores, relative: Mapping[str, float]) -> Ceiling:
@@ -327,9 +318,7 @@ def beyond_reach(best: Choice, scores: Mapping[str, Score], relative: float) -> 
     )
 
 
-def would_change(
-    ranking: Sequence[Choice], scores: Scores, left_out: Mapping[str, str]
-) -> list[str]:
+def would_change(ranking: Sequence[Choice], scores: Scores, left_out: Mapping[str, str]) -> list[str]:
     """Return sentences about what would make a draft faster than plain decoding."""
     changes, fewest = [], min(scores)
     trained = next((choice for choice in ranking if choice.kind == "draft"), None)
@@ -448,12 +437,8 @@ def unverified(request: Request) -> list[str]:
         return []
     program = SERVERS.get(request.server, "--for").program
     if not program:
-        return [
-            f"not verified in {request.server}, because draftlab can start only vLLM and llama.cpp"
-        ]
-    return [
-        f"the export is not verified, because {program} is not on the PATH; add --verify-with PROGRAM"
-    ]
+        return [f"not verified in {request.server}, because draftlab can start only vLLM and llama.cpp"]
+    return [f"the export is not verified, because {program} is not on the PATH; add --verify-with PROGRAM"]
 
 
 def _typed(export: Path) -> str:
@@ -479,10 +464,7 @@ def decision(verdict: Verdict, plan: Plan, seconds: Callable[[str], float]) -> D
     steps = Table(
         title="Steps",
         heads=["step", "what it does", "planned minutes", "actual minutes"],
-        rows=[
-            [step.name, step.what, f"{step.minutes:.1f}", f"{seconds(step.name) / 60:.1f}"]
-            for step in plan.steps
-        ],
+        rows=[[step.name, step.what, f"{step.minutes:.1f}", f"{seconds(step.name) / 60:.1f}"] for step in plan.steps],
         caption=f"{plan.machine.describe()}. Prompts: {plan.prompts}. The file recipe.yaml beside this page has all "
         "commands with their settings.",
     )
@@ -491,9 +473,7 @@ def decision(verdict: Verdict, plan: Plan, seconds: Callable[[str], float]) -> D
         training = Table(
             title="Training",
             heads=["training tokens", "tokens per target pass"],
-            rows=[
-                [f"{each.tokens:,.0f}", f"{each.length:.2f}"] for each in verdict.training.rounds
-            ],
+            rows=[[f"{each.tokens:,.0f}", f"{each.length:.2f}"] for each in verdict.training.rounds],
             caption="Acceptance of the draft after each round, replayed on the target's answers. Training ended "
             f"because {verdict.training.stopped}.",
         )
@@ -510,9 +490,7 @@ def decision(verdict: Verdict, plan: Plan, seconds: Callable[[str], float]) -> D
 
 def _candidates(verdict: Verdict) -> Table:
     heads = ["candidate", "name in the ranking", "drafted tokens (K)", "speed-up, mean"]
-    rows = [
-        [each.label, each.name, str(each.k), f"{each.speedup:.2f}x"] for each in verdict.ranking
-    ]
+    rows = [[each.label, each.name, str(each.k), f"{each.speedup:.2f}x"] for each in verdict.ranking]
     return Table(
         heads=heads,
         rows=rows,

@@ -61,9 +61,7 @@ class ServerAnswers:
         """Return how much the server's counters of speculative decoding grew, or None if nothing was drafted."""
         if not self.answer_counters:
             return spec_decode_counters(self.before, self.after)
-        by_position = zip_longest(
-            *(c.num_accepted_tokens_per_pos for c in self.answer_counters), fillvalue=0.0
-        )
+        by_position = zip_longest(*(c.num_accepted_tokens_per_pos for c in self.answer_counters), fillvalue=0.0)
         return Counters(
             num_drafts=sum(c.num_drafts for c in self.answer_counters),
             num_draft_tokens=sum(c.num_draft_tokens for c in self.answer_counters),

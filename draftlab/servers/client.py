@@ -195,9 +195,7 @@ class HttpClient:
     def text(self, path: str) -> str:
         return self._accepted(path, self._send("GET", path, None, TRIES)).text
 
-    def _send(
-        self, method: str, path: str, body: dict[str, Any] | None, tries: int
-    ) -> httpx.Response:
+    def _send(self, method: str, path: str, body: dict[str, Any] | None, tries: int) -> httpx.Response:
         problem = ""
         for attempt in range(tries):
             if attempt:
@@ -251,9 +249,7 @@ class HttpClient:
         self.answered_at = time.monotonic()
         return answer
 
-    def _read(
-        self, method: str, path: str, body: dict[str, Any] | None, deadline: float
-    ) -> httpx.Response:
+    def _read(self, method: str, path: str, body: dict[str, Any] | None, deadline: float) -> httpx.Response:
         """Send a request and read the answer, at most until the deadline. Raises FutureTimeoutError after that."""
         content = bytearray()
         with self.client.stream(method, path, json=body) as answer:
@@ -334,9 +330,7 @@ class Server:
             send_secrets=not dry_run,
         )
         listing = http.json("GET", "/v1/models", tries=1)
-        with reading(
-            f"{http.url} is not the address of an OpenAI-compatible server; reading /v1/models failed"
-        ):
+        with reading(f"{http.url} is not the address of an OpenAI-compatible server; reading /v1/models failed"):
             cards = {card["id"]: card for card in listing["data"]}
             card = _chosen(cards, model, http.url)
             name = card["id"]
@@ -365,9 +359,7 @@ class Server:
     def describe(self) -> str:
         return f"{self.model} by {self.kind} {self.version} at {self.http.url}"
 
-    def generate(
-        self, prompts: Sequence[list[int]], sampling: SamplingParams, *, k: int = 0
-    ) -> list[ServedCompletion]:
+    def generate(self, prompts: Sequence[list[int]], sampling: SamplingParams, *, k: int = 0) -> list[ServedCompletion]:
         """Return a completion of each prompt, with the k most probable tokens at each position.
 
         The request for prompt i has the seed sampling.seed + i.
@@ -398,9 +390,7 @@ class Server:
 
         return self._each(prompts, sampling, work)
 
-    def generate_ids(
-        self, prompt: list[int], sampling: SamplingParams
-    ) -> tuple[list[int], Counters | None]:
+    def generate_ids(self, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], Counters | None]:
         """Return the tokens of a completion, and the speculative counters in the answer, which only SGLang sends."""
         self._check_length(len(prompt) + sampling.max_tokens)
         ids, _, counters = self._written(prompt, sampling)
@@ -419,9 +409,7 @@ class Server:
                 f"{self.http.url} ({self.kind}) returns no log-probabilities of prompts; use vLLM or SGLang"
             )
         self._check_length(max(map(len, rows), default=0) + 1)
-        return [
-            _required(row) for row in self._map(lambda ids: self._prompt_logprobs(ids, k), rows)
-        ]
+        return [_required(row) for row in self._map(lambda ids: self._prompt_logprobs(ids, k), rows)]
 
     def probe(self, prompt: list[int]) -> Probe:
         """Find out what the server returns as log-probabilities, and whether temperature 0 decodes greedily.
@@ -442,12 +430,8 @@ class Server:
         at_temperature = (SamplingParams(max_tokens=1, temperature=value) for value in (1.0, 0.5))
         hot, cold = (self._generate(prompt, sampling, PROBE_TOP_K) for sampling in at_temperature)
         with self._reading(self.adapter.path):  # the answers may be empty
-            at_1, at_half = (
-                dict(zip(c.top_ids[0], c.top_logprobs[0], strict=True)) for c in (hot, cold)
-            )
-        difference = max(
-            (abs(at_1[i] - at_half[i]) for i in at_1.keys() & at_half.keys()), default=0.0
-        )
+            at_1, at_half = (dict(zip(c.top_ids[0], c.top_logprobs[0], strict=True)) for c in (hot, cold))
+        difference = max((abs(at_1[i] - at_half[i]) for i in at_1.keys() & at_half.keys()), default=0.0)
         mode = "processed" if difference > 0.05 else "raw"
         logits = max(at_1.values()) > ROUNDING or sum(map(math.exp, at_1.values())) > 1.01
         sampling, drafts = SamplingParams(max_tokens=8, temperature=0.0), False
@@ -515,9 +499,7 @@ class Server:
             values = parse_metrics(page)
         owners = {series: MODEL_LABEL.search(series) for series in values}
         if any(owner and owner[1] == self.model for owner in owners.values()):
-            return {
-                s: v for s, v in values.items() if (o := owners[s]) is None or o[1] == self.model
-            }
+            return {s: v for s, v in values.items() if (o := owners[s]) is None or o[1] == self.model}
         return values
 
     def _each(
@@ -532,14 +514,10 @@ class Server:
             self._check_length(len(job[0]) + sampling.max_tokens)
             return work(job)
 
-        jobs = [
-            (prompt, replace(sampling, seed=sampling.seed + i)) for i, prompt in enumerate(prompts)
-        ]
+        jobs = [(prompt, replace(sampling, seed=sampling.seed + i)) for i, prompt in enumerate(prompts)]
         return self._map(fitting, jobs)
 
-    def _written(
-        self, prompt: list[int], sampling: SamplingParams
-    ) -> tuple[list[int], Any, Counters | None]:
+    def _written(self, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], Any, Counters | None]:
         """Return the tokens, the finish reason and the speculative counters of a completion."""
         answer = self._post(self.adapter.completion_request(prompt, sampling, None))
         with self._reading(self.adapter.path):
@@ -560,9 +538,7 @@ class Server:
         with self._reading(self.adapter.path):
             scored = self.adapter.prompt_logprobs(ids, answer, k)
             if len(scored.logprobs) != len(ids) - 1:
-                raise ValueError(
-                    f"the answer has {len(scored.logprobs)} log-probabilities for {len(ids) - 1} tokens"
-                )
+                raise ValueError(f"the answer has {len(scored.logprobs)} log-probabilities for {len(ids) - 1} tokens")
             _check_lists(scored, k)
         self.check_logprobs(scored)
         return scored
@@ -587,9 +563,7 @@ class Server:
         except DraftedTokens as error:
             raise DraftedTokens(f"{where}: {error}; {WITHOUT_DRAFT}") from None
 
-    def _map(
-        self, work: Callable[[Item], Result], items: Sequence[Item]
-    ) -> list[Result | RowError]:
+    def _map(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | RowError]:
         """Return the results of `work` for all items, or the errors of single rows, computed in self.workers threads.
 
         If the server cannot answer so many requests at once, the number of workers is halved, and the requests that
@@ -665,9 +639,7 @@ def undrafted(metrics: Mapping[str, float]) -> str:
 
 
 @reading("the server's counters of speculative decoding")
-def spec_decode_counters(
-    before: Mapping[str, float], after: Mapping[str, float]
-) -> Counters | None:
+def spec_decode_counters(before: Mapping[str, float], after: Mapping[str, float]) -> Counters | None:
     """Return the growth of vLLM's or llama.cpp's counters between two reads of the metrics, summed over engines.
 
     Return None if the server drafted nothing in between.
@@ -724,25 +696,19 @@ def _chosen(cards: Mapping[str, Any], model: str | None, url: str) -> Any:
     names = ", ".join(printable(str(name))[:80] for name in cards)
     if model is None:
         if len(cards) > 1:
-            raise UserError(
-                f"{url} serves several models; name the target's with --served-model-name: {names}"
-            )
+            raise UserError(f"{url} serves several models; name the target's with --served-model-name: {names}")
         (card,) = cards.values()
         return card
     for name, card in cards.items():
         if model == name or model in card.get("aliases", []):
             return card
-    raise UserError(
-        f"--served-model-name {model}: {url} does not serve this model; it serves {names}"
-    )
+    raise UserError(f"--served-model-name {model}: {url} does not serve this model; it serves {names}")
 
 
 def _check_count(ids: list[int], reason: Any, sampling: SamplingParams) -> None:
     count, most = len(ids), sampling.max_tokens
     if count > most or (count < most and (reason != "stop" or sampling.ignore_eos)):
-        raise ValueError(
-            f"the answer has {count} tokens instead of {most}, and the finish reason {reason}"
-        )
+        raise ValueError(f"the answer has {count} tokens instead of {most}, and the finish reason {reason}")
 
 
 def _check_lists(answer: PromptLogprobs, k: int) -> None:
@@ -756,7 +722,5 @@ def _read_key(file: Path | None) -> str | None:
     with reading(file):
         key = file.read_text("ascii").strip()
     if not key.isprintable() or not key:
-        raise UserError(
-            f"{file} must contain only the API key, as one line of printable ASCII characters"
-        )
+        raise UserError(f"{file} must contain only the API key, as one line of printable ASCII characters")
     return key

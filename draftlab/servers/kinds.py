@@ -73,9 +73,7 @@ class PromptLogprobs(BaseModel):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if len(self.top_ids) not in (0, len(self.logprobs)):
-            raise ValueError(
-                f"{len(self.logprobs)} tokens have {len(self.top_ids)} lists of most probable tokens"
-            )
+            raise ValueError(f"{len(self.logprobs)} tokens have {len(self.top_ids)} lists of most probable tokens")
         if [*map(len, self.top_ids)] != [*map(len, self.top_logprobs)]:
             raise ValueError("top_ids and top_logprobs differ in length")
         return self
@@ -125,9 +123,7 @@ def top_k(entries: Sequence[tuple[int, float]], k: int) -> TopLogprobs:
         raise DraftedTokens("the answer has tokens without log-probabilities")
     top = sorted(dict(entries).items(), key=lambda entry: -entry[1])[:k]
     if len(top) < k:
-        raise ValueError(
-            f"a list has {len(top)} different tokens instead of the {k} most probable tokens"
-        )
+        raise ValueError(f"a list has {len(top)} different tokens instead of the {k} most probable tokens")
     return [i for i, _ in top], [value for _, value in top]
 
 
@@ -139,9 +135,7 @@ def completion(
 ) -> ServedCompletion:
     """Check and return a completion. Raises ValueError: a value is missing, is not an id, or is not finite."""
     ids, reason = written
-    return ServedCompletion(
-        prompt_ids=prompt, ids=ids, logprobs=logprobs, finish_reason=reason, **_columns(tops)
-    )
+    return ServedCompletion(prompt_ids=prompt, ids=ids, logprobs=logprobs, finish_reason=reason, **_columns(tops))
 
 
 def prompt_logprobs(tops: Sequence[TopLogprobs], actual: list[float]) -> PromptLogprobs:
@@ -160,9 +154,7 @@ def _columns(tops: Sequence[TopLogprobs]) -> dict[str, Any]:
 
 DraftKind = Literal["draft model", "parallel draft", "EAGLE-3 head", "prompt lookup"]
 SampleMethod = Literal["greedy", "probabilistic"]  # vLLM's draft_sample_method
-ABOVE_ZERO = (
-    "above temperature 0 a drafted token is accepted with the target's probability of the token"
-)
+ABOVE_ZERO = "above temperature 0 a drafted token is accepted with the target's probability of the token"
 PROMPT_LOOKUP_MAX = 3  # longest n-gram to match (Saxena 2023, prompt lookup decoding)
 # a JSON or YAML option with the path would break at these characters
 SCRIPT_DIRECTORY = r"""here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
@@ -361,9 +353,7 @@ class ServerKind:
         if artifact.head is None:
             yield from self.check_vocabulary(artifact)
             if artifact.in_parallel and not self.parallel:
-                text = (
-                    "cannot draft in parallel, so this draft needs one pass for each drafted token"
-                )
+                text = "cannot draft in parallel, so this draft needs one pass for each drafted token"
                 yield warning(
                     self.name,
                     text,
@@ -374,9 +364,7 @@ class ServerKind:
             for part in artifact.head.optional_parts:
                 if part not in self.head_parts:
                     fix = f"train the head without {part}, or serve it with vLLM"
-                    yield error(
-                        self.name, f"does not support {part}, with which this head was trained", fix
-                    )
+                    yield error(self.name, f"does not support {part}, with which this head was trained", fix)
             yield from self.check_head(artifact, artifact.head)
         else:
             yield warning(
@@ -458,9 +446,7 @@ class ServerKind:
         """Return whether the server refused a request only because it answered too many other requests at once."""
         return False
 
-    def completion_request(
-        self, prompt: list[int], sampling: SamplingParams, k: int | None
-    ) -> dict[str, Any]:
+    def completion_request(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
         """Return the body of a completion request. k: Number of top tokens per position; None requests only ids."""
         raise NotImplementedError
 
@@ -518,9 +504,7 @@ def shell_script(launch: Launch, lines: Sequence[str]) -> tuple[str, str]:
     return "serve.sh", "\n".join([*start, *lines, ""])
 
 
-def check_head_dim(
-    name: str, size: int, supported: Sequence[int], fix: str, build: str
-) -> Iterator[Finding]:
+def check_head_dim(name: str, size: int, supported: Sequence[int], fix: str, build: str) -> Iterator[Finding]:
     if size not in supported:
         yield warning(
             name,

@@ -55,9 +55,7 @@ class LlamaCpp(ServerKind):
     loads_gguf = True
     vocab_slack = 128
     heads = "loads it as GGUF (draftlab export --to llama.cpp), with --spec-type draft-eagle3"
-    rules: ClassVar[Mapping[str, DecodingRule]] = {
-        "": DecodingRule("match", draft=(), target=SAMPLERS)
-    }
+    rules: ClassVar[Mapping[str, DecodingRule]] = {"": DecodingRule("match", draft=(), target=SAMPLERS)}
     head_parts = frozenset({"norm_before_residual", "norm_before_fc"})
     program = "llama-server"
     environment = ("LLAMA_API_KEY", "LLAMA_ARG_")
@@ -78,9 +76,7 @@ class LlamaCpp(ServerKind):
             return
         if match < 1:
             text = f"splits some texts unlike this tokenizer; its {pre!r} gives the same ids for "
-            fix = (
-                "the target has the same limitation; send token ids instead of text if this matters"
-            )
+            fix = "the target has the same limitation; send token ids instead of text if this matters"
             yield warning(self.name, f"{text}{match:.0%} of the probe texts", fix)
         shape = artifact.shape
         assert shape is not None  # pre_tokenizer has refused other architectures
@@ -100,9 +96,7 @@ class LlamaCpp(ServerKind):
 
     def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         if len(head.layer_ids) != 3:
-            text = (
-                f"supports heads that read three layers, but this head reads {len(head.layer_ids)}"
-            )
+            text = f"supports heads that read three layers, but this head reads {len(head.layer_ids)}"
             yield error(self.name, text, "train a head with three layer_ids")
         try:
             artifact.pre_tokenizer()
@@ -132,9 +126,7 @@ class LlamaCpp(ServerKind):
             return shell_script(launch, lines)
         head = launch.kind == "EAGLE-3 head"
         if not head:
-            lines.append(
-                "# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0"
-            )
+            lines.append("# builds before 2026: --model-draft FILE --draft-max K --draft-min 1 --draft-p-min 0")
         lines = [
             f"# {ABOVE_ZERO}; --spec-draft-sampling greedy, where a build has this option",
             *lines,
@@ -181,9 +173,7 @@ class LlamaCpp(ServerKind):
     def shares_context(self, status: int, text: str) -> bool:
         return status == 500 and CACHE_FULL in text.lower()
 
-    def completion_request(
-        self, prompt: list[int], sampling: SamplingParams, k: int | None
-    ) -> dict[str, Any]:
+    def completion_request(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
         if sampling.stop_token_ids:
             raise UserError(
                 "llama.cpp's server stops only at the end-of-text token of its model; leave stop_token_ids out"

@@ -61,9 +61,7 @@ class SGLang(ServerKind):
             yield unknown_architecture(self.name, artifact)
         else:
             fix = "start the server with --attention-backend triton"
-            yield from check_head_dim(
-                self.name, artifact.shape.head_dim, FLASHINFER_HEADS, fix, "with flashinfer"
-            )
+            yield from check_head_dim(self.name, artifact.shape.head_dim, FLASHINFER_HEADS, fix, "with flashinfer")
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         layers = (artifact.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
@@ -95,9 +93,7 @@ class SGLang(ServerKind):
         ]
         return shell_script(launch, lines)
 
-    def completion_request(
-        self, prompt: list[int], sampling: SamplingParams, k: int | None
-    ) -> dict[str, Any]:
+    def completion_request(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
         settings = {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -131,9 +127,7 @@ class SGLang(ServerKind):
         return Counters(
             num_drafts=meta["spec_verify_ct"],
             num_draft_tokens=meta["spec_num_proposed_drafts"],
-            num_accepted_tokens_per_pos=[
-                float(sum(histogram[i:])) for i in range(1, len(histogram))
-            ],
+            num_accepted_tokens_per_pos=[float(sum(histogram[i:])) for i in range(1, len(histogram))],
         )
 
     def prompt_logprobs_request(self, ids: list[int], k: int) -> dict[str, Any]:

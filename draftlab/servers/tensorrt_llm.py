@@ -25,8 +25,7 @@ DECODING_TYPES = {"parallel draft": "PARD", "EAGLE-3 head": "Eagle3"}
 class TensorRTLLM(ServerKind):
     parallel = True
     heads = (
-        "loads the directory as it is, with the layers in its options, which draftlab export --to "
-        "tensorrt-llm writes"
+        "loads the directory as it is, with the layers in its options, which draftlab export --to tensorrt-llm writes"
     )
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:

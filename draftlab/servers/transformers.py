@@ -20,14 +20,10 @@ from draftlab.shell import typed
 @server("transformers")
 class Transformers(ServerKind):
     # universal assisted decoding (Timor et al. 2025, 2502.05202)
-    translates = (
-        "it encodes the text again at every step and, when it samples, drafts shared tokens only"
-    )
+    translates = "it encodes the text again at every step and, when it samples, drafts shared tokens only"
     one_stream = True
     # generate() passes the target's filters to the draft, whose own generate() adds them again
-    rules: ClassVar[Mapping[str, DecodingRule]] = {
-        "": DecodingRule("rejection", draft=(*FILTERS, *FILTERS))
-    }
+    rules: ClassVar[Mapping[str, DecodingRule]] = {"": DecodingRule("rejection", draft=(*FILTERS, *FILTERS))}
 
     def check_vocabulary(self, artifact: Artifact) -> Iterator[Finding]:
         yield from super().check_vocabulary(artifact)
@@ -53,9 +49,7 @@ class Transformers(ServerKind):
                 f"prompt_lookup_num_tokens={launch.k}, max_matching_ngram_size={PROMPT_LOOKUP_MAX}",
             )
         elif launch.heterogeneous:
-            options += (
-                ", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(here)"
-            )
+            options += ", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(here)"
         limit = f"# {launch.limit}\n" if launch.limit else ""
         text = f"""# python assist.py "a prompt"; K = {launch.k}: {launch.reason}
 {limit}import sys

@@ -97,14 +97,11 @@ class VLLM(ServerKind):
                 f"use a draft pruned from a source whose head_dim is among the {fits}",
             )
         else:
-            yield from check_head_dim(
-                self.name, shape.head_dim, CPU_HEADS, "run vLLM on a GPU", "on CPUs"
-            )
+            yield from check_head_dim(self.name, shape.head_dim, CPU_HEADS, "run vLLM on a GPU", "on CPUs")
         if artifact.config.get("model_type") == "qwen2" and shape.sizes["q"] != shape.hidden:
             widths = " or ".join(map(str, multiples_near(shape.hidden, shape.head_dim)))
             text = (
-                f"needs width = heads x head_dim in a Qwen2, but {shape.heads} x {shape.head_dim} is not "
-                f"{shape.hidden}"
+                f"needs width = heads x head_dim in a Qwen2, but {shape.heads} x {shape.head_dim} is not {shape.hidden}"
             )
             fix = f"prune with --shape FILE, in which hidden is {widths} and heads is hidden / head_dim"
             yield error(self.name, text, fix)
@@ -119,18 +116,12 @@ class VLLM(ServerKind):
 
     def check_published(self, artifact: Artifact) -> Iterator[Finding]:
         """See ServerKind. From speculators' layout, vLLM 0.32 does not copy the field fc_norm of P-EAGLE heads."""
-        if artifact.config.get("speculators_model_type") == "peagle" and artifact.config.get(
-            "fc_norm"
-        ):
-            text = (
-                "ignores fc_norm of a P-EAGLE head in speculators' layout, and refuses its tensors"
-            )
+        if artifact.config.get("speculators_model_type") == "peagle" and artifact.config.get("fc_norm"):
+            text = "ignores fc_norm of a P-EAGLE head in speculators' layout, and refuses its tensors"
             yield error(self.name, text, "train the head with norm_before_fc")
 
     def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
-        yield from check_head_dim(
-            self.name, head.head_dim, CPU_HEADS, "run vLLM on a GPU", "on CPUs"
-        )
+        yield from check_head_dim(self.name, head.head_dim, CPU_HEADS, "run vLLM on a GPU", "on CPUs")
 
     def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
         export = f"draftlab export --to {self.name}"
@@ -163,9 +154,7 @@ class VLLM(ServerKind):
                 f'exec vllm serve "$here" --speculative-config {shlex.quote(config)} "$@"',
             ]
             return shell_script(launch, serve)
-        config = speculative_config(
-            "@", launch.k, launch.kind, sampling.method, heterogeneous=launch.heterogeneous
-        )
+        config = speculative_config("@", launch.k, launch.kind, sampling.method, heterogeneous=launch.heterogeneous)
         about = ABOVE_ZERO if launch.kind == "prompt lookup" else method
         quoted = json.dumps(config).replace('"', '\\"').replace("@", "$here")
         lines = [
@@ -186,9 +175,7 @@ class VLLM(ServerKind):
         options += ["--speculative-config", json.dumps(config)]
         return [program.absolute(), "serve", trial.target, *options]
 
-    def completion_request(
-        self, prompt: list[int], sampling: SamplingParams, k: int | None
-    ) -> dict[str, Any]:
+    def completion_request(self, prompt: list[int], sampling: SamplingParams, k: int | None) -> dict[str, Any]:
         # every setting is sent, because vLLM takes missing settings from the model's generation_config.json
         body: dict[str, Any] = asdict(sampling) | NO_PENALTIES
         del body["filters"]  # vLLM's own order

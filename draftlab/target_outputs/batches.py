@@ -75,9 +75,7 @@ class StoredBatches:
             corrupt, missing or misaligned.
     """
 
-    def __init__(
-        self, directory: Path, batch_size: int, temperature: float = 1.0, seed: int | None = None
-    ) -> None:
+    def __init__(self, directory: Path, batch_size: int, temperature: float = 1.0, seed: int | None = None) -> None:
         manifest = finished_manifest(directory)
         if not manifest.top_logprobs:
             raise UserError(
@@ -94,12 +92,8 @@ class StoredBatches:
         for number in range(len(manifest.shards)):
             longest = max([longest, *map(len, read_shard(directory, manifest, number))])
         self.seq_len = manifest.seq_len or longest - 1
-        self._order = functools.lru_cache(2)(
-            functools.partial(_order, [s.sequences for s in manifest.shards], seed)
-        )
-        self._shard = functools.lru_cache(SHARDS_IN_MEMORY)(
-            lambda number: read_shard(directory, manifest, number)
-        )
+        self._order = functools.lru_cache(2)(functools.partial(_order, [s.sequences for s in manifest.shards], seed))
+        self._shard = functools.lru_cache(SHARDS_IN_MEMORY)(lambda number: read_shard(directory, manifest, number))
 
     def batch(self, step: int) -> Batch:
         outputs: list[TargetOutput] = []
@@ -109,9 +103,7 @@ class StoredBatches:
             outputs.append(self._shard(shard)[row])
         batch = padded(outputs, min(self.seq_len, max(map(len, outputs)) - 1))
         fits = [int(n) for n in batch.mask.sum(1)]
-        top = StoredLogprobs.joined(
-            [o.top[:n] for o, n in zip(outputs, fits, strict=True) if o.top is not None]
-        )
+        top = StoredLogprobs.joined([o.top[:n] for o, n in zip(outputs, fits, strict=True) if o.top is not None])
         logprobs, rest = top.at(self.temperature, self.manifest.temperatures)
         columns = (top.ids.astype(np.int64), logprobs.astype(np.float32), rest)
         top_logprobs = TopLogprobs(*(_spread(column, batch.mask > 0) for column in columns))

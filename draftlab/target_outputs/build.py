@@ -123,9 +123,7 @@ class ServerLog:
                 f"{path}: only {shortest} tokens per list are stored, not {top_logprobs}, because the shortest list "
                 "has no more"
             )
-        return cls(
-            path=path, vocab=vocab, seq_len=seq_len, top_logprobs=shortest, starts=starts, keys=keys
-        )
+        return cls(path=path, vocab=vocab, seq_len=seq_len, top_logprobs=shortest, starts=starts, keys=keys)
 
     def split(self) -> tuple[list[int], list[int]]:
         """Return the indices of the lines to train on, and of about HELDOUT_SEQUENCES or fewer lines to hold out.
@@ -168,8 +166,7 @@ def _checked(text: bytes, where: str, vocab: int) -> _Line:
     largest = max(chain(line.prompt_ids, line.ids, *line.top_ids))
     if largest >= vocab:
         raise UserError(
-            f"{where}: id {largest} is outside the tokenizer's {vocab:,} ids; name the server's model "
-            "by --target"
+            f"{where}: id {largest} is outside the tokenizer's {vocab:,} ids; name the server's model by --target"
         )
     return line
 
@@ -215,9 +212,7 @@ class Rows:
     def tokens(self) -> int:
         return self.count * self.seq_len
 
-    def write(
-        self, out: Path, target: Target, k: int, inputs: Mapping[str, str], bad: BadRows
-    ) -> Manifest:
+    def write(self, out: Path, target: Target, k: int, inputs: Mapping[str, str], bad: BadRows) -> Manifest:
         """Write a store of the target's outputs for the rows, and for up to HELDOUT_SEQUENCES rows of held-out text.
 
         Args:
@@ -306,18 +301,14 @@ class TargetAnswers:
         if self.use == "replay":
             return
         if not k:
-            raise UserError(
-                "--top-logprobs 0 stores no probabilities to distil from; use 1 or more, or --use replay"
-            )
+            raise UserError("--top-logprobs 0 stores no probabilities to distil from; use 1 or more, or --use replay")
         if self.prompts.requests < LEAST_PROMPTS:
             few = f"{self.prompts.source}: {self.prompts.requests} prompts are too few"
             raise UserError(
                 f"{few} to distil on, because some prompts are held out; give {LEAST_PROMPTS} prompts or more"
             )
 
-    def write(
-        self, out: Path, target: Target, k: int, inputs: Mapping[str, str], bad: BadRows
-    ) -> Manifest:
+    def write(self, out: Path, target: Target, k: int, inputs: Mapping[str, str], bad: BadRows) -> Manifest:
         """Write a store of the prompts and the target's answers.
 
         Args:
@@ -352,9 +343,7 @@ class TargetAnswers:
         def answers(numbers: Sequence[int]) -> Sequence[TargetOutput | None]:
             asked = [prompts.rows[i] for i in numbers]
             found = _answered(target.generate(asked, numbers, self.sampling, k), numbers, bad)
-            return [
-                output and replace(output, conversation=talks[output.number]) for output in found
-            ]
+            return [output and replace(output, conversation=talks[output.number]) for output in found]
 
         def shard(number: int) -> Sequence[TargetOutput | None]:
             return answers(written[number * size : (number + 1) * size])
@@ -390,9 +379,7 @@ class TargetAnswers:
 
         tokenizer, info = checkpoint.load_tokenizer(target.directory), target.info()
         name = info.target_sha256 or f"{info.source} {info.target}"
-        return turns.answered(
-            self.prompts, tokenizer, target=name, sampling=self.sampling, answer=answer
-        )
+        return turns.answered(self.prompts, tokenizer, target=name, sampling=self.sampling, answer=answer)
 
 
 def build(target: Target, text: Rows | TargetAnswers, k: int, output: Output) -> Manifest:
@@ -473,9 +460,7 @@ def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
     def shard(number: int) -> list[TargetOutput]:
         return log.outputs(trained[number * DISTILL_SHARD : (number + 1) * DISTILL_SHARD])
 
-    manifest = write_store(
-        output.out, manifest, shard, tokenizer=directory, heldout=lambda: log.outputs(heldout)
-    )
+    manifest = write_store(output.out, manifest, shard, tokenizer=directory, heldout=lambda: log.outputs(heldout))
     output.record(output.out)
     return manifest
 

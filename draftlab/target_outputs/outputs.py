@@ -72,9 +72,7 @@ class StoredLogprobs:
             )
         return cls(ids, logprobs, log_rest(logprobs), by_list, np.zeros((len(ids), 1), np.float32))
 
-    def at(
-        self, temperature: float, temperatures: Sequence[float]
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def at(self, temperature: float, temperatures: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
         """Return log-probabilities at a temperature: of listed tokens, [n, k], and of all other tokens together, [n].
 
         temperatures: Temperatures of the columns of `normalizers`.

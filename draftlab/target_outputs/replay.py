@@ -102,9 +102,7 @@ class ReplayContext:
 
     def copies_by_k(self, drafter: TextDrafter) -> list[TokenLogprobs]:
         """Return which tokens a deterministic drafter drafts at each K, see score_copies_by_k."""
-        return score_copies_by_k(
-            drafter, self.texts, self.limits, self.vocab, self.most, self.advance
-        )
+        return score_copies_by_k(drafter, self.texts, self.limits, self.vocab, self.most, self.advance)
 
 
 FILE = "replay.json"
@@ -189,15 +187,9 @@ class Replay(FileModel):
         longest = self.sampling.max_tokens
         limits = [len(t.chances) if t.finish_reason == "length" else longest for t in self.texts]
         inner = (self.offsets,) if self.by_k else ()
-        drafted = [
-            np.array(text.drafted).reshape(-1, *inner)[1:]
-            for text in self.texts
-            if text.drafted is not None
-        ]
+        drafted = [np.array(text.drafted).reshape(-1, *inner)[1:] for text in self.texts if text.drafted is not None]
         modelled = [np.array(t.modelled[1:]) for t in self.texts if t.modelled is not None]
-        return expected.texts_of(
-            self.chances(), np.array(limits) - 1, drafted or None, modelled or None
-        )
+        return expected.texts_of(self.chances(), np.array(limits) - 1, drafted or None, modelled or None)
 
     def counts(self, k: int) -> Counts:
         """Return for each text the expected steps, drafted tokens and accepted tokens if each step drafts k tokens."""
@@ -270,9 +262,7 @@ def replay(
     """
     read = itertools.chain.from_iterable(spec.paths(drafting.draft) for spec in drafters)
     output.inputs([store.directory, *dict.fromkeys(read)])
-    replays = {
-        spec.name: replay_draft(store, spec, drafting, output.command_line) for spec in drafters
-    }
+    replays = {spec.name: replay_draft(store, spec, drafting, output.command_line) for spec in drafters}
     with output.directory() as work:
         for name, each in replays.items():
             (work / name).mkdir()
@@ -299,13 +289,9 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
     """
     sampling = _target_sampling(store)
     if not spec.replays:
-        raise UserError(
-            f"--drafter {spec.text} cannot be replayed; measure the drafter with draftlab score"
-        )
+        raise UserError(f"--drafter {spec.text} cannot be replayed; measure the drafter with draftlab score")
     if spec.reads_data:
-        raise UserError(
-            f"--drafter {spec.text} has no corpus in a replay; add data=SOURCE or outputs=STORE"
-        )
+        raise UserError(f"--drafter {spec.text} has no corpus in a replay; add data=SOURCE or outputs=STORE")
     served = drafting.rule.target_sampling(sampling)
     if served.active != sampling.active or served.temperature != sampling.temperature:
         raise UserError(
@@ -336,9 +322,7 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
     return size
 
 
-def replay_draft(
-    store: StoredOutputs, spec: DrafterSpec, drafting: Drafting, command: str = ""
-) -> Replay:
+def replay_draft(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting, command: str = "") -> Replay:
     """Replay a drafter, with one pass over each text of the store."""
     vocab = check(store, spec, drafting)
     manifest, sampling = store.manifest, _target_sampling(store)
@@ -384,9 +368,7 @@ def replay_draft(
         offsets=drafting.k if spec.by_age else None,
         by_k=any(score.logprobs.ndim == 3 for score in scores),
         kind=type(spec).kind,
-        texts=[
-            _replayed(*each, certain=certain) for each in zip(store.outputs, scores, strict=True)
-        ],
+        texts=[_replayed(*each, certain=certain) for each in zip(store.outputs, scores, strict=True)],
         command=command,
         versions=provenance.versions(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -406,9 +388,7 @@ def rows_of(replayed: Replay, ks: Sequence[int]) -> list[AcceptanceRow]:
     counted = [replayed.counts(k) for k in ks]
     everything = np.arange(len(replayed.texts))
     talks = replayed.conversations
-    rows = [
-        _row("all", counts, everything, talks, k) for counts, k in zip(counted, ks, strict=True)
-    ]
+    rows = [_row("all", counts, everything, talks, k) for counts, k in zip(counted, ks, strict=True)]
     names = sorted({name for name in replayed.categories if name})
     groups = {name: np.flatnonzero(replayed.categories == name) for name in names}
     if replayed.degenerate.any() and not replayed.degenerate.all():
@@ -417,9 +397,7 @@ def rows_of(replayed: Replay, ks: Sequence[int]) -> list[AcceptanceRow]:
     return rows + [_row(name, last, which, talks, ks[-1]) for name, which in groups.items()]
 
 
-def _row(
-    group: str, counts: Counts, which: np.ndarray, talks: Sequence[int | None], k: int
-) -> AcceptanceRow:
+def _row(group: str, counts: Counts, which: np.ndarray, talks: Sequence[int | None], k: int) -> AcceptanceRow:
     c = counts.rows(which)
     accepted = c.accepted
     over = np.column_stack([c.tokens, c.steps + accepted, accepted, c.reached[:, 1:]])
@@ -478,9 +456,7 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
     layers = None
     with contextlib.suppress(OtherArchitecture, Quantised):  # transformers runs the model
         layers = llama.check_supported(target).layers
-    spec.check(
-        RunFacts(target=target, layers=layers, vocab=vocab, rule=drafting.rule.verify, draft=None)
-    )
+    spec.check(RunFacts(target=target, layers=layers, vocab=vocab, rule=drafting.rule.verify, draft=None))
     written_by = store.manifest.target_sha256
     if written_by is not None and written_by != provenance.fingerprint(target):
         raise UserError(

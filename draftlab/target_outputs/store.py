@@ -72,9 +72,7 @@ DTYPES: dict[str, type] = {  # of all arrays in a shard
     "logprobs": np.float32,
     **TOP,
 }
-FolderName = Annotated[
-    str, AfterValidator(lambda name: folder_name(name, "the target of stored outputs"))
-]
+FolderName = Annotated[str, AfterValidator(lambda name: folder_name(name, "the target of stored outputs"))]
 
 
 class Shard(FileModel):
@@ -217,9 +215,7 @@ def write_store(
         _write_manifest(out, manifest)
         _copy_vocabulary(out / manifest.target, tokenizer)
         if apart is not None:
-            small = manifest.model_copy(
-                update={"planned": len(apart), "shards": (), "selection": None}
-            )
+            small = manifest.model_copy(update={"planned": len(apart), "shards": (), "selection": None})
             _add_shard(out / HELDOUT, small, apart)
         while True:
             manifest = _add_shard(out, manifest, outputs)
@@ -250,9 +246,7 @@ def finished_manifest(directory: Path) -> Manifest:
     manifest = read_manifest(directory)
     if not manifest.finished:
         done = f"{manifest.sequences} of {manifest.planned} sequences"
-        raise UserError(
-            f"{directory} is unfinished ({done}); repeat the same draftlab outputs build to resume it"
-        )
+        raise UserError(f"{directory} is unfinished ({done}); repeat the same draftlab outputs build to resume it")
     return manifest
 
 
@@ -387,8 +381,7 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
     if existing.finished:  # it keeps its split, whatever that is
         manifest = manifest.model_copy(update={"split": existing.split})
     new, old = (
-        m.model_dump(mode="json", exclude={"shards", "versions", "inputs", "date"})
-        for m in (manifest, existing)
+        m.model_dump(mode="json", exclude={"shards", "versions", "inputs", "date"}) for m in (manifest, existing)
     )
     changed = differing(old, new)
     if not {"data", "target"} & set(changed):
@@ -498,9 +491,7 @@ def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOu
     top = None
     if manifest.top_logprobs:
         columns = (arrays[name] for name in TOP)
-        top = StoredLogprobs(
-            *(c if c.dtype == np.uint32 else c.astype(np.float32) for c in columns)
-        )
+        top = StoredLogprobs(*(c if c.dtype == np.uint32 else c.astype(np.float32) for c in columns))
     outputs = []
     for i, prompt in enumerate(prompts):
         part = slice(int(bounds[i]), int(bounds[i + 1]))
@@ -525,9 +516,7 @@ def _check_layout(arrays: Mapping[str, np.ndarray], sequences: int) -> None:
     """Check the dtypes and lengths of the arrays of a shard. Raises ValueError: one is not as `_arrays` makes it."""
     for name, values in arrays.items():
         if values.dtype != DTYPES.get(name):
-            raise ValueError(
-                f"the array {name} has the dtype {values.dtype}, not {DTYPES.get(name)}"
-            )
+            raise ValueError(f"the array {name} has the dtype {values.dtype}, not {DTYPES.get(name)}")
     tokens = len(arrays["ids"])
     listed = int(arrays["counted"].sum()) if "counted" in arrays else tokens
     lengths = dict.fromkeys(("number", "conversation", "category", "stopped"), sequences)
@@ -535,14 +524,10 @@ def _check_layout(arrays: Mapping[str, np.ndarray], sequences: int) -> None:
     lengths |= dict.fromkeys(("counted", "logprobs"), tokens) | dict.fromkeys(TOP, listed)
     for name, length in lengths.items():
         if name in arrays and len(arrays[name]) != length:
-            raise ValueError(
-                f"the array {name} has {len(arrays[name])} entries, but must have {length}"
-            )
+            raise ValueError(f"the array {name} has {len(arrays[name])} entries, but must have {length}")
     for name, ends in (("ids", arrays["offsets"]), ("prompt_ids", arrays["prompt_offsets"])):
         if ends[0] or ends[-1] != len(arrays[name]) or (np.diff(ends) < 0).any():
-            raise ValueError(
-                f"the offsets of {name} are not those of its {len(arrays[name])} entries"
-            )
+            raise ValueError(f"the offsets of {name} are not those of its {len(arrays[name])} entries")
 
 
 def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, sequences: int) -> None:
@@ -555,18 +540,14 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, sequences: int)
     _check_layout(arrays, sequences)
     if manifest.sampling is not None:
         ends = zip(np.diff(arrays["offsets"]).tolist(), arrays["stopped"].tolist(), strict=True)
-        if not all(
-            manifest.sampling.allows(n, "stop" if stopped else "length") for n, stopped in ends
-        ):
+        if not all(manifest.sampling.allows(n, "stop" if stopped else "length") for n, stopped in ends):
             raise ValueError(
                 f"a text is longer than max_tokens ({manifest.sampling.max_tokens}), or is shorter although it did "
                 "not stop"
             )
     for name, values in arrays.items():
         if name.endswith("ids") and values.max(initial=0) >= manifest.vocab:
-            raise ValueError(
-                f"the array {name} has the id {values.max()}, but ids must be below {manifest.vocab:,}"
-            )
+            raise ValueError(f"the array {name} has the id {values.max()}, but ids must be below {manifest.vocab:,}")
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             raise ValueError(f"the array {name} has NaN or infinite values")
     if not manifest.top_logprobs:
@@ -576,14 +557,10 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, sequences: int)
     total += np.exp(arrays["rest_logprob"].astype(np.float64))
     if (np.abs(total - 1) > OFF_ONE).any():
         worst = total[np.abs(total - 1).argmax()]
-        raise ValueError(
-            f"the probabilities of top_logprobs and rest_logprob add up to {worst:g}, not 1"
-        )
+        raise ValueError(f"the probabilities of top_logprobs and rest_logprob add up to {worst:g}, not 1")
     ids = arrays["ids"][arrays["counted"] > 0] if "counted" in arrays else arrays["ids"]
     inside = arrays["top_ids"] == ids[:, None]  # [n, k]
-    matches = np.where(
-        inside.any(1), np.where(inside, logprobs, 0).sum(1) == token, token <= logprobs[:, -1]
-    )
+    matches = np.where(inside.any(1), np.where(inside, logprobs, 0).sum(1) == token, token <= logprobs[:, -1])
     if not matches.all():
         raise ValueError(
             f"{np.count_nonzero(~matches)} of {len(matches)} tokens have log-probabilities that differ from the "

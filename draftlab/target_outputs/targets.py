@@ -82,9 +82,7 @@ class LocalTarget:
 
     @cached_property
     def model(self) -> Decoder:
-        return load_generator(
-            self.directory, self.dtype, self.device, self.device_map, int8=self.int8
-        )
+        return load_generator(self.directory, self.dtype, self.device, self.device_map, int8=self.int8)
 
     @cached_property
     def vocab(self) -> int:
@@ -204,9 +202,7 @@ class ServedTarget:
     probe: Probe
 
     @classmethod
-    def connected(
-        cls, server: Server, directory: Path, sampling: SamplingParams | None, k: int
-    ) -> "ServedTarget":
+    def connected(cls, server: Server, directory: Path, sampling: SamplingParams | None, k: int) -> "ServedTarget":
         """Check that a server can sample with these parameters and list k tokens, and return it as a target.
 
         sampling: None for a target that only scores text.
@@ -229,8 +225,7 @@ class ServedTarget:
             )
         if sampling is not None and sampling.temperature == 0 and not probe.greedy:
             raise UserError(
-                f"{url} does not choose the most probable token at temperature 0; check the server's "
-                "sampling settings"
+                f"{url} does not choose the most probable token at temperature 0; check the server's sampling settings"
             )
         if k and probe.logprobs_mode.endswith("logits"):
             raise UserError(
@@ -338,9 +333,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> StoredLogprobs:
     return StoredLogprobs.joined(pieces)
 
 
-def score_on_server(
-    server: Server, batch: Batch, k: int, vocab: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def score_on_server(server: Server, batch: Batch, k: int, vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return a server's log-probabilities at the n positions in the mask of a batch.
 
     Returns: ids [n, k] and log-probabilities [n, k] of the most probable tokens, and log-probabilities [n] of the
@@ -353,9 +346,7 @@ def score_on_server(
     # tokens after the last position in the mask have no effect
     ends = [int(row.nonzero()[0].max(initial=-1)) + 1 for row in counted]
     asked = [number for number, end in enumerate(ends) if end]
-    scored = server.prompt_logprobs(
-        [batch.ids[number, : ends[number] + 1].tolist() for number in asked], k
-    )
+    scored = server.prompt_logprobs([batch.ids[number, : ends[number] + 1].tolist() for number in asked], k)
     empty = np.empty((0, k), np.float32)
     rows = [(empty.astype(np.int64), empty, np.empty(0, np.float32))]
     for number, row in zip(asked, scored, strict=True):
@@ -442,14 +433,10 @@ def check_server_tokenizer(server: Server, directory: Path) -> ProbeIds:
     ids = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
     served = server.tokenize(PROBE_TEXT)
     if served is None:
-        note(
-            f"{server.http.url} cannot tokenize text, so its vocabulary is assumed to be that of {directory}"
-        )
+        note(f"{server.http.url} cannot tokenize text, so its vocabulary is assumed to be that of {directory}")
     if served is None or served == ids:
         return ProbeIds(ids, True)
-    if max(served, default=0) >= len(tokenizer) or tokenizer.decode(served) != tokenizer.decode(
-        ids
-    ):
+    if max(served, default=0) >= len(tokenizer) or tokenizer.decode(served) != tokenizer.decode(ids):
         raise UserError(
             f"the server's tokenizer is not that of {directory}: they encode a test text differently; name the "
             "server's model by --target"
@@ -537,9 +524,7 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
         stored = StoredLogprobs.joined([o.top for o in outputs if o.top is not None])
         new = target.score(padded(outputs), manifest.top_logprobs)
         probable = stored.logprobs > ROUNDED_BELOW
-        differences.append(
-            np.abs(_same_tokens(stored, new, manifest.vocab) - stored.logprobs)[probable]
-        )
+        differences.append(np.abs(_same_tokens(stored, new, manifest.vocab) - stored.logprobs)[probable])
         same.append(new.ids[:, 0] == stored.ids[:, 0])
     apart, equal = np.concatenate(differences), np.concatenate(same)
     return StoreVerification(

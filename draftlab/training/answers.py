@@ -88,9 +88,7 @@ class PromptFile:
             if (out / MANIFEST).exists() and read_manifest(out).finished:
                 note(f"reading the target's answers from {out}, where an earlier run stored them")
             else:
-                note(
-                    f"storing the target's answers in {out}; later runs with the same prompts read the answers there"
-                )
+                note(f"storing the target's answers in {out}; later runs with the same prompts read the answers there")
                 output = Output(command="outputs build", config=settings, out=out)
                 with output.locked(resumes=True), fixed_date():
                     resume_date_of(out)
@@ -104,9 +102,7 @@ class PromptFile:
             seed=self.seed,
             stop_token_ids=checkpoint.eos_token_ids(self.target),
         )
-        answers = build.TargetAnswers(
-            prompts=self.prompts(), use="distill", sampling=sampling, seed=self.seed
-        )
+        answers = build.TargetAnswers(prompts=self.prompts(), use="distill", sampling=sampling, seed=self.seed)
         device, hardware = self.hardware.resolved, self.hardware
         model = LocalTarget(
             self.target,
@@ -123,11 +119,7 @@ class PromptFile:
 
         The name of the output directory contains a hash of the prompts, the target and the sampling settings.
         """
-        text = (
-            {"data": str(self.file), "text": "target"}
-            if self.of_data
-            else {"prompt_file": self.file}
-        )
+        text = {"data": str(self.file), "text": "target"} if self.of_data else {"prompt_file": self.file}
         names = ("chat", "max_new_tokens", "temperature", "seed")
         sampled = {name: getattr(self, name) for name in names}
         decides = sampled | {"of_data": self.of_data, "system_prompt": self.system_prompt}

@@ -120,9 +120,7 @@ class Best:
     def __init__(self) -> None:
         self.metric, self.step = -math.inf, 0
 
-    def offer(
-        self, metric: float, step: int, accelerator: Accelerator, module: nn.Module, state: Path
-    ) -> None:
+    def offer(self, metric: float, step: int, accelerator: Accelerator, module: nn.Module, state: Path) -> None:
         """Save the trained weights to the directory `state` if `metric` is the highest so far.
 
         Every process of a distributed run must call this.
@@ -130,11 +128,7 @@ class Best:
         if not metric > self.metric:
             return
         self.metric, self.step = float(metric), step
-        trained = {
-            name
-            for name, p in accelerator.unwrap_model(module).named_parameters()
-            if p.requires_grad
-        }
+        trained = {name for name, p in accelerator.unwrap_model(module).named_parameters() if p.requires_grad}
         weights: dict[str, Any] = accelerator.get_state_dict(module)  # gathers sharded weights
         if accelerator.is_main_process:
             own = {name: weight.cpu() for name, weight in weights.items() if name in trained}
@@ -276,9 +270,7 @@ class Training:
         else:
             if content["weights"].keys() != self._own_weights().keys():
                 raise ValueError("the stored weights have other names than the model's weights")
-            self.accelerator.unwrap_model(self.module).load_state_dict(
-                content["weights"], strict=False
-            )
+            self.accelerator.unwrap_model(self.module).load_state_dict(content["weights"], strict=False)
             for optimizer, values in zip(self.optimizers, content["optimizers"], strict=True):
                 optimizer.load_state_dict(values)
         before, now = len(content["random"]), self.accelerator.num_processes
@@ -445,6 +437,4 @@ def new_accelerator(dtype: torch.dtype, clip: float) -> Accelerator:
 
 def _chosen(name: str) -> bool:
     """Return whether the launcher chose `name`, "DeepSpeed" or "FSDP". On CPUs the choice has no effect."""
-    return parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}") and not parse_flag_from_env(
-        "ACCELERATE_USE_CPU"
-    )
+    return parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}") and not parse_flag_from_env("ACCELERATE_USE_CPU")

@@ -44,9 +44,7 @@ from draftlab.training.students.dflash import DFlashStudent
 from draftlab.training.trainer import TrainingSetup
 
 
-def run_layer(
-    layer: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor
-) -> Tensor:
+def run_layer(layer: Any, x: Tensor, context: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
     """Return the output of a layer for all tokens of the blocks, [B, A M, D]: M tokens in each of A blocks per row.
 
     Args:
@@ -82,9 +80,7 @@ class BlockHead(StatesStudent):
     The parameters are named as in z-lab's checkpoints.
     """
 
-    def __init__(
-        self, config: DFlashShape, layer: Any, embedding: Tensor, output: nn.Module
-    ) -> None:
+    def __init__(self, config: DFlashShape, layer: Any, embedding: Tensor, output: nn.Module) -> None:
         """Create a head with random weights.
 
         Args:
@@ -105,9 +101,7 @@ class BlockHead(StatesStudent):
     def get_output_embeddings(self) -> nn.Module:
         return cast(nn.Module, self.frozen[1])
 
-    def forward(
-        self, ids: Tensor, states: Tensor, anchors: Tensor, positions: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, ids: Tensor, states: Tensor, anchors: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return the hidden states from which the LM head predicts the K drafted tokens of A blocks, [B, A, K, D].
 
         Args:
@@ -132,9 +126,7 @@ class BlockHead(StatesStudent):
             x = run_layer(layer, x, context, rotary, masks[kind])
         return self.norm(x).unflatten(1, (count, -1))[:, :, -c.most :]
 
-    def _mask(
-        self, window: int | None, causal: bool, anchors: Tensor, positions: Tensor, at: Tensor
-    ) -> Tensor:
+    def _mask(self, window: int | None, causal: bool, anchors: Tensor, positions: Tensor, at: Tensor) -> Tensor:
         """Return the attention mask of the tokens of the blocks, M in each of A blocks per row, [B, 1, A M, T + A M].
 
         The first T columns are the tokens of the text, and the other columns are the tokens of the blocks.
@@ -195,9 +187,7 @@ class BlockObjective(Objective):
 
     takes_packed = True
 
-    def __init__(
-        self, student: BlockHead, loss: Loss, temperature: float, gamma: float, anchors: Anchors
-    ) -> None:
+    def __init__(self, student: BlockHead, loss: Loss, temperature: float, gamma: float, anchors: Anchors) -> None:
         super().__init__(student, loss, temperature)
         self.depths = anchors
         decay = torch.exp(-torch.arange(student.config.most) / gamma)
@@ -239,9 +229,7 @@ class BlockObjective(Objective):
         if torch.is_grad_enabled():
             return self._sums(hidden, predicted, ids, mask, teacher, self.decay[ages]).unsqueeze(0)
         parts = [ages == k for k in age]
-        return torch.stack(
-            [self._sums(hidden[part], predicted[part], ids, mask, teacher) for part in parts]
-        )
+        return torch.stack([self._sums(hidden[part], predicted[part], ids, mask, teacher) for part in parts])
 
     def _sums(
         self,
@@ -283,11 +271,7 @@ def head_of(spec: DFlashStudent, job: Distillation) -> tuple[dict[str, object], 
         return dict(content), config, layer
     sizes = TargetSizes.of(target)
     layers = spec.num_layers or min(5, max(1, sizes.layers // 6))
-    token = (
-        parallel.unused_id(target, sizes.vocab)
-        if spec.mask_token_id is None
-        else spec.mask_token_id
-    )
+    token = parallel.unused_id(target, sizes.vocab) if spec.mask_token_id is None else spec.mask_token_id
     content = dflash.new_json(target, layers, spec.layer_ids, spec.block_size, token)
     return content, *dflash.parse_shape(content, target, Path(f"--student {spec.text}"))
 
@@ -317,16 +301,12 @@ def open_head(spec: DFlashStudent, job: Distillation, state: Path) -> OpenStuden
     student.to(teacher.device)
     if job.draft is not None:
         tensors = read_tensors(job.draft, lambda name: name.removeprefix("model."))
-        with reading(
-            f"--draft {job.draft} is not a DFlash head with the target's embedding and LM head"
-        ):
+        with reading(f"--draft {job.draft} is not a DFlash head with the target's embedding and LM head"):
             student.load_state_dict(tensors)
     note(f"the mask token has the id {config.mask_token_id}")
 
     def measure() -> dict[str, Tensor]:
-        sampled = sample(
-            teacher, batches, job.loop, job.text.seq_len, "measuring the target's states"
-        )
+        sampled = sample(teacher, batches, job.loop, job.text.seq_len, "measuring the target's states")
         return {"scale": sampled.states.pow(2).mean(0).sqrt().clamp_min(config.eps).cpu()}
 
     student.scale.copy_(load_or_make(state, "start.pt", measure)["scale"])

@@ -76,9 +76,7 @@ def open_draft(job: Distillation, offsets: Offsets | None, state: Path) -> OpenS
     student = _load(job, draft, offsets)
     if job.outputs is not None:
         loop = job.loop
-        setup = stored_setup(
-            job.outputs, draft, job.loss, job.temperature, rows=loop.batch_size, seed=loop.seed
-        )
+        setup = stored_setup(job.outputs, draft, job.loss, job.temperature, rows=loop.batch_size, seed=loop.seed)
     else:
         setup = _text_setup(job, student, draft, state, offsets)
     dtype = checkpoint.stored_dtype(draft)
@@ -125,9 +123,7 @@ def _load(job: Distillation, draft: Path, offsets: Offsets | None) -> PreTrained
     return student
 
 
-def stored_setup(
-    outputs: Path, draft: Path, loss: str, temperature: float, *, rows: int, seed: int
-) -> TrainingSetup:
+def stored_setup(outputs: Path, draft: Path, loss: str, temperature: float, *, rows: int, seed: int) -> TrainingSetup:
     """Return a training setup whose teacher is stored target outputs.
 
     Args:
@@ -231,9 +227,7 @@ def _mixed(
     return in_turns(text, sources, job.loop)
 
 
-def _with_target(
-    job: Distillation, setup: TrainingSetup, student: PreTrainedModel, target: Path
-) -> TrainingSetup:
+def _with_target(job: Distillation, setup: TrainingSetup, student: PreTrainedModel, target: Path) -> TrainingSetup:
     """Load the target. Return the setup with the target as teacher, and with held-out text that fits the device.
 
     The held-out batches are so small that the logits of a batch fit in memory. On a CPU, costly models get fewer

@@ -54,9 +54,7 @@ class StoredRows:
 
     def batch(self, step: int) -> Batch:
         places = (divmod(step * self.rows + i, len(self.outputs)) for i in range(self.rows))
-        return padded(
-            [self.outputs[self._order(epoch)[place]] for epoch, place in places], self.seq_len
-        )
+        return padded([self.outputs[self._order(epoch)[place]] for epoch, place in places], self.seq_len)
 
     def _order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng((self.seed, epoch)).permutation(len(self.outputs))
@@ -82,9 +80,7 @@ def within_chains(batch: Batch, steps: int) -> Batch:
     return replace(batch, mask=mask)
 
 
-def open_texts(
-    directory: Path, target: Path, seq_len: int, loop: Loop
-) -> tuple[StoredRows, HeldOut]:
+def open_texts(directory: Path, target: Path, seq_len: int, loop: Loop) -> tuple[StoredRows, HeldOut]:
     """Return batches to train on, and held-out text, from stored target outputs. Log-probabilities are not read.
 
     Raises:

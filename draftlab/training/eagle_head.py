@@ -74,13 +74,10 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(2 * d, cached, bias=False)
         self.o_proj = nn.Linear(queries, d, bias=False)
         self.q_norm, self.k_norm = (
-            LlamaRMSNorm(config.head_dim, config.eps) if config.qk_norm else nn.Identity()
-            for _ in range(2)
+            LlamaRMSNorm(config.head_dim, config.eps) if config.qk_norm else nn.Identity() for _ in range(2)
         )
 
-    def forward(
-        self, x: Tensor, rotary: Rotary, mask: Tensor | None, earlier: list[KeysValues]
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None, earlier: list[KeysValues]) -> Tensor:
         """Return the attention output, [B, T, D]. Append the step's keys and values to `earlier`.
 
         Args:
@@ -115,9 +112,7 @@ def _attend_along_chains(q: Tensor, steps: list[KeysValues], mask: Tensor | None
     (first_k, first_v), *own = steps
     width, scale = q.shape[2], q.shape[3] ** -0.5
     scores = torch.matmul(q, first_k.transpose(2, 3))  # [B, H, T, T]
-    visible = (
-        torch.ones(width, width, dtype=torch.bool, device=q.device).tril() if mask is None else mask
-    )
+    visible = torch.ones(width, width, dtype=torch.bool, device=q.device).tril() if mask is None else mask
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     scores = torch.cat([scores, *((q * k).sum(-1, keepdim=True) for k, _ in own)], -1)
     weights = torch.softmax(scores.float() * scale, -1).to(q.dtype)
@@ -149,9 +144,7 @@ class Layer(nn.Module):
         """Return the layer's output [B, T, D] for token embeddings and states, [B, T, D] each."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
-        x = residual + self.self_attn(
-            torch.cat([self.input_layernorm(embedded), normed], -1), rotary, mask, earlier
-        )
+        x = residual + self.self_attn(torch.cat([self.input_layernorm(embedded), normed], -1), rotary, mask, earlier)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -236,9 +229,7 @@ class EagleHead(StatesStudent):
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def forward(
-        self, ids: Tensor, states: Tensor, steps: int, positions: Tensor | None = None
-    ) -> list[Tensor]:
+    def forward(self, ids: Tensor, states: Tensor, steps: int, positions: Tensor | None = None) -> list[Tensor]:
         """Return the input of lm_head in each step l of training-time test, [B, T, D] each.
 
         In step l, counted from 0, the last 1 + l positions of each sequence are invalid: their next tokens are unknown.
@@ -255,9 +246,7 @@ class EagleHead(StatesStudent):
             positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
         rotary = [self.rotary(hidden, positions + step) for step in range(steps)]
         for step in range(steps):
-            hidden = self.layers[0](
-                embedded.roll(-1 - step, 1), hidden, rotary[step], masks[step], earlier
-            )
+            hidden = self.layers[0](embedded.roll(-1 - step, 1), hidden, rotary[step], masks[step], earlier)
             outputs.append(self.norm(hidden))
             if self.config.norm_output:
                 hidden = outputs[-1]
@@ -274,9 +263,7 @@ class EagleHead(StatesStudent):
         parts = states.chunk(len(norms), -1)
         return torch.cat([norm(part) for norm, part in zip(norms, parts, strict=True)], -1)
 
-    def _masks(
-        self, hidden: Tensor, steps: int, positions: Tensor | None
-    ) -> Sequence[Tensor | None]:
+    def _masks(self, hidden: Tensor, steps: int, positions: Tensor | None) -> Sequence[Tensor | None]:
         """Return the attention mask of each step, [B, 1, T, T]. None stands for a causal mask.
 
         A mask separates the sequences of a row, and limits attention to the sliding window.
@@ -304,9 +291,7 @@ class EagleObjective(Objective):
     # lm_head starts with weights of the target, and has little to learn
     rates = MappingProxyType({"lm_head.weight": 0.25})
 
-    def __init__(
-        self, student: EagleHead, ids: Tensor, loss: Loss, temperature: float, steps: int
-    ) -> None:
+    def __init__(self, student: EagleHead, ids: Tensor, loss: Loss, temperature: float, steps: int) -> None:
         """Create the objective. ids: The target's token id for each draft id, [W]."""
         super().__init__(student, loss, temperature)
         self.steps, self.trimmed = steps, TrimmedHead.of(ids, student.config.vocab)
@@ -337,9 +322,7 @@ class EagleObjective(Objective):
         read = [out.flatten(0, 1)[counted - 1 - step] for step, out in enumerate(outputs)]
         target, head = teacher.distributions, self.student.lm_head.weight
         if not torch.is_grad_enabled():
-            return torch.stack(
-                [self.sums(out, head, labels, weights, target, self.trimmed) for out in read]
-            )
+            return torch.stack([self.sums(out, head, labels, weights, target, self.trimmed) for out in read])
         # one call for all steps, so that the target's lm_head is applied once per token
         rows = torch.arange(len(counted), device=ids.device).repeat_interleave(self.steps)
         target = replace(target, rows=rows)

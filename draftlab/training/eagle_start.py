@@ -117,9 +117,7 @@ def start_linear(student: EagleHead, sampled: Sample) -> None:
     out = attention.o_proj.weight.zero_().unflatten(1, (c.heads, c.head_dim))
     padded = torch.nn.functional.pad(basis * size.unsqueeze(1), (0, values - basis.shape[1]))
     out[:, own] = padded.unflatten(1, (c.kv_heads, c.head_dim))
-    _look_at_own_position(
-        attention.q_proj.weight, attention.k_proj.weight, own, embedded, c.head_dim
-    )
+    _look_at_own_position(attention.q_proj.weight, attention.k_proj.weight, own, embedded, c.head_dim)
 
 
 @torch.no_grad()
@@ -163,9 +161,7 @@ def _look_at_own_position(q: Tensor, k: Tensor, own: Tensor, embedded: Tensor, s
         # the mean of all embeddings is left out, because it does not distinguish positions
         random -= torch.outer(mean, mean @ random)
         directions = torch.linalg.qr(random).Q.T if size <= hidden else random.T * hidden**-0.5
-        directions = (
-            directions * (OWN * size**0.5 / (embedded @ directions.T).pow(2).sum(-1).mean()) ** 0.5
-        )
+        directions = directions * (OWN * size**0.5 / (embedded @ directions.T).pow(2).sum(-1).mean()) ** 0.5
         keys[number, :, :hidden] = directions
         queries[head] = 0
         queries[head, :, :hidden] = directions

@@ -121,9 +121,7 @@ class TargetTextEvaluator:
 
         stored = checkpointer.load_or_make(state, "evaluation.pt", make)
         if max(map(len, stored["ids"])) < 2:
-            note(
-                "the acceptance length is not measured, because the target ends every text with the first new token"
-            )
+            note("the acceptance length is not measured, because the target ends every text with the first new token")
             return None
         return cls(
             **stored,
@@ -161,23 +159,16 @@ class TargetTextEvaluator:
             scored = score_tokens(decoder, texts, vocab, sampling, memory=self.memory)
         else:
             count, token = self.offsets.count, self.offsets.token
-            scored = score_offsets(
-                decoder, texts, vocab, sampling, count, token, memory=self.memory
-            )
+            scored = score_offsets(decoder, texts, vocab, sampling, count, token, memory=self.memory)
             targets = [log_p[:, None] for log_p in targets]
         student.train(was_training)
-        return [
-            expected.chances(draft.logprobs, target)[1:]
-            for draft, target in zip(scored, targets, strict=True)
-        ]
+        return [expected.chances(draft.logprobs, target)[1:] for draft, target in zip(scored, targets, strict=True)]
 
     def compare(self, before: int, after: int) -> list[LengthComparison]:
         """Compare the evaluations after the training steps `before` and `after`, for every number of drafted tokens."""
         comparisons, chances = [], [self._stored(step) for step in (before, after)]
         for k in range(1, self.most + 1):
-            old, new = (
-                by_conversation(tokens_per_pass(rows, k), self.documents) for rows in chances
-            )
+            old, new = (by_conversation(tokens_per_pass(rows, k), self.documents) for rows in chances)
             now = ratio(new)
             # both evaluations have the same tokens, so this is a ratio of passes
             gain = ratio(np.stack([old[:, 1], new[:, 1]], 1))

@@ -187,9 +187,7 @@ def fused_loss(
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor | None, objective: "_Objective", with_gradient: bool
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor | None, objective: "_Objective", with_gradient: bool) -> Tensor:
         student, exact = _cast(hidden, head), torch.promote_types(hidden.dtype, torch.float32)
         sums = torch.zeros(5, dtype=exact_dtype(hidden.device), device=hidden.device)
         d_hidden = d_head = None
@@ -223,11 +221,7 @@ class _Fused(torch.autograd.Function):
 def _cast(hidden: Tensor, head: Tensor | None) -> Dense:
     """Return the student's distributions. Under autocast, the head is cast to the dtype of autocast."""
     device = hidden.device.type
-    if (
-        head is not None
-        and torch.amp.is_autocast_available(device)
-        and torch.is_autocast_enabled(device)
-    ):
+    if head is not None and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         head = head.to(torch.get_autocast_dtype(device))
     return Dense(hidden, head)
 
@@ -271,9 +265,7 @@ class _Objective:
             for part in _slices(len(z), block):
                 tokens = slice(rows.start + part.start, rows.start + part.stop)
                 own = teacher.total(tokens) if isinstance(teacher, Dense) else None
-                values[:, part], slope = self.block(
-                    z[part], self.labels[tokens], None if y is None else y[part], own
-                )
+                values[:, part], slope = self.block(z[part], self.labels[tokens], None if y is None else y[part], own)
                 torch.mul(slope, self.weights[tokens].unsqueeze(1), out=gradient[part])
             yield rows, values, gradient[: len(z)]
 
@@ -310,9 +302,7 @@ class _Objective:
         values = torch.stack([objective + loss.cross_entropy * ce, ce, *watched])
         return values, gradient[:, : z.shape[1]]
 
-    def _dense(
-        self, log_q: Tensor, log_p: Tensor, whole: bool
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
+    def _dense(self, log_q: Tensor, log_p: Tensor, whole: bool) -> tuple[Tensor, list[Tensor], Tensor]:
         """Return the divergence, the list [acceptance, slack, agreement], and the gradient for the logits.
 
         whole: Whether log_p covers all V ids. If False, it covers only the S ids of a trimmed head.

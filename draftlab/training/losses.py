@@ -167,9 +167,7 @@ def log_probs(logits: Tensor, temperature: float, log_total: Tensor | None = Non
     """
     logits = wide(logits)
     logits = logits if temperature == 1 else logits / temperature
-    return (
-        torch.log_softmax(logits, dim=-1) if log_total is None else logits - log_total.unsqueeze(-1)
-    )
+    return torch.log_softmax(logits, dim=-1) if log_total is None else logits - log_total.unsqueeze(-1)
 
 
 def wide(x: Tensor) -> Tensor:
@@ -207,9 +205,7 @@ class Loss:
             return torch.zeros_like(x.log_q[..., 0]), torch.zeros_like(x.log_q)
         parts = [(weight, *divergence(x)) for weight, divergence in self.terms]
         value = torch.stack([weight * value for weight, value, _ in parts]).sum(0)
-        return value, reduce(
-            torch.add, [slope if weight == 1 else weight * slope for weight, _, slope in parts]
-        )
+        return value, reduce(torch.add, [slope if weight == 1 else weight * slope for weight, _, slope in parts])
 
 
 def parse_loss(spec: str) -> Loss:
@@ -221,9 +217,7 @@ def parse_loss(spec: str) -> Loss:
     *earlier, last = spec.split("->")
     text, _, share = last.partition("@")
     if share:
-        raise UserError(
-            f"loss {spec!r}: the last loss applies until the end of training; leave out @{share.strip()}"
-        )
+        raise UserError(f"loss {spec!r}: the last loss applies until the end of training; leave out @{share.strip()}")
     parsed = _phase(text)
     for phase in reversed(earlier):
         text, _, share = phase.partition("@")

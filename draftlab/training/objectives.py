@@ -181,9 +181,7 @@ class Objective(nn.Module):
         """Return six sums over tokens as a tensor, [6], see StepSums. For the other arguments, see fused_loss."""
         loss = self.loss.at(self.progress)
         temperature = self.temperature if torch.is_grad_enabled() else self.served
-        sums = fused_loss(
-            hidden, head, labels, weights, teacher, loss, temperature, trimmed=trimmed
-        )
+        sums = fused_loss(hidden, head, labels, weights, teacher, loss, temperature, trimmed=trimmed)
         return torch.stack([*(value.detach() for value in sums), sums.objective + penalty])
 
 
@@ -253,9 +251,7 @@ class DistillStep(Objective):
             self.constraint.draw()
         counted = mask.flatten().nonzero().squeeze(1)
         if depths is None:
-            hidden, head = self.head.hidden_and_weight(
-                self.student, ids[:, :-1], counted, positions
-            )
+            hidden, head = self.head.hidden_and_weight(self.student, ids[:, :-1], counted, positions)
             return self._sums(hidden, head, ids, mask, counted, teacher).unsqueeze(0)
         assert self.offsets is not None  # only offsets draw depths
         packed = pack(ids[:, :-1], depths, self.offsets.token, positions)
@@ -269,9 +265,7 @@ class DistillStep(Objective):
         each = []
         for own in groups:
             places = packed.predicted[own]
-            each.append(
-                self._sums(hidden[own], head, ids, mask, places, chosen(teacher, counted, places))
-            )
+            each.append(self._sums(hidden[own], head, ids, mask, places, chosen(teacher, counted, places)))
         return torch.stack(each)
 
     def _sums(

@@ -33,9 +33,7 @@ class MixedBatches:
     turns: list[tuple[str, int]]
 
     @classmethod
-    def of(
-        cls, sources: Mapping[str, Batches], weights: Mapping[str, float], steps: int
-    ) -> "MixedBatches":
+    def of(cls, sources: Mapping[str, Batches], weights: Mapping[str, float], steps: int) -> "MixedBatches":
         """Distribute the steps over the sources in proportion to their weights.
 
         After any number of steps, no source is more than one step away from its exact share.
@@ -88,9 +86,7 @@ class StudentBatches:
             seed=self.seed,
             stop_token_ids=self.ends,
         )
-        batching = Batching(
-            vocab=self.known, batch_size=rows, memory=self.memory, unfinished=_in_all_processes
-        )
+        batching = Batching(vocab=self.known, batch_size=rows, memory=self.memory, unfinished=_in_all_processes)
         prompts, was_training = prompts[:, : self.prompt], self.student.training
         self.student.eval()
         numbers = [step * rows + row for row in own]
@@ -103,9 +99,7 @@ class StudentBatches:
         )
         self.student.train(was_training)
         texts: dict[int, Completion] = dict(gather_object(list(zip(own, written, strict=True))))
-        return GeneratedRows.of(
-            prompts, [texts[row] for row in range(rows)], sampling.max_tokens, rows
-        ).batch(0)
+        return GeneratedRows.of(prompts, [texts[row] for row in range(rows)], sampling.max_tokens, rows).batch(0)
 
 
 def _in_all_processes(count: int) -> int:
@@ -131,9 +125,7 @@ class GeneratedRows:
     rows: int
 
     @classmethod
-    def of(
-        cls, prompts: np.ndarray, texts: Sequence[Completion], length: int, rows: int
-    ) -> "GeneratedRows":
+    def of(cls, prompts: np.ndarray, texts: Sequence[Completion], length: int, rows: int) -> "GeneratedRows":
         """Join prompts, [N, P], with their continuations, which are padded to `length` tokens, G."""
         ids = np.zeros((len(texts), prompts.shape[1] + length), dtype=np.uint32)
         ids[:, : prompts.shape[1]] = prompts

@@ -49,17 +49,13 @@ def optimizers_for(
         used = [group for group in groups if group["params"]]
         # torch's default on a CPU reads and writes each weight about ten times, and takes 8 times as long
         # weights on the device meta have no values yet
-        fused = all(
-            each.device.type in ("cpu", "cuda") for group in used for each in group["params"]
-        )
+        fused = all(each.device.type in ("cpu", "cuda") for group in used for each in group["params"])
         return torch.optim.AdamW(used, lr=loop.lr, betas=(0.9, 0.95), fused=fused)
 
     if loop.optimizer == "adamw" or not matrices:
         return [adamw(matrices + others, vectors)]
     kind = torch.optim.Muon if devices.is_fast(torch.bfloat16, matrices[0].device) else Float32Muon
-    muon = kind(
-        matrices, lr=loop.lr, weight_decay=loop.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
+    muon = kind(matrices, lr=loop.lr, weight_decay=loop.weight_decay, adjust_lr_fn="match_rms_adamw")
     rest = others + vectors  # may be empty, if LoRA trains only adapters
     return [muon, adamw([], rest)] if rest or other_groups else [muon]
 
@@ -81,16 +77,12 @@ class Float32Muon(torch.optim.Muon):
                 average.lerp_(grad, 1 - group["momentum"])
                 update = grad.lerp(average, group["momentum"]) if group["nesterov"] else average
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
-                update = orthogonal(
-                    update, group["ns_coefficients"], group["ns_steps"], group["eps"]
-                )
+                update = orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
                 # the scale that torch's Muon calls match_rms_adamw
                 weight.add_(update, alpha=-0.2 * group["lr"] * max(weight.shape) ** 0.5)
 
 
-def orthogonal(
-    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> torch.Tensor:
+def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> torch.Tensor:
     """Return a matrix with the singular vectors of `matrix`, and with singular values near 1.
 
     It is computed by Newton-Schulz iterations in float32 (Jordan et al. 2024). An iteration multiplies X, [N, M], by

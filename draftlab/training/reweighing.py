@@ -77,9 +77,7 @@ class Reweighing:
         }
         if isinstance(reference, Path):
             note(f"loading {hub.checkpoint_name(reference)} for its loss on each source")
-            model = checkpoint.load_model(
-                reference, dtype, hardware.resolved, hardware.device_map
-            ).eval()
+            model = checkpoint.load_model(reference, dtype, hardware.resolved, hardware.device_map).eval()
             losses = {name: _cross_entropy(model, rows) for name, rows in heldout.items()}
         else:
             domains = {name: domain_of(name) for name in batches.weights}
@@ -103,16 +101,11 @@ def parse_reference(text: str, weights: bool) -> Mapping[str, float] | Path:
     if "=" not in text:
         return hub.locate_model(text, weights)
     with reading(f"{text!r} is not SOURCE=LOSS,... with losses above 0 in nats per token"):
-        return NUMBERS.validate_python(
-            dict(part.strip().rsplit("=", 1) for part in text.split(","))
-        )
+        return NUMBERS.validate_python(dict(part.strip().rsplit("=", 1) for part in text.split(",")))
 
 
 @torch.inference_mode()
 def _cross_entropy(model: PreTrainedModel, batches: list[Batch]) -> float:
     step, device = DistillStep(model, parse_loss("ce"), 1.0), model.device
-    sums = [
-        step(torch.from_numpy(b.ids).to(device), torch.from_numpy(b.mask).to(device), None)
-        for b in batches
-    ]
+    sums = [step(torch.from_numpy(b.ids).to(device), torch.from_numpy(b.mask).to(device), None) for b in batches]
     return float(sum(s[0, 1] for s in sums) / sum(b.predictions for b in batches))

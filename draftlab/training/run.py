@@ -67,13 +67,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
 def _start(name: str, output: Output) -> tracking.GeneralTracker:
     kind, out, values = tracking.LOGGER_TYPE_TO_CLASS[name], output.out, output.config.settings()
-    tracker = (
-        kind(out.name, out.parent / name) if kind.requires_logging_directory else kind("draftlab")
-    )
+    tracker = kind(out.name, out.parent / name) if kind.requires_logging_directory else kind("draftlab")
     tracker.start()
-    tracker.store_init_configuration(
-        {n: v if isinstance(v, int | float | str) else str(v) for n, v in values.items()}
-    )
+    tracker.store_init_configuration({n: v if isinstance(v, int | float | str) else str(v) for n, v in values.items()})
     return tracker
 
 
@@ -176,9 +172,7 @@ def fit(
     after = best if constraint is None else evals[-1]
     skipped = sum(r.skipped for r in steps)
     if skipped:
-        note(
-            f"{skipped} of {loop.steps} steps were skipped, because their loss or gradient norm was not finite"
-        )
+        note(f"{skipped} of {loop.steps} steps were skipped, because their loss or gradient norm was not finite")
     earlier = [r.step for r in steps if r.lr != loop.rate(r.step - 1) * loop.lr]
     return TrainingResult(
         before=evals[0],
@@ -282,9 +276,7 @@ def distill(job: Distillation, output: Output) -> TrainingResult:
     state = claimed_state(output, paths)
     opened = job.student.open(job, state)
     with tracked(job.report_to, output) as log:
-        result = fit(
-            opened.module, opened.setup, job.loop, state=state, what=output.command, log=log
-        )
+        result = fit(opened.module, opened.setup, job.loop, state=state, what=output.command, log=log)
     if result.after.step < job.loop.steps:
         best = f"after step {result.after.step}" if result.after.step else "before the first step"
         note(

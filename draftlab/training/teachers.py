@@ -92,11 +92,7 @@ class OutputHead:
             inputs["attention_mask"] = attention_mask
         if not self.plain:
             logits = model(**inputs).logits
-            logits = (
-                logits[..., : self.vocab]
-                if trimmed is None
-                else logits.index_select(-1, trimmed.ids)
-            )
+            logits = logits[..., : self.vocab] if trimmed is None else logits.index_select(-1, trimmed.ids)
             return logits.flatten(0, 1)[counted.to(logits.device)], None
         hidden = model.get_decoder()(**inputs).last_hidden_state  # [B, T, D]
         weight = output_head(model).get_parameter("weight")
@@ -113,17 +109,12 @@ def _keeps_apart(model: PreTrainedModel) -> bool:
     that occurs if the positions do not restart, so that the second sequence reads the first.
     """
     decoder, was_training = model.get_decoder(), model.training
-    if (
-        not isinstance(decoder, nn.Module)
-        or "position_ids" not in inspect.signature(decoder.forward).parameters
-    ):
+    if not isinstance(decoder, nn.Module) or "position_ids" not in inspect.signature(decoder.forward).parameters:
         return False
     model.eval()
     ids = torch.arange(8, device=model.device).unsqueeze(0)
     apart, following, packed = (
-        decoder(input_ids=tokens, position_ids=places % modulus, use_cache=False)
-        .last_hidden_state[:, -4:]
-        .float()
+        decoder(input_ids=tokens, position_ids=places % modulus, use_cache=False).last_hidden_state[:, -4:].float()
         for tokens, places, modulus in ((ids[:, 4:], ids[:, :4], 8), (ids, ids, 8), (ids, ids, 4))
     )
     model.train(was_training)
@@ -152,9 +143,7 @@ class LocalTeacher:
         self.model, self.vocab, self.device = model, vocab, device
         self.head = OutputHead.of(model, vocab)
         self.takes_packed = self.head.takes_packed
-        self._weight: Tensor | None = (
-            None  # copy of the frozen head on `device`, if the head is on another
-        )
+        self._weight: Tensor | None = None  # copy of the frozen head on `device`, if the head is on another
 
     @torch.no_grad()
     def distributions(self, batch: Batch) -> Dense:

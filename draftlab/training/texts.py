@@ -124,22 +124,16 @@ class Author:
 
     def sampling(self, length: int, temperature: float) -> SamplingParams:
         ends = checkpoint.eos_token_ids(self.target)
-        return SamplingParams(
-            max_tokens=length, temperature=temperature, seed=self.loop.seed, stop_token_ids=ends
-        )
+        return SamplingParams(max_tokens=length, temperature=temperature, seed=self.loop.seed, stop_token_ids=ends)
 
-    def write(
-        self, prompts: list[list[int]], sampling: SamplingParams, purpose: str
-    ) -> list[Completion]:
+    def write(self, prompts: list[list[int]], sampling: SamplingParams, purpose: str) -> list[Completion]:
         """Return the target's continuations of prompts.
 
         purpose: End of the label of the progress bar, "the target writes text to ...".
         """
         batching = Batching(vocab=self.known, memory=self.hardware.memory)
         with progress(f"the target writes text to {purpose}", len(prompts)) as advance:
-            return generate_batch(
-                self.model, prompts, sampling, batching, advance=lambda n: advance(n, "texts")
-            )
+            return generate_batch(self.model, prompts, sampling, batching, advance=lambda n: advance(n, "texts"))
 
 
 def in_turns(text: TrainingText, sources: Mapping[str, Batches], loop: Loop) -> Batches:

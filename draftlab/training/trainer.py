@@ -203,9 +203,7 @@ def train(
             if due or stopping or ended:
                 trainer.save(done, ended=ended)
             if stopping:
-                raise Interrupted(
-                    f"interrupted after step {done} of {loop.steps}; repeat the command to resume"
-                )
+                raise Interrupted(f"interrupted after step {done} of {loop.steps}; repeat the command to resume")
     trainer.accelerator.free_memory()
 
 
@@ -250,9 +248,7 @@ class Trainer:
         module = setup.objective or DistillStep(
             student, setup.loss, setup.temperature, vocab, constraint, setup.offsets
         )
-        optimizers = optimizers_for(
-            student, loop, constraint.groups() if constraint else [], module.rates
-        )
+        optimizers = optimizers_for(student, loop, constraint.groups() if constraint else [], module.rates)
         # not in the groups, because a resumed run may have another rate than its checkpoint
         self.peaks = [group["lr"] for group in _groups(optimizers)]
         module.served = setup.served or 1.0
@@ -325,11 +321,7 @@ class Trainer:
         self.skipped.in_a_row = self.skipped.in_a_row + 1 if skipped else 0
         if skipped:
             quantity = "gradient norm" if math.isfinite(objective) else "loss"
-            most = (
-                1
-                if self.accelerator.distributed_type == DistributedType.DEEPSPEED
-                else MOST_SKIPPED
-            )
+            most = 1 if self.accelerator.distributed_type == DistributedType.DEEPSPEED else MOST_SKIPPED
             if self.skipped.in_a_row == most:
                 raise self._diverged(f"the {quantity} at step {index + 1}")
             note(f"step {index + 1} is skipped, because its {quantity} is not finite")
@@ -395,10 +387,7 @@ class Trainer:
         """Update the weights of the data mixture from held-out losses, if an update is due after `done` steps."""
         batches = self.setup.batches
         if isinstance(batches, DynamicBatches) and done % batches.every == 0:
-            losses = {
-                n: self._heldout(rows, None, done).cross_entropy
-                for n, rows in batches.heldout.items()
-            }
+            losses = {n: self._heldout(rows, None, done).cross_entropy for n, rows in batches.heldout.items()}
             batches.reweigh(done, losses)
 
     def in_any_process(self, count: int) -> bool:
@@ -435,11 +424,7 @@ class Trainer:
         for number, part in enumerate(parts, 1):
             # DeepSpeed clips gradients and takes the step in its last backward pass
             accelerator.sync_gradients = number == len(parts)
-            unsynced = (
-                contextlib.nullcontext()
-                if accelerator.sync_gradients
-                else accelerator.no_sync(self.module)
-            )
+            unsynced = contextlib.nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.module)
             with unsynced:
                 sums = self._sums(self._target(self.teacher, part), part)[0]
                 # DDP averages over processes, but `tokens` counts all processes: scale back
@@ -448,17 +433,13 @@ class Trainer:
             totals += exact(sums.detach()).cpu()
         return totals
 
-    def _heldout(
-        self, batches: list[Batch], teacher: Distributions | None, step: int
-    ) -> EvalRecord:
+    def _heldout(self, batches: list[Batch], teacher: Distributions | None, step: int) -> EvalRecord:
         self.module.eval()
         totals, tokens = torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
         with torch.no_grad():
             # processes share the rows of a batch, because FSDP needs every process in every pass
             for i, batch in enumerate(batches):
-                part = self._packed(batch, -1 - i).shard(
-                    self.accelerator.process_index, self.accelerator.num_processes
-                )
+                part = self._packed(batch, -1 - i).shard(self.accelerator.process_index, self.accelerator.num_processes)
                 sums = exact(self._sums(self._kept_target(teacher, part, i), part)).cpu()
                 totals = totals + sums
                 tokens = tokens + torch.from_numpy(part.predictions_by_offset(len(sums)))

@@ -52,9 +52,7 @@ def resize(directory: Path, vocab: int) -> str | None:
     return f"{before} -> {vocab}"
 
 
-def trim(
-    student: PreTrainedModel, size: int, texts: Sequence[np.ndarray], models: Iterable[Path]
-) -> None:
+def trim(student: PreTrainedModel, size: int, texts: Sequence[np.ndarray], models: Iterable[Path]) -> None:
     """Trim a student's head to the `size` most frequent ids of texts.
 
     models: Checkpoints whose special ids stay in the head.
@@ -104,12 +102,6 @@ def _rows_of_ids(config: dict[str, object]) -> set[str]:
     """Return the parameter names of embedding and head, both with and without the base model's prefix."""
     model = checkpoint.meta_model(config, torch.float32)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    own = {
-        id(parameter) for module in ends if module is not None for parameter in module.parameters()
-    }
-    names = {
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if id(parameter) in own
-    }
+    own = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
+    names = {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own}
     return names | {name.removeprefix(f"{model.base_model_prefix}.") for name in names}

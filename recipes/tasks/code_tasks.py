@@ -22,9 +22,7 @@ DISTRACTORS = 3
 DOCUMENT_CHARACTERS = 1500
 
 
-def next_line(
-    data: str = "stdlib", items: int = 256, seed: int = 0, **_: object
-) -> dict[str, Dataset]:
+def next_line(data: str = "stdlib", items: int = 256, seed: int = 0, **_: object) -> dict[str, Dataset]:
     """Return questions: which of four lines of code comes next. A choice is the whole text that it ends.
 
     A tokenizer may join a line break with the character before it, so that a context and a line on their own have other
@@ -32,24 +30,15 @@ def next_line(
     """
     questions = next_line_items(documents(first_source(data), "heldout"), count=items, seed=seed)
     if not questions:
-        raise UserError(
-            f"data {data!r}: its held-out split is too short, or too uniform, for code_next_line"
-        )
-    rows = [
-        {"texts": [item.context + line for line in item.choices], "label": item.answer}
-        for item in questions
-    ]
+        raise UserError(f"data {data!r}: its held-out split is too short, or too uniform, for code_next_line")
+    rows = [{"texts": [item.context + line for line in item.choices], "label": item.answer} for item in questions]
     return {"test": Dataset.from_list(rows)}
 
 
 def texts(data: str = "stdlib", **_: object) -> dict[str, Dataset]:
     """Return the beginnings of documents, to predict."""
     heldout = documents(first_source(data), "heldout")
-    return {
-        "test": Dataset.from_list(
-            [{"answer": document.text[:DOCUMENT_CHARACTERS]} for document in heldout]
-        )
-    }
+    return {"test": Dataset.from_list([{"answer": document.text[:DOCUMENT_CHARACTERS]} for document in heldout])}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +58,7 @@ def next_line_items(docs: list[Document], *, count: int, seed: int) -> list[Line
     """
     rng = random.Random(seed)
     lines = [doc.text.split("\n") for doc in docs]
-    places = [
-        (document, number)
-        for document, rows in enumerate(lines)
-        for number in range(1, len(rows) - 1)
-    ]
+    places = [(document, number) for document, rows in enumerate(lines) for number in range(1, len(rows) - 1)]
     rng.shuffle(places)
     pool = _by_indentation(lines)
     items = (_item(lines[document], number, pool, rng) for document, number in places)
@@ -82,27 +67,21 @@ def next_line_items(docs: list[Document], *, count: int, seed: int) -> list[Line
 
 def _by_indentation(lines: list[list[str]]) -> dict[str, list[str]]:
     """Return all distinct lines of a suitable length by indentation; last lines may be cut off and are left out."""
-    fit = dict.fromkeys(
-        line for rows in lines for line in rows[:-1] if _within(len(line.strip()), LINE_CHARACTERS)
-    )
+    fit = dict.fromkeys(line for rows in lines for line in rows[:-1] if _within(len(line.strip()), LINE_CHARACTERS))
     pool: dict[str, list[str]] = {}
     for line in fit:
         pool.setdefault(_indentation(line), []).append(line)
     return pool
 
 
-def _item(
-    lines: list[str], number: int, pool: dict[str, list[str]], rng: random.Random
-) -> LineItem | None:
+def _item(lines: list[str], number: int, pool: dict[str, list[str]], rng: random.Random) -> LineItem | None:
     """Return the question for a line, or None if it is too short, too long, too early, or has too few distractors."""
     answer, context = lines[number], _context(lines[:number])
     if not _within(len(answer.strip()), LINE_CHARACTERS) or len(context) < CONTEXT_CHARACTERS[0]:
         return None
     least, most = (ratio * len(answer.strip()) for ratio in LENGTH_RATIO)
     as_long = [line for line in pool[_indentation(answer)] if least <= len(line.strip()) <= most]
-    others = [
-        line for line in as_long if line.strip() != answer.strip() and line.strip() not in context
-    ]
+    others = [line for line in as_long if line.strip() != answer.strip() and line.strip() not in context]
     if len(others) < DISTRACTORS:
         return None
     choices = rng.sample(others, DISTRACTORS)

@@ -50,10 +50,7 @@ def gsm8k(
 ) -> None:
     """local_gsm8k and local_gsm8k_answer, from JSON lines with question and answer; examples are for --num-fewshot."""
     for name, source in (("local_gsm8k", file), ("local_gsm8k_examples", examples)):
-        rows = [
-            {"question": row["question"], "answer": row["answer"]}
-            for row in read(source, "question", "answer")
-        ]
+        rows = [{"question": row["question"], "answer": row["answer"]} for row in read(source, "question", "answer")]
         write(name, rows, out)
     shutil.copy(HERE / "answer_bits.py", out)
     write("local_gsm8k_answer", None, out)
@@ -83,9 +80,7 @@ def read(file: Path, *needed: str) -> list[Row]:
     rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
     for number, row in enumerate(rows, 1):
         if missing := [name for name in needed if name not in row]:
-            raise typer.BadParameter(
-                f"{file}, line {number} has no {missing[0]}; it has {', '.join(row)}"
-            )
+            raise typer.BadParameter(f"{file}, line {number} has no {missing[0]}; it has {', '.join(row)}")
     return rows
 
 
@@ -98,9 +93,7 @@ def write(name: str, rows: list[Row] | None, out: Path) -> None:
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if (HERE / f"{name}.yaml").exists():
         text = (HERE / f"{name}.yaml").read_text()
-        (out / f"{name}.yaml").write_text(
-            re.sub(r"\w+\.jsonl", lambda m: str(out.absolute() / m.group()), text)
-        )
+        (out / f"{name}.yaml").write_text(re.sub(r"\w+\.jsonl", lambda m: str(out.absolute() / m.group()), text))
         typer.echo(f"{out / name}.yaml" + (f": {len(rows)} items" if rows else ""))
 
 
@@ -116,9 +109,7 @@ def hellaswag_row(row: Row) -> Row:
 
 def arc_row(row: Row) -> Row:
     question, choices = row["question"], row.get("choices")
-    if isinstance(
-        question, dict
-    ):  # AI2's files: {"stem": ..., "choices": [{"text": ..., "label": ...}]}
+    if isinstance(question, dict):  # AI2's files: {"stem": ..., "choices": [{"text": ..., "label": ...}]}
         question, pairs = question["stem"], question["choices"]
         choices = {name: [pair[name] for pair in pairs] for name in ("text", "label")}
     return {
@@ -135,9 +126,7 @@ def sampled(rows: Iterator[Row], items: int, seed: int) -> list[Row]:
 
 
 def next_sentences(text: str, rng: random.Random) -> Iterator[Row]:
-    every = [
-        [run for p in paragraphs for run in whole_sentences(p)] for _, paragraphs in articles(text)
-    ]
+    every = [[run for p in paragraphs for run in whole_sentences(p)] for _, paragraphs in articles(text)]
     # wrong sentences are of other groups
     groups = every if len(every) > 1 else [[run] for run in every[0]]
     pool = [(i, s) for i, runs in enumerate(groups) for run in runs for s in run if fits(s)]
@@ -146,13 +135,7 @@ def next_sentences(text: str, rng: random.Random) -> Iterator[Row]:
             for at in range(1, len(run)):
                 context = last_words(run[:at])
                 low, high = (ratio * len(run[at]) for ratio in LENGTH_RATIO)
-                wrong = sorted(
-                    {
-                        s
-                        for other, s in pool
-                        if other != i and s != run[at] and low <= len(s) <= high
-                    }
-                )
+                wrong = sorted({s for other, s in pool if other != i and s != run[at] and low <= len(s) <= high})
                 if context and fits(run[at]) and len(wrong) >= 3:
                     yield shuffled(context, run[at], rng.sample(wrong, 3), rng)
 
@@ -165,9 +148,7 @@ def which_articles(text: str, rng: random.Random) -> Iterator[Row]:
     every = [(title, paragraphs) for title, paragraphs in articles(text) if "<unk>" not in title]
     titles = list(dict.fromkeys(title for title, _ in every))
     if len(titles) < 4:
-        raise typer.BadParameter(
-            f"want WikiText, with headings of at least 4 articles; this file has {len(titles)}"
-        )
+        raise typer.BadParameter(f"want WikiText, with headings of at least 4 articles; this file has {len(titles)}")
     for title, paragraphs in every:
         names = {word.lower() for word in re.findall(r"\w{4,}", title)}
         for run in (run for paragraph in paragraphs for run in whole_sentences(paragraph)):
@@ -176,9 +157,7 @@ def which_articles(text: str, rng: random.Random) -> Iterator[Row]:
                 passage = " ".join(every_word[at : at + PASSAGE_WORDS])
                 if not names & set(re.findall(r"\w+", passage.lower())):
                     wrong = rng.sample([other for other in titles if other != title], 3)
-                    yield shuffled(
-                        f"Which article is this passage from? {passage} ...", title, wrong, rng
-                    )
+                    yield shuffled(f"Which article is this passage from? {passage} ...", title, wrong, rng)
 
 
 def shuffled(query: str, right: str, wrong: list[str], rng: random.Random) -> Row:

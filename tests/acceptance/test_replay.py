@@ -26,9 +26,7 @@ from draftlab.sampling import SamplingParams
 from draftlab.training.evaluate import TargetTextEvaluator
 
 KS = (1, 2, 4, 8)
-chance_lists = st.lists(
-    st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0])), min_size=1, max_size=6
-)
+chance_lists = st.lists(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 1.0])), min_size=1, max_size=6)
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,7 @@ class One:
     emitted: int
 
 
-def walk(
-    kept: Callable[[int, int], bool], n: int, depth: Callable[[int], int], limit: int
-) -> Iterator[One]:
+def walk(kept: Callable[[int, int], bool], n: int, depth: Callable[[int], int], limit: int) -> Iterator[One]:
     """Speculation over n tokens, step by step. kept: of the token and its depth in the step, whether it is accepted."""
     at = 0
     while at < n:
@@ -73,9 +69,7 @@ def test_counts_are_the_enumeration(chances, k, spare):
     }
     began = np.zeros(n)
     for pattern in itertools.product([True, False], repeat=n):
-        weight = float(
-            np.prod([c if kept else 1 - c for c, kept in zip(chances, pattern, strict=True)])
-        )
+        weight = float(np.prod([c if kept else 1 - c for c, kept in zip(chances, pattern, strict=True)]))
         for step in walk(lambda token, _, p=pattern: p[token], n, lambda _: k, limit):
             began[step.began] += weight
             sums["passes"] += weight
@@ -84,9 +78,7 @@ def test_counts_are_the_enumeration(chances, k, spare):
             for a in range(k + 1):
                 sums["reached"][a] += weight * (step.drafted > 0 and step.accepted >= a)
             for a in range(k):
-                sums["examined"][a] += weight * (
-                    step.accepted >= a and min(step.drafted, n - step.began) > a
-                )
+                sums["examined"][a] += weight * (step.accepted >= a and min(step.drafted, n - step.began) > a)
     counts = chain(texts_of([np.array(chances)], np.array([limit])), k)
     for name, value in sums.items():
         np.testing.assert_allclose(getattr(counts, name)[0], value, atol=1e-9, err_msg=name)
@@ -123,14 +115,10 @@ def passes_by_leviathan(p, q, prefix: tuple[int, ...], n: int, k: int) -> float:
             continue
         chances = [min(1.0, float(ps[i, t] / qs[i, t])) for i, t in enumerate(drafted)]
         for accepted in range(count + 1):
-            share = float(np.prod(chances[:accepted])) * (
-                1 - chances[accepted] if accepted < count else 1
-            )
+            share = float(np.prod(chances[:accepted])) * (1 - chances[accepted] if accepted < count else 1)
             if share == 0:
                 continue
-            u = torch.tensor(
-                [c / 2 for c in chances[:accepted]] + [(1 + c) / 2 for c in chances[accepted:]]
-            )
+            u = torch.tensor([c / 2 for c in chances[:accepted]] + [(1 + c) / 2 for c in chances[accepted:]])
             got, rest = verify(ps, qs, torch.tensor(drafted, dtype=torch.long), u.double())
             assert got == accepted
             for token, chance in enumerate(rest.tolist()):
@@ -232,10 +220,7 @@ def test_greedy_replay_is_live_speculation_step_by_step(pair):
 
 def test_ragged_texts_together_are_each_alone_and_what_transformers_says(pair, monkeypatch):
     rng = np.random.default_rng(3)
-    texts = [
-        (rng.integers(3, 300, a), rng.integers(3, 300, b))
-        for a, b in ((4, 9), (17, 1), (2, 30), (6, 0), (9, 9))
-    ]
+    texts = [(rng.integers(3, 300, a), rng.integers(3, 300, b)) for a, b in ((4, 9), (17, 1), (2, 30), (6, 0), (9, 9))]
     warp = SamplingParams(temperature=9.0, top_k=150, top_p=0.95)
     hosted = hf_decoder.HFDecoder(build("llama", 1))
     hosted.model.get_output_embeddings().get_parameter("weight").data.mul_(12)
@@ -262,9 +247,7 @@ def test_ragged_texts_together_are_each_alone_and_what_transformers_says(pair, m
 
 def test_a_text_longer_than_the_context_is_refused(pair):
     prompt, written = np.zeros(200, dtype=np.int64), np.zeros(58, dtype=np.int64)
-    assert (
-        len(score_tokens(pair[0], [(prompt, written[:57])], 307, SamplingParams())[0].ranks) == 57
-    )
+    assert len(score_tokens(pair[0], [(prompt, written[:57])], 307, SamplingParams())[0].ranks) == 57
     with raises_option("258", "256"):
         score_tokens(pair[0], [(prompt, written)], 307, SamplingParams())
 
@@ -285,15 +268,9 @@ def test_the_distillers_chances_are_the_engines_passes(pair, tmp_path):
     engine = ModelDrafter(load(tmp_path / "draft", torch.float32))
     for k in (1, 2, 4):
         for row, prompt, chance in zip(written, prompts, chances, strict=True):
-            steps = list(
-                speculative_decode(
-                    pair[0], engine, [prompt.tolist()], k, SamplingParams(max_tokens=24)
-                )
-            )
+            steps = list(speculative_decode(pair[0], engine, [prompt.tolist()], k, SamplingParams(max_tokens=24)))
             assert output_tokens(steps)[0] == row
-            assert (
-                chain(texts_of([chance]), k).passes[0] == len(steps) - 1
-            )  # the prefill emits the first token
+            assert chain(texts_of([chance]), k).passes[0] == len(steps) - 1  # the prefill emits the first token
 
 
 # intervals

@@ -62,9 +62,7 @@ COMMANDS: dict[str, str] = {
     "distill-ce": f"distill --loss ce --draft made/prune {SHORT}",
     "outputs": "outputs build --target model --data text --num-sequences 300 --seq-len 24 --top-logprobs 4",
     "texts": f"outputs build --use replay --target model --num-prompts 40 --max-new-tokens 8 {PROMPTS}",
-    "distill-outputs": (
-        "distill --draft made/prune --outputs made/outputs --steps 4 --batch-size 2 --save-steps 2"
-    ),
+    "distill-outputs": ("distill --draft made/prune --outputs made/outputs --steps 4 --batch-size 2 --save-steps 2"),
     "replay": "replay made/texts --draft made/prune",
     "export": "export made/prune --target model",
     "gguf": "export made/prune --target model --to gguf --outtype f32",
@@ -142,9 +140,7 @@ class Campaign:
                 if ended.code:
                     raise SystemExit(f"{name} fails without a fault: {ended.error}")
                 self.output(name, room).rename(out)
-            facts.write_text(
-                json.dumps([ended.changes, int(1000 * (time.monotonic() - running.started_at))])
-            )
+            facts.write_text(json.dumps([ended.changes, int(1000 * (time.monotonic() - running.started_at))]))
         self.changes[name], self.millis[name] = json.loads(facts.read_text())
         self.wholes[name] = self.files(name, out)
 
@@ -179,9 +175,7 @@ class Campaign:
                 if ended.code == 0:
                     break
                 ended = run(self.arguments(name), room)
-                if ended.code == 1 and re.search(
-                    "exists( already; edit| and is not empty)", ended.error
-                ):
+                if ended.code == 1 and re.search("exists( already; edit| and is not empty)", ended.error):
                     break  # the fault came after the output was in its place
                 if ended.code:
                     return f"cannot go on: {ended.message[:200]}"
@@ -238,12 +232,7 @@ class Campaign:
         """Return the files that a command may read."""
         words = (COMMANDS | READING)[name].split()
         places = [self.folder / word for word in words if (self.folder / word).exists()]
-        files = [
-            file
-            for place in places
-            for file in (place, *sorted(place.rglob("*")))
-            if file.is_file()
-        ]
+        files = [file for place in places for file in (place, *sorted(place.rglob("*"))) if file.is_file()]
         return [file.relative_to(self.folder) for file in files if file.stat().st_size]
 
     @contextlib.contextmanager
@@ -285,13 +274,9 @@ def write_files(folder: Path) -> None:
         "prune": cut,
         "export": {"draft": "out/prune", "target": "model"},
     }
-    recipe = {
-        "steps": [{name: settings | {"out": f"out/{name}"}} for name, settings in steps.items()]
-    }
+    recipe = {"steps": [{name: settings | {"out": f"out/{name}"}} for name, settings in steps.items()]}
     (folder / "files").mkdir()
-    (folder / "files" / "prompts.jsonl").write_text(
-        '{"prompt": "def parse"}\n{"prompt": "class"}\n'
-    )
+    (folder / "files" / "prompts.jsonl").write_text('{"prompt": "def parse"}\n{"prompt": "class"}\n')
     (folder / "files" / "log.jsonl").write_text((json.dumps(entry) + "\n") * 40)
     (folder / "files" / "recipe.yaml").write_text(json.dumps(recipe))
 
@@ -311,9 +296,7 @@ def judged(campaign: Campaign, seed: int, name: str, kind: str, n: int, limit: i
         elif kind == "damage":
             verdict = campaign.damaged(name, n, seed)
         else:
-            verdict = campaign.attempt(
-                name, Fault(kind, after if kind in ("kill", "term") else n, limit)
-            )
+            verdict = campaign.attempt(name, Fault(kind, after if kind in ("kill", "term") else n, limit))
     except TimeoutError as error:
         verdict = f"hangs: {' '.join(str(error).split())}"
     return Result(name, kind, n, limit, verdict)
@@ -334,9 +317,7 @@ def plan(campaign: Campaign, seed: int) -> Iterator[list[Job]]:
         yield list(dict.fromkeys(jobs))
 
 
-def go(
-    rounds: Iterable[list[Job]], judge: Callable[..., Result], file: Path, minutes: float
-) -> list[Result]:
+def go(rounds: Iterable[list[Job]], judge: Callable[..., Result], file: Path, minutes: float) -> list[Result]:
     """Run the jobs that have no result in the file, and append each result to it, until the time is over."""
     end, results = time.monotonic() + 60 * minutes, list[Result]()
     if file.exists():
@@ -376,9 +357,7 @@ def _complaint(code: int, error: str, fault: Fault) -> str:
         "kill": (-9,),
         "term": (130,),
     }.get(fault.kind, ())
-    if code not in (0, *wanted) and not (
-        fault.kind == "term" and code == -15
-    ):  # before Python's handler is there
+    if code not in (0, *wanted) and not (fault.kind == "term" and code == -15):  # before Python's handler is there
         return f"exit {code}: {error.strip()[-200:]}"
     return ""
 
@@ -401,9 +380,7 @@ def preload() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Break commands at random points, and compare their outputs."
-    )
+    parser = argparse.ArgumentParser(description="Break commands at random points, and compare their outputs.")
     parser.add_argument("--results", type=Path, default=Path("runs/chaos"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

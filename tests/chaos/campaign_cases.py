@@ -29,9 +29,7 @@ def test_a_damaged_input_is_refused_in_one_line_or_harmless(campaign, number):
 
 def test_left_overs_and_other_files_are_seen(campaign, monkeypatch):
     with campaign.room() as room:
-        ended = run(
-            campaign.arguments("prune"), room, Fault("crash", campaign.changes["prune"] - 2)
-        )
+        ended = run(campaign.arguments("prune"), room, Fault("crash", campaign.changes["prune"] - 2))
         assert ended.code == CRASHED
         assert left_overs(room)
     monkeypatch.setitem(campaign.wholes, "prune", {})
@@ -44,9 +42,7 @@ def test_the_campaign_knows_every_command_that_writes():
     from draftlab.recipe import run
 
     every = {*ALL, run.name}
-    tried = {
-        name for name in every for line in COMMANDS.values() if f"{line} ".startswith(f"{name} ")
-    }
+    tried = {name for name in every for line in COMMANDS.values() if f"{line} ".startswith(f"{name} ")}
     assert tried | set(UNTRIED) | PRINTING == every
     assert not tried & set(UNTRIED)
     assert not {name for name in PRINTING if issubclass(ALL[name].config, OutputConfig)}

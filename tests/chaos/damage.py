@@ -62,22 +62,14 @@ def of_values(content: bytes, kind: str, rng: random.Random) -> Damaged:
     tree = yaml.safe_load(content) if kind == "yaml" else json.loads(content)
     places = list(_places(tree))
     numbers = [p for p in places if type(p[0][p[1]]) in (int, float)]
-    name = rng.choice(
-        ["type", "type", "remove", "remove", "number", "number", "null", "nan", "text"]
-    )
-    parent, at = (
-        rng.choice(numbers if name in ("number", "nan") and numbers else places)
-        if places
-        else ([tree], 0)
-    )
+    name = rng.choice(["type", "type", "remove", "remove", "number", "number", "null", "nan", "text"])
+    parent, at = rng.choice(numbers if name in ("number", "nan") and numbers else places) if places else ([tree], 0)
     if name == "remove" and isinstance(parent, dict):
         del parent[at]
         return Damaged(name, _dump(tree).encode(), False)
     mark = "\ue000mark\ue000"
     values: dict[str, Callable[[], str]] = {
-        "type": lambda: rng.choice(
-            ['{"x": []}', "[[]]", '"x"', "true", "[1, null]", "{}", "1.5", '""']
-        ),
+        "type": lambda: rng.choice(['{"x": []}', "[[]]", '"x"', "true", "[1, null]", "{}", "1.5", '""']),
         "number": lambda: rng.choice(
             [
                 "-1",
@@ -105,11 +97,7 @@ def of_tensors(content: bytes, rng: random.Random) -> Damaged:
     size = struct.unpack("<Q", content[:8])[0]
     header, body = json.loads(content[8 : 8 + size]), bytearray(content[8 + size :])
     names = [name for name in header if name != "__metadata__"]
-    floats = [
-        name
-        for name in names
-        if header[name]["dtype"] in WIDTHS and header[name]["data_offsets"][1]
-    ]
+    floats = [name for name in names if header[name]["dtype"] in WIDTHS and header[name]["data_offsets"][1]]
     entry = header[rng.choice(names)]
     name = rng.choice(["nan", "nan", "dtype", "shape", "overlap", "beyond", "drop", "length"])
     if name == "nan" and floats:
@@ -119,9 +107,7 @@ def of_tensors(content: bytes, rng: random.Random) -> Damaged:
         at = start + width * rng.randrange((end - start) // width)
         body[at : at + width] = b"\xff" * width
     elif name == "dtype":
-        entry["dtype"] = rng.choice(
-            [dtype for dtype in ("I32", "F64", "X9", "BOOL") if dtype != entry["dtype"]]
-        )
+        entry["dtype"] = rng.choice([dtype for dtype in ("I32", "F64", "X9", "BOOL") if dtype != entry["dtype"]])
     elif name == "shape":
         entry["shape"] = rng.choice([[*entry["shape"], 2], [10**12, *entry["shape"][1:]]])
     elif name in ("overlap", "beyond"):
@@ -139,9 +125,7 @@ WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}  # bytes; all ones are NaN
 
 def _places(tree: Any) -> Any:
     """Yield every container with each of its keys."""
-    for at in (
-        tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
-    ):
+    for at in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
         yield tree, at
         yield from _places(tree[at])
 

@@ -83,9 +83,7 @@ class Running:
                     break
                 text += part
             elif deliver:
-                os.kill(
-                    self.process, signal.SIGKILL if self.fault.kind == "kill" else signal.SIGTERM
-                )
+                os.kill(self.process, signal.SIGKILL if self.fault.kind == "kill" else signal.SIGTERM)
                 self.fault = Fault()
             else:
                 os.kill(self.process, signal.SIGKILL)
@@ -98,27 +96,21 @@ class Running:
         return Ended(code, int(changes or b"0"), text.decode(errors="replace"))
 
 
-def run(
-    arguments: list[str], folder: Path, fault: Fault = Fault(), seconds: float = 3600.0
-) -> Ended:
+def run(arguments: list[str], folder: Path, fault: Fault = Fault(), seconds: float = 3600.0) -> Ended:
     return Running(arguments, folder, fault).wait(seconds)
 
 
 def digest(out: Path) -> dict[str, str]:
     """Return the sha256 of every file of an output, of JSON without what differs between two equal runs."""
     files = sorted(file for file in out.rglob("*") if file.is_file())
-    return {
-        str(file.relative_to(out)): hashlib.sha256(_lasting(file)).hexdigest() for file in files
-    }
+    return {str(file.relative_to(out)): hashlib.sha256(_lasting(file)).hexdigest() for file in files}
 
 
 def names(out: Path) -> dict[str, str]:
     """Return the names of every file of an output, of JSON with the names of its values."""
     files = sorted(file for file in out.rglob("*") if file.is_file())
     return {
-        str(f.relative_to(out)): " ".join(_keys(json.loads(f.read_text())))
-        if f.suffix == ".json"
-        else ""
+        str(f.relative_to(out)): " ".join(_keys(json.loads(f.read_text()))) if f.suffix == ".json" else ""
         for f in files
     }
 
@@ -143,14 +135,10 @@ def _without(value: object) -> object:
 
 
 def _keys(value: object) -> list[str]:
-    if isinstance(
-        value, dict
-    ):  # the names of inputs have the candidate that won, which times decide
+    if isinstance(value, dict):  # the names of inputs have the candidate that won, which times decide
         inside = [name for key, part in value.items() if key != "inputs" for name in _keys(part)]
         return sorted({*value, *inside})
-    return (
-        sorted({name for part in value for name in _keys(part)}) if isinstance(value, list) else []
-    )
+    return sorted({name for part in value for name in _keys(part)}) if isinstance(value, list) else []
 
 
 def _child(arguments: list[str], folder: Path, fault: Fault, writer: int, counted: int) -> None:
@@ -163,9 +151,7 @@ def _child(arguments: list[str], folder: Path, fault: Fault, writer: int, counte
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         sys.argv = ["draftlab", *arguments]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(
-                number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler
-            )
+            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
         changes = _Changes(folder, fault)
         sys.addaudithook(changes)
         from draftlab import cli
@@ -177,9 +163,7 @@ def _child(arguments: list[str], folder: Path, fault: Fault, writer: int, counte
             code = end.code if isinstance(end.code, int) else 0
         finally:
             changes.armed = False
-            resource.setrlimit(
-                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-            )
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         os.write(counted, str(changes.count).encode())
     except BaseException:
         import traceback
@@ -207,9 +191,7 @@ class _Changes:
             return
         if self.fault.kind == "crash":
             os._exit(CRASHED)
-        signal.signal(
-            signal.SIGXFSZ, signal.SIG_DFL if self.fault.kind == "torn" else signal.SIG_IGN
-        )
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL if self.fault.kind == "torn" else signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (self.fault.limit, resource.RLIM_INFINITY))
 
 

@@ -94,9 +94,7 @@ def drafter(request: pytest.FixtureRequest, folder: Path, target: llama.Llama) -
 
 
 @torch.inference_mode()
-def probabilities(
-    oracle: Any, texts: Sequence[Sequence[int]], temperature: float, top_p: float = 1
-) -> Tensor:
+def probabilities(oracle: Any, texts: Sequence[Sequence[int]], temperature: float, top_p: float = 1) -> Tensor:
     """Return the distributions of the next tokens of texts of one length, [n, V], in float64."""
     logits = torch.cat([oracle(part).logits[:, -1] for part in torch.tensor(texts).split(64)])
     p = (logits.double() / temperature).softmax(-1)
@@ -119,9 +117,7 @@ def exact(oracle: Any, sampling: dict[str, float]) -> dict[tuple[int, ...], floa
     return texts
 
 
-def p_value(
-    target: llama.Llama, drafter: Drafter, oracle: Any, sampling: dict[str, float]
-) -> float:
+def p_value(target: llama.Llama, drafter: Drafter, oracle: Any, sampling: dict[str, float]) -> float:
     """Return the p of the chi-square test of sampled texts, with all texts below LEAST as a cell."""
     counts, accepted, drafted = Counter[tuple[int, ...]](), 0, 0
     for seed in range(BATCHES):

@@ -38,9 +38,7 @@ def stand_in(out: Path, layers: int, seed: int) -> Path:
     }
     model = LlamaForCausalLM(LlamaConfig(**sizes)).half()
     tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
-    tensors |= {
-        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(layers)
-    }
+    tensors |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(4) for i in range(layers)}
     names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     parts = {file: sorted(tensors)[i::2] for i, file in enumerate(names)}
     for file, part in parts.items():
@@ -54,9 +52,7 @@ def stand_in(out: Path, layers: int, seed: int) -> Path:
         "torch_dtype": "float16",
         "architectures": ["LlamaForCausalLM"],
     }
-    (out / "config.json").write_text(
-        json.dumps({k: v for k, v in config.items() if k != "dtype"}, default=str)
-    )
+    (out / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}, default=str))
     (out / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
     (out / "tokenizer_config.json").write_text(json.dumps(CONFIG))
     (out / "pytorch_model-00001-of-00001.bin").write_bytes(b"pickled")
@@ -131,10 +127,7 @@ def test_every_command_that_reads_the_workspaces_models_or_text_is_here():
         if each.config.model_fields[option].default_factory is not None
     }
     tried = {
-        (name, option.removeprefix("--"))
-        for words, option in UNNAMED
-        for name in COMMANDS
-        if words.startswith(name)
+        (name, option.removeprefix("--")) for words, option in UNNAMED for name in COMMANDS if words.startswith(name)
     }
     # export reads text only with a server's program
     assert read == tried | {("search", "data"), ("export", "data")}
@@ -185,9 +178,7 @@ def test_the_papers_three_commands_work_as_typed_in_its_workspace(hub, tmp_path)
     assert typed(prune + " --dry-run", hub, tmp_path) == []
     assert sorted(typed(prune, hub, tmp_path)) == [f"huggyllama/llama-7b/{file}" for file in SHARDS]
     assert typed(distill + " --dry-run", hub, tmp_path) == []
-    assert sorted(typed(distill, hub, tmp_path)) == [
-        f"huggyllama/llama-65b/{file}" for file in SHARDS
-    ]
+    assert sorted(typed(distill, hub, tmp_path)) == [f"huggyllama/llama-65b/{file}" for file in SHARDS]
     assert typed(score, hub, tmp_path) == []
     assert not [name for name in hub.fetched if name.endswith(".bin")]
     config = json.loads(next(tmp_path.glob("runs/prune-*/config.json")).read_text())

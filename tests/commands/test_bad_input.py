@@ -121,7 +121,5 @@ def test_a_disk_that_takes_nothing_is_said_by_init(monkeypatch):
 def test_scores_are_not_computed_for_a_cache_that_cannot_be_written(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr("draftlab.pruning.run.calibrate", lambda *_: pytest.fail("calibrated"))
-    result = RUNNER.invoke(
-        app, ["prune", "--layers", "2", "--seq-len", "64", "--scores-cache", "/sys/scores"]
-    )
+    result = RUNNER.invoke(app, ["prune", "--layers", "2", "--seq-len", "64", "--scores-cache", "/sys/scores"])
     assert "/sys/scores" in result.stderr

@@ -176,9 +176,7 @@ def test_a_recorded_command_line_can_be_typed_again():
     assert line == "draftlab distill --draft a --outputs b --vocab 16384"
 
 
-@pytest.mark.parametrize(
-    ("command", "cure"), [("distill", "--micro-batch-tokens"), ("score", "--batch")]
-)
+@pytest.mark.parametrize(("command", "cure"), [("distill", "--micro-batch-tokens"), ("score", "--batch")])
 def test_a_device_without_memory_is_one_line_and_other_faults_are_bugs(command, cure, capsys):
     def fail(error: Exception) -> None:
         def run() -> cli.Outcome:

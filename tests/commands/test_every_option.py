@@ -62,9 +62,7 @@ class World:
         if isinstance(value, list):
             return [self.filled(each) for each in value]
         if isinstance(value, str):
-            return re.sub(
-                r"\{(.*?)\}", lambda name: self.places.get(name[1]) or self.made(name[1]), value
-            )
+            return re.sub(r"\{(.*?)\}", lambda name: self.places.get(name[1]) or self.made(name[1]), value)
         return value
 
     def made(self, case: str) -> str:
@@ -191,9 +189,7 @@ def test_an_ignored_option_is_noticed(world, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def world(
-    tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]
-) -> Iterator[World]:
+def world(tmp_path_factory: pytest.TempPathFactory, family_dirs: dict[str, Path]) -> Iterator[World]:
     root = tmp_path_factory.mktemp("world")
     source, draft, wordy, chat, pickled = (
         family_dirs["llama"],
@@ -228,10 +224,7 @@ def write_files(root: Path) -> dict[str, Path]:
     row |= {"top_ids": [[65, 135], [57, 14]], "top_logprobs": [[-1.61, -2.69], [-0.52, -1.07]]}
     logged = [row | {"prompt_ids": [0, 30 + i, 29]} for i in range(4)]
     turns = ([("user", f"def parse{i}(line):"), ("assistant", "return None")] for i in range(60))
-    talks = [
-        {"messages": [{"role": role, "content": content} for role, content in talk]}
-        for talk in turns
-    ]
+    talks = [{"messages": [{"role": role, "content": content} for role, content in talk]} for talk in turns]
     texts = ({"text": f"# {i}\n{TOKENIZER_TEXT[0] * 6}"} for i in range(700))
     files = {
         "more": write_rows(root / "more.jsonl", texts),

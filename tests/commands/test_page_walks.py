@@ -111,9 +111,7 @@ def test_servings_commands_go_through(chat_model):
     call(f"prune --source {chatty} --layers 2 --calibration-tokens 512 {few} --out {sibling}")
     call(f"distill --student eagle --target {chatty} --steps 2 --batch-size 4 {few} --out {head}")
     tokenizer = checkpoint.load_tokenizer(chat_model)
-    target, draft = (
-        checkpoint.load_model(Path(path), torch.float32).eval() for path in (chatty, sibling)
-    )
+    target, draft = (checkpoint.load_model(Path(path), torch.float32).eval() for path in (chatty, sibling))
     plain = SmallVLLM(target, tokenizer, frozenset(), longest=512)
     drafting = SmallVLLM(target, tokenizer, frozenset(), draft=draft, longest=512)
     with running(plain) as url, running(drafting) as drafting_url:

@@ -21,9 +21,7 @@ def option(words: list[str], flag: str) -> Path:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_chain_of_proposed_commands_reads_what_was_written(
-    name, tmp_path, monkeypatch, family_dirs
-):
+def test_a_chain_of_proposed_commands_reads_what_was_written(name, tmp_path, monkeypatch, family_dirs):
     folder = tmp_path / name
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -69,9 +67,7 @@ def test_a_word_that_is_no_path_keeps_its_dash():
     assert typed("draftlab", "prune", "--out", Path("-x")) == "draftlab prune --out ./-x"
 
 
-def test_proposed_commands_name_what_was_given_where_there_is_no_workspace(
-    tmp_path, monkeypatch, family_dirs
-):
+def test_proposed_commands_name_what_was_given_where_there_is_no_workspace(tmp_path, monkeypatch, family_dirs):
     """Without draftlab.yaml the default target is a model that is not here."""
     monkeypatch.chdir(tmp_path)
     target, data = family_dirs["llama"], tmp_path / "text.txt"
@@ -90,9 +86,7 @@ def test_proposed_commands_name_what_was_given_where_there_is_no_workspace(
     call("", *words[1:], "--data", data, "--seq-len", "32", "--dry-run")
 
 
-def test_a_report_in_another_folder_proposes_no_draft_that_is_not_there(
-    tmp_path, monkeypatch, family_dirs
-):
+def test_a_report_in_another_folder_proposes_no_draft_that_is_not_there(tmp_path, monkeypatch, family_dirs):
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -104,9 +98,7 @@ def test_a_report_in_another_folder_proposes_no_draft_that_is_not_there(
     assert "next: draftlab export" not in shown
 
 
-def test_profiles_of_a_target_and_a_draft_propose_their_prediction(
-    tmp_path, monkeypatch, family_dirs
-):
+def test_profiles_of_a_target_and_a_draft_propose_their_prediction(tmp_path, monkeypatch, family_dirs):
     monkeypatch.chdir(tmp_path)
     models = [family_dirs["llama"], family_dirs["qwen3"]]
     few = "--k 2 --batch 2,4 --context 16,200 --repeats 3 --mode eager --out profiles"

@@ -76,9 +76,7 @@ def test_finished_steps_are_skipped_until_their_inputs_or_arguments_change(tmp_p
     assert not any(step.is_done() for step in steps())
 
 
-def test_steps_without_names_of_outputs_and_drafts_are_found_again(
-    family_dirs, tmp_path, monkeypatch, capsys
-):
+def test_steps_without_names_of_outputs_and_drafts_are_found_again(family_dirs, tmp_path, monkeypatch, capsys):
     """The names come from the newest draft, which the steps before them made."""
     monkeypatch.chdir(tmp_path)
     write_workspace(family_dirs["llama"], write_functions(tmp_path / "text.txt", 60, 8))

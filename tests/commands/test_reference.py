@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 from helpers.reference import COMMANDS, Facts, differences, record
 
-EXPECTED: dict[str, Facts] = json.loads(
-    (Path(__file__).parents[1] / "files" / "reference.json").read_text()
-)
+EXPECTED: dict[str, Facts] = json.loads((Path(__file__).parents[1] / "files" / "reference.json").read_text())
 # of the masks, a tie falls either way: of 600 neurons one differs between CPUs; torch 2.9 moves the head by 0.0025
 TOLERANCE = {"masked": 0.02, "head": 0.004}
 ROUNDING = 0.002  # three optimizer steps with AVX2, AVX-512 or neither differ by 0.001 at most

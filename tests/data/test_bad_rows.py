@@ -51,21 +51,16 @@ def test_everything_equals_the_file_without_its_bad_row(kind, place, tmp_path, c
     file = written(tmp_path, [*TALKS[:place], BAD[kind], *TALKS[place:]])
     how: dict[str, Any] = {"rows": 4, "seq_len": 40}
     train, expected = (
-        open_batches(str(each), chatty, steps=1, seed=0, loss_on="assistant", **how)
-        for each in (file, clean)
+        open_batches(str(each), chatty, steps=1, seed=0, loss_on="assistant", **how) for each in (file, clean)
     )
-    assert np.array_equal(
-        train.conversations[str(file)].ids, expected.conversations[str(clean)].ids
-    )
+    assert np.array_equal(train.conversations[str(file)].ids, expected.conversations[str(clean)].ids)
     held, expected = (
-        open_heldout(str(each), chatty, most_rows=40, loss_on="assistant", **how)
-        for each in (file, clean)
+        open_heldout(str(each), chatty, most_rows=40, loss_on="assistant", **how) for each in (file, clean)
     )
     assert np.array_equal(held.ids, expected.ids)
     # conversations as one stream, as prune reads them
     joined, expected = (
-        open_batches(str(each), chatty, steps=10**6, seed=0, **how).streams[str(each)]
-        for each in (file, clean)
+        open_batches(str(each), chatty, steps=10**6, seed=0, **how).streams[str(each)] for each in (file, clean)
     )
     assert np.array_equal(joined, expected)
     assert measure_source(str(file), chatty) == measure_source(str(clean), chatty)
@@ -103,9 +98,7 @@ def test_one_row_or_one_in_a_hundred_may_be_bad(good, bad, stops, tmp_path):
         assert len(list(rows_of(file, prompt_of))) == good
 
 
-def test_more_bad_rows_stop_with_counts_by_reason_and_the_first_three_rows_of_each(
-    tmp_path, chatty
-):
+def test_more_bad_rows_stop_with_counts_by_reason_and_the_first_three_rows_of_each(tmp_path, chatty):
     """Reasons that differ only in a value, such as a column of an unfinished line, are one reason."""
     unfinished = ['{"messages": [' + " " * i for i in range(5)]
     judged = [json.dumps(talk(i, first="judge")) for i in range(7)]
@@ -122,9 +115,7 @@ def test_prompts_after_a_limit_are_judged_by_the_whole_file(tmp_path, chatty, ca
     judged = [json.dumps(talk(i, first="judge")) for i in range(2)]
     rows = [json.dumps(talk(i)) for i in range(298)]
     read = file_prompts(written(tmp_path, [*judged, *rows]), chatty, count=8, chat="on")
-    assert [p.messages[0]["content"] for p in read.rows] == [
-        f"def parse{i * 298 // 8}(line):" for i in range(8)
-    ]
+    assert [p.messages[0]["content"] for p in read.rows] == [f"def parse{i * 298 // 8}(line):" for i in range(8)]
     assert "2 of 300" in capsys.readouterr().err
 
 
@@ -142,9 +133,7 @@ def test_plain_text_is_cut_to_prompts_without_its_bad_row(tmp_path, plain):
         written(tmp_path, texts, "clean.jsonl"),
         written(tmp_path, [json.dumps({"text": "half \udc00"}), *texts], "one.jsonl"),
     ]
-    made, expected = (
-        heldout_prompts(str(file), plain, count=5, length=16, seed=0) for file in reversed(files)
-    )
+    made, expected = (heldout_prompts(str(file), plain, count=5, length=16, seed=0) for file in reversed(files))
     assert made == expected
 
 

@@ -185,10 +185,6 @@ def test_an_answer_without_a_message_before_it_does_not_count():
 
 
 def test_results_of_a_call_that_is_left_out_are_left_out_too():
-    template = (
-        (TEMPLATES / "chatml.jinja")
-        .read_text()
-        .replace("'user'", "'user' or message.role == 'tool'")
-    )
+    template = (TEMPLATES / "chatml.jinja").read_text().replace("'user'", "'user' or message.role == 'tool'")
     made = tokenizer(template, CHATML)
     assert chat_ids(CALLED, made, "l:1") == chat_ids([CALLED[0], CALLED[3]], made, "l:1")

@@ -41,27 +41,21 @@ def talk(number: int, turns: int = 2) -> list[dict[str, str]]:
     return messages
 
 
-def searched(
-    text: str, messages: list[dict[str, str]], ends: str, offsets: list[tuple[int, int]]
-) -> np.ndarray:
+def searched(text: str, messages: list[dict[str, str]], ends: str, offsets: list[tuple[int, int]]) -> np.ndarray:
     """Return which tokens lie within the assistant's messages, found by searching the rendered text."""
     said, at = np.zeros(len(offsets), dtype=bool), 0
     for message in messages:
         at = text.index(message["content"], at)
         end = at + len(message["content"]) + len(ends)
         if message["role"] == "assistant":
-            said |= np.array(
-                [at <= first and last <= end and last > first for first, last in offsets]
-            )
+            said |= np.array([at <= first and last <= end and last > first for first, last in offsets])
         at = end
     return said
 
 
 @pytest.mark.parametrize(("template", "ends"), [(CHATML, "<|im_end|>"), (MARKED, "<eos>")])
 def test_what_counts_is_what_a_search_of_the_assistants_text_finds(chatty, template, ends):
-    chatty.add_special_tokens(
-        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<eos>"]}
-    )
+    chatty.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<eos>"]})
     chatty.chat_template = template
     stops = [chatty.convert_tokens_to_ids(ends)]
     for number in range(8):
@@ -71,9 +65,7 @@ def test_what_counts_is_what_a_search_of_the_assistants_text_finds(chatty, templ
         (found,) = render(messages, chatty, "l:1", "assistant", stop_token_ids=stops)
         assert found.ids.tolist() == encoded["input_ids"]
         wanted = searched(text, messages, ends, encoded["offset_mapping"])
-        assert (found.counted == wanted).all() or (
-            template == MARKED and found.counted.sum() >= wanted.sum()
-        )
+        assert (found.counted == wanted).all() or (template == MARKED and found.counted.sum() >= wanted.sum())
         (every,) = render(messages, chatty, "l:1", "all")
         assert every.counted.all()
 
@@ -98,9 +90,7 @@ def test_a_template_that_changes_earlier_turns_makes_a_conversation_of_each_answ
     found = render(messages, chatty, "l:3", "assistant")
     for conversation, end in zip(found, (2, 4), strict=True):
         prompt, whole = (
-            chatty.apply_chat_template(
-                messages[:count], tokenize=True, return_dict=False, add_generation_prompt=reply
-            )
+            chatty.apply_chat_template(messages[:count], tokenize=True, return_dict=False, add_generation_prompt=reply)
             for count, reply in ((end - 1, True), (end, False))
         )
         assert conversation.ids.tolist() == whole
@@ -112,15 +102,11 @@ def test_a_template_that_changes_earlier_turns_makes_a_conversation_of_each_answ
 
 def conversations(folder: Path, count: int = 60) -> Path:
     file = folder / "chat.jsonl"
-    file.write_text(
-        "".join(json.dumps({"messages": talk(i, 1 + i % 2)}) + "\n" for i in range(count))
-    )
+    file.write_text("".join(json.dumps({"messages": talk(i, 1 + i % 2)}) + "\n" for i in range(count)))
     return file
 
 
-def test_every_conversation_is_a_row_once_an_epoch_and_a_function_of_seed_and_step(
-    tmp_path, chatty
-):
+def test_every_conversation_is_a_row_once_an_epoch_and_a_function_of_seed_and_step(tmp_path, chatty):
     file = str(conversations(tmp_path))
     how: dict[str, Any] = {"rows": 5, "seq_len": 200, "steps": 3, "loss_on": "assistant"}
     batches, same, other = (open_batches(file, chatty, seed=seed, **how) for seed in (1, 1, 2))
@@ -132,15 +118,10 @@ def test_every_conversation_is_a_row_once_an_epoch_and_a_function_of_seed_and_st
     for ids, mask in zip(seen, batches.conversations[file].mask, strict=True):
         assert 0 < mask.sum() < np.count_nonzero(ids)
     every = open_batches(file, chatty, seed=1, **how | {"loss_on": "all"}).batch(0)
-    assert (
-        every.mask.sum(1)
-        == np.count_nonzero(every.ids, axis=1) - 1 + (every.ids[:, :1] == 0).sum(1)
-    ).all()
+    assert (every.mask.sum(1) == np.count_nonzero(every.ids, axis=1) - 1 + (every.ids[:, :1] == 0).sum(1)).all()
     heldout = open_heldout(file, chatty, rows=2, seq_len=200, most_rows=4, loss_on="assistant")
     assert 0 < heldout.batches[0].mask.mean() < 0.6
-    for start, ids, mask in zip(
-        heldout.starts(4, 8), heldout.ids, heldout.subset(4).batches[0].mask, strict=False
-    ):
+    for start, ids, mask in zip(heldout.starts(4, 8), heldout.ids, heldout.subset(4).batches[0].mask, strict=False):
         assert (start == ids[: len(start)]).all()
         assert mask[len(start) - 1] == 1
         assert mask[: len(start) - 1].sum() == 0
@@ -154,9 +135,7 @@ def test_sources_without_conversations_take_no_loss_on(tmp_path, chatty):
         loss_on_of(str(text), "all")
     assert loss_on_of(f"{text},{conversations(tmp_path)}", None) == "assistant"
     mixed = tmp_path / "mixed.jsonl"
-    mixed.write_text(
-        (tmp_path / "chat.jsonl").read_text() + (json.dumps({"text": "return 1"}) + "\n") * 30
-    )
+    mixed.write_text((tmp_path / "chat.jsonl").read_text() + (json.dumps({"text": "return 1"}) + "\n") * 30)
     with raises_option("mixed.jsonl"):
         open_batches(str(mixed), chatty, rows=1, seq_len=9, steps=1, seed=0, loss_on="all")
 

@@ -19,10 +19,7 @@ def tokenizer(tokenizer_dir):
 
 
 def batches(rows=6, seed=0, **weights):
-    streams = {
-        name: np.arange(1000 * i, 1000 * i + 401, dtype=np.uint32)
-        for i, name in enumerate(weights, 1)
-    }
+    streams = {name: np.arange(1000 * i, 1000 * i + 401, dtype=np.uint32) for i, name in enumerate(weights, 1)}
     total = sum(weights.values())
     return data.TokenBatches(streams, {n: w / total for n, w in weights.items()}, rows, 20, seed)
 
@@ -53,9 +50,7 @@ def test_rows_are_consecutive_and_overlap_by_the_predicted_token():
 
 
 def test_splits_are_disjoint_complete_and_hold_no_tests():
-    train, heldout = (
-        {d.name for d in data.documents("stdlib", split)} for split in ("train", "heldout")
-    )
+    train, heldout = ({d.name for d in data.documents("stdlib", split)} for split in ("train", "heldout"))
     assert not train & heldout
     assert train | heldout == {d.name for d in data.documents("stdlib")}
     assert 0.03 < len(heldout) / len(train | heldout) < 0.15
@@ -63,20 +58,14 @@ def test_splits_are_disjoint_complete_and_hold_no_tests():
 
 
 def test_copies_of_heldout_text_are_dropped():
-    heldout = [
-        data.Document("a", "\n".join(f"this is a long enough line number {i}" for i in range(50)))
-    ]
+    heldout = [data.Document("a", "\n".join(f"this is a long enough line number {i}" for i in range(50)))]
     copy = data.Document("vendored", "import os\n" + heldout[0].text)
-    other = data.Document(
-        "other", "\n".join(f"another sufficiently long line, number {i}" for i in range(50))
-    )
+    other = data.Document("other", "\n".join(f"another sufficiently long line, number {i}" for i in range(50)))
     assert data.without_heldout_lines([copy, other], heldout) == [other]
 
 
 def test_tokens_begin_and_end_every_document(tokenizer):
-    stream = data.tokenize(
-        [data.Document("a", "def f():\n"), data.Document("b", "x = 1\n")], tokenizer
-    )
+    stream = data.tokenize([data.Document("a", "def f():\n"), data.Document("b", "x = 1\n")], tokenizer)
     assert (stream == tokenizer.bos_token_id).sum() == 2
     assert stream[-1] == tokenizer.eos_token_id
     text = tokenizer.decode(stream, skip_special_tokens=True)
@@ -151,9 +140,7 @@ def test_few_bad_rows_are_left_out_and_named(tmp_path, capsys):
 
 
 def dynamic(rows: int = 8) -> DynamicBatches:
-    streams = {
-        name: np.arange(2000, dtype=np.uint32) + start for name, start in (("a", 0), ("b", 10_000))
-    }
+    streams = {name: np.arange(2000, dtype=np.uint32) + start for name, start in (("a", 0), ("b", 10_000))}
     base = TokenBatches(streams, {"a": 0.5, "b": 0.5}, rows=rows, seq_len=10, seed=0)
     return DynamicBatches.start(base, {}, {"a": 1.0, "b": 1.0}, every=2)
 
@@ -180,21 +167,14 @@ def test_three_updates_are_those_of_the_paper_by_hand():
 
 def test_a_column_names_the_domains_of_a_set(tmp_path, tokenizer):
     """A third of the text is of one domain; a dot reaches into SlimPajama's meta column."""
-    rows = [
-        {"text": f"row {i} " * 40, "meta": {"set_name": "books" if i % 3 == 0 else "web"}}
-        for i in range(300)
-    ]
+    rows = [{"text": f"row {i} " * 40, "meta": {"set_name": "books" if i % 3 == 0 else "web"}} for i in range(300)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = f"{file}#meta.set_name"
     books = data.documents(f"{source}:books", "train")
     assert {doc.domain for doc in books} == {"books"}
-    assert len(books) + len(data.documents(f"{source}:web", "train")) == len(
-        data.documents(str(file), "train")
-    )
-    batches = data.open_batches(
-        f"{source}=3,stdlib=1", tokenizer, rows=8, seq_len=16, steps=2, seed=0
-    )
+    assert len(books) + len(data.documents(f"{source}:web", "train")) == len(data.documents(str(file), "train"))
+    batches = data.open_batches(f"{source}=3,stdlib=1", tokenizer, rows=8, seq_len=16, steps=2, seed=0)
     assert set(batches.weights) == {f"{source}:books", f"{source}:web", "stdlib"}
     assert batches.weights[f"{source}:books"] == pytest.approx(0.25, abs=0.04)
     assert sum(batches.weights.values()) == pytest.approx(1)

@@ -104,9 +104,7 @@ def test_a_folder_of_a_single_split_is_read_whatever_it_is_called(tmp_path):
 
 
 @pytest.mark.parametrize("other", ["notes.txt", "more.jsonl", "zzz.py"])
-def test_conversations_and_plain_text_in_one_folder_are_an_error_that_names_the_file(
-    other, tmp_path
-):
+def test_conversations_and_plain_text_in_one_folder_are_an_error_that_names_the_file(other, tmp_path):
     write_rows(tmp_path / "a.jsonl", talks(0, 30))
     (tmp_path / other).write_text('{"text": "def f(x):"}\n{"text": "def g(x):"}\n')
     with raises_option(other):
@@ -184,6 +182,4 @@ def test_odd_names_and_kinds_of_files(tmp_path):
 
 def test_the_cost_of_blank_lines_grows_with_their_number(tmp_path):
     (tmp_path / "a.txt").write_text("\n" * 1_000_000 + "a line of text\n")
-    assert [document.text.strip() for document in documents(str(tmp_path / "a.txt"))] == [
-        "a line of text"
-    ]
+    assert [document.text.strip() for document in documents(str(tmp_path / "a.txt"))] == ["a line of text"]

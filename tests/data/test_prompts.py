@@ -43,13 +43,9 @@ SYSTEM = {"role": "system", "content": "return"}
         ({"question": USER["content"]}, [USER]),
     ],
 )
-def test_a_line_has_the_ids_that_transformers_gives_the_conversation(
-    tmp_path, chatty, line, conversation
-):
+def test_a_line_has_the_ids_that_transformers_gives_the_conversation(tmp_path, chatty, line, conversation):
     read = file_prompts(lines(tmp_path, line), chatty, chat="auto")
-    assert ids_of(read) == [
-        chatty.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
-    ]
+    assert ids_of(read) == [chatty.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]]
     assert read.chat
     # the tokenizer adds one, and so does the template
     assert read.rows[0].ids.count(chatty.bos_token_id) == 1
@@ -62,9 +58,7 @@ def test_an_answered_conversation_gives_a_prompt_for_each_answer(tmp_path, chatt
         USER,
         {"role": "assistant", "content": "return 2"},
     ]
-    file = lines(
-        tmp_path, {"messages": answered, "category": "a"}, {"messages": greeted}, {"messages": TALK}
-    )
+    file = lines(tmp_path, {"messages": answered, "category": "a"}, {"messages": greeted}, {"messages": TALK})
     read = file_prompts(file, chatty, chat="on")
     wanted = [answered[:2], answered[:4], greeted[:2], TALK]
     assert [list(prompt.messages) for prompt in read.rows] == wanted
@@ -77,9 +71,7 @@ def test_an_answered_conversation_gives_a_prompt_for_each_answer(tmp_path, chatt
 def test_blank_lines_are_no_prompts(tmp_path, plain):
     file = tmp_path / "p.jsonl"
     file.write_text('\n{"prompt": "def f"}\n   \n{"prompt": "class"}\n\n')
-    assert ids_of(file_prompts(file, plain)) == [
-        plain(text)["input_ids"] for text in ("def f", "class")
-    ]
+    assert ids_of(file_prompts(file, plain)) == [plain(text)["input_ids"] for text in ("def f", "class")]
     assert len(file_prompts(file, plain, count=1).rows) == 1
 
 
@@ -98,12 +90,8 @@ def test_auto_needs_a_template_and_off_takes_none(tmp_path, plain, chatty):
 
 
 def test_the_lines_of_a_split_are_those_of_the_data_source(tmp_path, chatty):
-    file = lines(
-        tmp_path, *[{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(80)]
-    )
-    train, heldout = (
-        file_prompts(file, chatty, chat="on", split=split).rows for split in ("train", "heldout")
-    )
+    file = lines(tmp_path, *[{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(80)])
+    train, heldout = (file_prompts(file, chatty, chat="on", split=split).rows for split in ("train", "heldout"))
     whole = file_prompts(file, chatty, chat="on").rows
     assert len(train) + len(heldout) == len(whole) == 80
     for split, rows in (("train", train), ("heldout", heldout)):
@@ -150,9 +138,7 @@ def test_replayed_conversations_are_accepted_as_live_ones(space):
     call(SCORE, "--out", "scored")
     stored = read_store(space / "answers")
     replay, score = read_replay(space / "replayed/draft"), read_score(space / "scored/draft")
-    prompts = file_prompts(
-        space / "prompts.jsonl", checkpoint.load_tokenizer(space / "target"), chat="on"
-    )
+    prompts = file_prompts(space / "prompts.jsonl", checkpoint.load_tokenizer(space / "target"), chat="on")
     assert [o.prompt.tolist() for o in stored.outputs] == ids_of(prompts)
     assert [len(ids) for ids in ids_of(prompts)] == [p.tokens for p in score.prompts]
     for k in (1, 3):

@@ -77,9 +77,7 @@ def test_sharegpts_function_calls_and_tools_are_rendered_as_tool_calls(result, t
     read = row_of(row, "l:1")
     assert not read.unread
     assert read.tools == (TOOL,)
-    assert rendered(made, list(read.messages), tools=list(read.tools)) == rendered(
-        made, CALLED, tools=[TOOL]
-    )
+    assert rendered(made, list(read.messages), tools=list(read.tools)) == rendered(made, CALLED, tools=[TOOL])
 
 
 def test_tables_pad_the_arguments_of_calls_and_tools_and_hold_lists_as_json(tmp_path):
@@ -194,9 +192,7 @@ def test_fields_that_are_not_rendered_are_said_once_for_a_file_with_their_rows(t
 def test_prompts_name_the_fields_that_they_lack(tmp_path, capsys):
     made, _, _ = family("chatml")
     rows = [
-        {
-            "messages": [ASKED, SAID | {"reasoning_content": "why"}]
-        },  # the answer is no part of the prompt
+        {"messages": [ASKED, SAID | {"reasoning_content": "why"}]},  # the answer is no part of the prompt
         {"system_prompt": "s", "question": "q", "response": "a", "url": "u"},
     ]
     file = written(tmp_path, rows)
@@ -211,9 +207,7 @@ def test_prompts_name_the_fields_that_they_lack(tmp_path, capsys):
 
 def test_eos_follows_a_plain_text_once(tmp_path):
     made, _, _ = family("chatml")
-    file = str(
-        written(tmp_path, [{"text": f"it is {i}" + "<|im_end|>" * (i % 2)} for i in range(60)])
-    )
+    file = str(written(tmp_path, [{"text": f"it is {i}" + "<|im_end|>" * (i % 2)} for i in range(60)]))
     stream = open_batches(file, made, rows=1, seq_len=20, steps=1, seed=0).streams[file].tolist()
     eos = made.eos_token_id
     assert eos in stream
@@ -229,8 +223,7 @@ OTHER = (
 @pytest.mark.parametrize("template", [OTHER, None])
 def test_training_text_has_the_targets_template_whatever_the_draft_has(space, template):
     rows = [
-        {"messages": [{"role": "user", "content": f"return {i}"}, SAID | {"content": f"def {i}"}]}
-        for i in range(60)
+        {"messages": [{"role": "user", "content": f"return {i}"}, SAID | {"content": f"def {i}"}]} for i in range(60)
     ]
     written(space, rows)
     file = Path("draft") / "chat_template.jinja"

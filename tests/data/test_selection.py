@@ -67,9 +67,7 @@ def test_prompts_of_conversations_are_spaced_like_rows(tmp_path, chatty):
     assert len(set(found.conversations)) == 2
 
 
-@pytest.mark.parametrize(
-    ("bad", "wanted"), [(0, [1, 25, 50, 75]), (50, [0, 25, 51, 75]), (75, [0, 25, 50, 76])]
-)
+@pytest.mark.parametrize(("bad", "wanted"), [(0, [1, 25, 50, 75]), (50, [0, 25, 51, 75]), (75, [0, 25, 50, 76])])
 def test_the_next_prompt_replaces_one_that_the_template_refuses(bad, wanted, tmp_path, chatty):
     rows: list[dict[str, Any]] = [{"prompt": str(i)} for i in range(100)]
     rows[bad] = JUDGED
@@ -169,9 +167,7 @@ def test_later_turns_count_by_what_the_user_says():
     after = [Prompt([1, 9, i], first=[1], said=("a", "b")[:i]) for i in range(3)]
     other = [Prompt([1, 8, i], first=[1], said=("a", "b")[:i]) for i in range(3)]
     assert of(before) == of(*after) == of(*other)
-    assert (
-        len({of(before), of(Prompt([1], later=("a", "c"))), of(Prompt([1])), of(*after[:2])}) == 4
-    )
+    assert len({of(before), of(Prompt([1], later=("a", "c"))), of(Prompt([1])), of(*after[:2])}) == 4
 
 
 def test_a_replay_of_other_prompts_is_named(space):
@@ -255,9 +251,7 @@ def test_autos_prompts_of_one_document_are_one_conversation(space):
 def test_heldout_windows_of_one_document_are_one_conversation(tmp_path, plain):
     """A window belongs to the document in which it begins; an interval over its text counts documents."""
     file = tmp_path / "text.jsonl"
-    rows = [
-        {"text": f"document {i}\n" + "def f(line): return line\n" * (i % 7)} for i in range(200)
-    ]
+    rows = [{"text": f"document {i}\n" + "def f(line): return line\n" * (i % 7)} for i in range(200)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = open_heldout(str(file), plain, rows=4, seq_len=16, most_rows=20)
     docs = documents(str(file), "heldout")
@@ -273,9 +267,7 @@ def test_heldout_windows_of_one_document_are_one_conversation(tmp_path, plain):
         evaluator = TargetTextEvaluator(**texts, state=tmp_path / str(n), documents=documents_of)
         for step in (0, 1):
             chances = [torch.from_numpy(rng.random(4)) for _ in range(8)]
-            load_or_make(
-                evaluator.state, f"acceptance-{step:08d}.pt", lambda c=chances: {"chances": c}
-            )
+            load_or_make(evaluator.state, f"acceptance-{step:08d}.pt", lambda c=chances: {"chances": c})
         assert {row.gain.n for row in evaluator.compare(0, 1)} == {n}
 
 

@@ -235,9 +235,7 @@ def test_a_store_without_a_heldout_part_is_split_by_its_prompts(answers):
     )  # at most a fifteenth, 4.8, and a prompt has four answers
 
 
-def test_a_store_of_an_earlier_version_is_read_and_keeps_its_split(
-    answers, target, tmp_path, capsys
-):
+def test_a_store_of_an_earlier_version_is_read_and_keeps_its_split(answers, target, tmp_path, capsys):
     """Its manifests say nothing of the split."""
     old = tmp_path / "old"
     for part in (answers, answers / HELDOUT):
@@ -251,9 +249,7 @@ def test_a_store_of_an_earlier_version_is_read_and_keeps_its_split(
         (folder / MANIFEST).write_text(json.dumps(manifest))
     (vocabulary,) = (file for file in answers.iterdir() if file.is_dir() and file.name != HELDOUT)
     (old / vocabulary.name).symlink_to(vocabulary)
-    (_, heldout), (_, same) = (
-        open_stored(store, target, batch_size=4, temperature=1.0) for store in (answers, old)
-    )
+    (_, heldout), (_, same) = (open_stored(store, target, batch_size=4, temperature=1.0) for store in (answers, old))
     assert np.array_equal(heldout.ids, same.ids)
     said = " ".join(capsys.readouterr().err.split())
     assert f"{old}:" in said
@@ -263,33 +259,25 @@ def test_a_store_of_an_earlier_version_is_read_and_keeps_its_split(
 def test_prompts_that_are_all_the_same_cannot_be_held_out(target, tmp_path):
     file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "def f(x):"}] * 12)
     with raises_option("prompts.jsonl"):
-        outputs.build(
-            target=str(target), prompt_file=file, use="distill", out=tmp_path / "o", device="cpu"
-        )
+        outputs.build(target=str(target), prompt_file=file, use="distill", out=tmp_path / "o", device="cpu")
 
 
 def test_lines_of_a_log_with_one_prompt_are_on_one_side(tmp_path):
     line = {"ids": [7], "top_ids": [[7, 9]], "top_logprobs": [[-0.5, -1.5]], "logprobs": [-0.5]}
     rows = [line | {"prompt_ids": [0, number // 4]} for number in range(120)]
-    log = ServerLog.open(
-        write_rows(tmp_path / "a.jsonl", rows), vocab=307, seq_len=8, top_logprobs=2
-    )
+    log = ServerLog.open(write_rows(tmp_path / "a.jsonl", rows), vocab=307, seq_len=8, top_logprobs=2)
     train, heldout = log.split()
     assert sorted(train + heldout) == list(range(120))
     assert len(heldout) == 8  # at most a twelfth, 10, and a prompt has four lines
     assert not {i // 4 for i in train} & {i // 4 for i in heldout}
     # another order holds out the same prompts
     random.Random(0).shuffle(rows)
-    other = ServerLog.open(
-        write_rows(tmp_path / "b.jsonl", rows), vocab=307, seq_len=8, top_logprobs=2
-    )
+    other = ServerLog.open(write_rows(tmp_path / "b.jsonl", rows), vocab=307, seq_len=8, top_logprobs=2)
     assert {log.keys[i] for i in heldout} == {other.keys[i] for i in other.split()[1]}
 
 
 @pytest.mark.parametrize("turns", [1, 3])
-def test_auto_chooses_measures_and_trains_on_different_first_messages(
-    turns, tmp_path, tokenizer_dir
-):
+def test_auto_chooses_measures_and_trains_on_different_first_messages(turns, tmp_path, tokenizer_dir):
     """The turns of a conversation are prompts that share a beginning."""
     rows: Rows = []
     for number in range(150):

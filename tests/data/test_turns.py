@@ -42,12 +42,8 @@ def by_hand(target: Path, sampling: SamplingParams) -> list[list[int]]:
         messages: list[dict[str, Any]] = []
         for said in talk.get("turns") or [talk["prompt"]]:
             messages.append({"role": "user", "content": said})
-            ids: Any = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
-            (written,) = generate_batch(
-                model, [ids], sampling, Batching(vocab=307), numbers=[len(requests)]
-            )
+            ids: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            (written,) = generate_batch(model, [ids], sampling, Batching(vocab=307), numbers=[len(requests)])
             requests.append(list(ids))
             messages.append(
                 {
@@ -67,17 +63,13 @@ def asked(space: Path) -> list[list[int]]:
 def test_every_command_asks_the_same_requests(space, asked, monkeypatch):
     timed: list[Any] = []
     throughput = benchmark.measure_throughput
-    monkeypatch.setattr(
-        benchmark, "measure_throughput", lambda *a, **k: timed.append(a[2]) or throughput(*a, **k)
-    )
+    monkeypatch.setattr(benchmark, "measure_throughput", lambda *a, **k: timed.append(a[2]) or throughput(*a, **k))
     said = call(SCORE, "--exhaustive", "--out", "scored").stderr
     assert "runs/turns/prompts-" in said
     (answers,) = Path("runs/turns").iterdir()
     call(BUILD, "--dtype", "float32", "--out", "answers")
     stored = read_store(space / "answers")
-    prompts = file_prompts(
-        Path("prompts.jsonl"), checkpoint.load_tokenizer(space / "target"), chat="auto"
-    )
+    prompts = file_prompts(Path("prompts.jsonl"), checkpoint.load_tokenizer(space / "target"), chat="auto")
     sampling = SamplingParams(max_tokens=20, stop_token_ids=(1,))
     model = llama.load(space / "target", torch.float32)
     exported = answer_turns(prompts, space / "target", model, sampling)
@@ -94,9 +86,7 @@ def test_every_command_asks_the_same_requests(space, asked, monkeypatch):
     assert record is not None
     assert str(answers) in record.inputs
     assert list(Path("runs/turns").iterdir()) == [answers]  # made once
-    call(
-        SCORE, "--exhaustive", "--out", "again", "--prompt-file", answers
-    )  # the last --prompt-file counts
+    call(SCORE, "--exhaustive", "--out", "again", "--prompt-file", answers)  # the last --prompt-file counts
     assert timed == [asked, asked]
 
 
@@ -119,9 +109,7 @@ def test_sampled_answers_are_sampled_as_asked(space):
     lines(space, *TALKS)
     sampling = SamplingParams(max_tokens=20, temperature=1.0, seed=3, stop_token_ids=(1,))
     call(BUILD, "--dtype", "float32", "--temperature", 1, "--seed", 3, "--out", "answers")
-    assert [o.prompt.tolist() for o in read_store(space / "answers").outputs] == by_hand(
-        space / "target", sampling
-    )
+    assert [o.prompt.tolist() for o in read_store(space / "answers").outputs] == by_hand(space / "target", sampling)
     call(BUILD, "--dtype", "float32", "--temperature", 1, "--seed", 4, "--out", "others")
     assert len(list(Path("runs/turns").iterdir())) == 2
 
@@ -162,9 +150,7 @@ def test_answers_are_stored_whole_and_read_again(tmp_path, chatty, monkeypatch):
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_conversation_with_a_refused_turn_is_a_bad_row(
-    place, tmp_path, chatty, monkeypatch, capsys
-):
+def test_a_conversation_with_a_refused_turn_is_a_bad_row(place, tmp_path, chatty, monkeypatch, capsys):
     """Its requests are missing, whichever turn was refused; the others are those of a file without it."""
     monkeypatch.chdir(tmp_path)
     long = {"turns": ["class Reader:", "return None", "self.path"]}
@@ -211,18 +197,11 @@ def test_many_conversations_with_a_refused_turn_end_the_command(tmp_path, chatty
 
 def test_prompts_of_one_turn_are_unchanged(tmp_path, chatty, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    prompts = file_prompts(
-        lines(tmp_path, {"prompt": "return 1"}, {"turns": ["return"]}), chatty, chat="on"
-    )
-    assert (
-        turns.answered(prompts, chatty, target="t", sampling=GREEDY, answer=scripted([], fail=0))
-        is prompts
-    )
+    prompts = file_prompts(lines(tmp_path, {"prompt": "return 1"}, {"turns": ["return"]}), chatty, chat="on")
+    assert turns.answered(prompts, chatty, target="t", sampling=GREEDY, answer=scripted([], fail=0)) is prompts
 
 
-def test_other_targets_sampling_and_prompts_have_answers_of_their_own(
-    tmp_path, chatty, monkeypatch
-):
+def test_other_targets_sampling_and_prompts_have_answers_of_their_own(tmp_path, chatty, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prompts = file_prompts(lines(tmp_path, *TALKS), chatty, chat="on")
     other = file_prompts(lines(tmp_path, *TALKS), chatty, chat="on", system_prompt="return")

@@ -25,9 +25,7 @@ from draftlab.sampling import SamplingParams
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(60):
-        (folder / f"{i}.txt").write_text(
-            f"def part_{i}(line):\n    return [int(x) for x in line.split({i})]\n" * 12
-        )
+        (folder / f"{i}.txt").write_text(f"def part_{i}(line):\n    return [int(x) for x in line.split({i})]\n" * 12)
     return folder
 
 
@@ -91,9 +89,7 @@ def eagle_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="module")
-def stored(
-    family_dirs: dict[str, Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def stored(family_dirs: dict[str, Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a store of the target's texts."""
     out = tmp_path_factory.mktemp("stored") / "answers"
     sizes: dict[str, Any] = {"num_prompts": 6, "prompt_tokens": 12, "max_new_tokens": 24}

@@ -60,9 +60,7 @@ def test_sampled_text_decides_every_step_of_a_lookup(work, text):
     drafter, accepted = built(work, text).drafter, 0
     for k in KS:
         for row, prompt in enumerate(PROMPTS):
-            steps = list(
-                speculative_decode(work.target, drafter, [prompt], k, sampling, numbers=[row])
-            )
+            steps = list(speculative_decode(work.target, drafter, [prompt], k, sampling, numbers=[row]))
             ids = output_tokens(steps)[0]
             counts = replayed(work, text, [ids], sampling, [prompt])(k)
             accepted += check_counts(counts, 0, steps, ids)
@@ -73,9 +71,7 @@ def test_sampled_text_decides_every_step_of_a_lookup(work, text):
 def test_replay_of_sampled_text_expects_what_fallback_counts(work, text):
     """Over many texts, within five standard errors. The draft alone is a control that is far off."""
     sampling, rows, k = SamplingParams(max_tokens=24, temperature=0.5), 250, 3
-    live = list(
-        speculative_decode(work.target, built(work, text).drafter, [PROMPTS[0]] * rows, k, sampling)
-    )
+    live = list(speculative_decode(work.target, built(work, text).drafter, [PROMPTS[0]] * rows, k, sampling))
     texts = output_tokens(live)
     pairs = [(np.array(PROMPTS[0]), np.array(ids)) for ids in texts]
     log_p = [s.logprobs for s in score_tokens(work.target, pairs, VOCAB, sampling)]

@@ -113,10 +113,7 @@ def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_di
         sampling = SamplingParams(max_tokens=12)
         expected = output_tokens(decode(target, PROMPTS[:1], sampling))
         for drafter in drafters(target, draft).values():
-            assert (
-                output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 2, sampling))
-                == expected
-            )
+            assert output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 2, sampling)) == expected
 
 
 def test_drafts_and_heads_keep_their_device_beside_a_target_of_transformers(
@@ -143,10 +140,7 @@ def test_drafts_and_heads_keep_their_device_beside_a_target_of_transformers(
             device=device,
         )
         drafters = [built(work, text).drafter for text in asked]
-        return [
-            output_tokens(speculative_decode(target, drafter, PROMPTS, 3, sampling))
-            for drafter in drafters
-        ]
+        return [output_tokens(speculative_decode(target, drafter, PROMPTS, 3, sampling)) for drafter in drafters]
 
     expected = texts(CPU)
     with SecondDevice():

@@ -42,9 +42,7 @@ def test_a_drafter_from_outside_is_in_the_help_and_in_errors(site):
 
 
 def test_a_drafter_from_outside_is_scored(site, family_dirs, tmp_path):
-    (tmp_path / "prompts.jsonl").write_text(
-        '{"prompt": "def parse(line):"}\n{"prompt": "return [int(part)"}\n'
-    )
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def parse(line):"}\n{"prompt": "return [int(part)"}\n')
     asked = {
         "--target": str(family_dirs["llama"]),
         "--prompt-file": "prompts.jsonl",
@@ -71,9 +69,7 @@ def test_a_broken_package_is_named_in_one_line_and_breaks_nothing_else(site, mod
 
 
 def test_a_name_that_two_packages_offer_is_refused_with_both(site):
-    refused = draftlab(
-        site, "score", "--target", "tiny", "--data", "stdlib", "--drafter", "prompt-lookup"
-    )
+    refused = draftlab(site, "score", "--target", "tiny", "--data", "stdlib", "--drafter", "prompt-lookup")
     assert refused.returncode == 1
     assert "other-lookup" in refused.stderr
     assert "draftlab" in refused.stderr

@@ -50,11 +50,7 @@ def models(family_dirs, opt) -> dict[str, Decoder]:
 
 
 def transformers_of(name: str, family_dirs, opt) -> Any:
-    return (
-        opt
-        if name == "opt"
-        else AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
-    )
+    return opt if name == "opt" else AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", ["eager", "native", "hosted", "opt"])
@@ -86,16 +82,12 @@ def test_a_prompts_text_does_not_depend_on_the_prompts_beside_it(name, models):
     last = generate_batch(models[name], PROMPTS[3:], how, numbers=[3, 4])
     assert [t.ids.tolist() for t in together] == [t.ids.tolist() for t in alone]
     assert [t.ids.tolist() for t in last] == [t.ids.tolist() for t in together[3:]]
-    other = generate_batch(
-        models[name], PROMPTS, SamplingParams(max_tokens=16, temperature=1.0, seed=4)
-    )
+    other = generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=16, temperature=1.0, seed=4))
     assert all(a.ids.tolist() != b.ids.tolist() for a, b in zip(together, other, strict=True))
 
 
 @pytest.mark.parametrize("name", ["native", "opt"])
-def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(
-    name, models, family_dirs, opt
-):
+def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(name, models, family_dirs, opt):
     theirs = transformers_of(name, family_dirs, opt)
     for prompt, text in zip(
         PROMPTS,
@@ -103,22 +95,16 @@ def test_log_probabilities_are_those_of_the_distribution_that_was_sampled(
         strict=True,
     ):
         with torch.no_grad():
-            logits = theirs(torch.tensor([[*prompt, *text.ids.tolist()]])).logits[
-                0, len(prompt) - 1 : -1
-            ]
+            logits = theirs(torch.tensor([[*prompt, *text.ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
         at = torch.from_numpy(text.ids)[:, None]
-        assert_rounds(
-            torch.from_numpy(text.logprobs), (logits / 0.7).log_softmax(-1).gather(1, at)[:, 0]
-        )
+        assert_rounds(torch.from_numpy(text.logprobs), (logits / 0.7).log_softmax(-1).gather(1, at)[:, 0])
 
 
 @pytest.mark.parametrize("name", ["native", "opt"])
 def test_a_text_stops_at_whichever_end_comes_first(name, models):
     free = generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=20, temperature=1.0))
     ends = (int(free[0].ids[5]), int(free[1].ids[2]))
-    found = generate_batch(
-        models[name], PROMPTS, SamplingParams(max_tokens=20, temperature=1.0, stop_token_ids=ends)
-    )
+    found = generate_batch(models[name], PROMPTS, SamplingParams(max_tokens=20, temperature=1.0, stop_token_ids=ends))
     for text, whole in zip(found, free, strict=True):
         at = next((i for i, token in enumerate(whole.ids) if token in ends), None)
         assert text.finish_reason == ("length" if at is None else "stop")
@@ -138,14 +124,10 @@ def test_memory_bounds_how_many_prompts_are_decoded_together(opt):
         prompts = [list(range(i, i + 6)) for i in range(3, 30)]
         # bytes of a step's logits, and of 16 tokens' keys and values in fp32
         each = 32 * 307 + 16 * (2 * 2 * 32 * 4)
-        generate_batch(
-            HFDecoder(opt), prompts, SamplingParams(max_tokens=10), Batching(memory=4 * each / 1e9)
-        )
+        generate_batch(HFDecoder(opt), prompts, SamplingParams(max_tokens=10), Batching(memory=4 * each / 1e9))
         assert max(rows) == 4
         rows.clear()
-        generate_batch(
-            HFDecoder(opt), prompts, SamplingParams(max_tokens=10), Batching(memory=1e-9)
-        )
+        generate_batch(HFDecoder(opt), prompts, SamplingParams(max_tokens=10), Batching(memory=1e-9))
         assert max(rows) == 1
     finally:
         opt.forward = run

@@ -58,9 +58,7 @@ def test_replay_has_the_log_probabilities_that_the_drafter_draws_with(target, ch
     pairs = [(np.array(p), np.array(t)) for p, t in zip(PROMPTS, texts, strict=True)]
     scored = score_blocks(target, head, pairs, VOCAB, sampling, K)
     drafter, uniform = DFlashDrafter(target, head), torch.zeros(1, K)
-    for k, (prompt, text, view) in itertools.product(
-        (2, K), zip(PROMPTS, texts, scored, strict=True)
-    ):
+    for k, (prompt, text, view) in itertools.product((2, K), zip(PROMPTS, texts, scored, strict=True)):
         whole = prompt + text
         drafter.reset(1, len(whole))
         cache = target.new_cache(1, len(whole))

@@ -62,15 +62,9 @@ def drafter(name: str, models: dict[str, llama.Llama]) -> Drafter:
         "prompt-lookup": lambda: PromptLookupDrafter(3),
         "ngram-gpu": lambda: NgramGpuDrafter(3),
         "ngram-simple": lambda: NgramSimpleDrafter(2),
-        "fallback": lambda: FallbackDrafter(
-            LatestLookupDrafter(3), ModelDrafter(noisy, VOCAB), VOCAB
-        ),
-        "gated": lambda: FallbackDrafter(
-            LatestLookupDrafter(8, (2, 1, 3)), ModelDrafter(noisy, VOCAB), VOCAB, 2
-        ),
-        "lookup-eagle": lambda: FallbackDrafter(
-            LatestLookupDrafter(3), eagle_drafter(models["target"]), VOCAB, 2
-        ),
+        "fallback": lambda: FallbackDrafter(LatestLookupDrafter(3), ModelDrafter(noisy, VOCAB), VOCAB),
+        "gated": lambda: FallbackDrafter(LatestLookupDrafter(8, (2, 1, 3)), ModelDrafter(noisy, VOCAB), VOCAB, 2),
+        "lookup-eagle": lambda: FallbackDrafter(LatestLookupDrafter(3), eagle_drafter(models["target"]), VOCAB, 2),
         "parallel": lambda: ParallelDrafter(models["parallel"], VOCAB),
         "eagle": lambda: eagle_drafter(models["target"]),
         "peagle": lambda: peagle_drafter(models["target"]),
@@ -102,9 +96,7 @@ def test_a_model_that_is_asked_now_and_then_knows_what_was_written_meanwhile(mod
     target = models["target"]
     proposing = FallbackDrafter(Now(), ModelDrafter(target, VOCAB), VOCAB, 3)
     steps = list(
-        speculative_decode(
-            target, proposing, PROMPTS, 4, SamplingParams(max_tokens=40, temperature=temperature)
-        )
+        speculative_decode(target, proposing, PROMPTS, 4, SamplingParams(max_tokens=40, temperature=temperature))
     )
     assert all(step.accepted == step.drafted for step in steps if step.drafted > 1)
     assert max(step.drafted for step in steps) == 3  # at most its own number
@@ -116,20 +108,14 @@ class Now(Drafter):
     def reset(self, rows: int, capacity: int) -> None:
         self.asked = 0
 
-    def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         self.asked += 1
-        return Draft(
-            ids=torch.full((len(texts), 1), 7), q=None, counts=[self.asked % 2] * len(texts)
-        )
+        return Draft(ids=torch.full((len(texts), 1), 7), q=None, counts=[self.asked % 2] * len(texts))
 
 
 def test_lookup_copies_behind_the_longest_and_latest_match():
     def copied(text: list[int], count: int) -> list[int]:
-        draft = LatestLookupDrafter(3).propose(
-            [text], count, SamplingParams(), torch.zeros(1, count)
-        )
+        draft = LatestLookupDrafter(3).propose([text], count, SamplingParams(), torch.zeros(1, count))
         return draft.ids[0, : draft.counts[0]].tolist()
 
     assert copied([1, 2, 3, 9, 5, 3, 8, 1, 2, 3], 3) == [9, 5, 3]  # 1 2 3, not the later 3

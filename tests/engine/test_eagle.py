@@ -44,13 +44,9 @@ def target(request, family_dirs) -> llama.Llama:
 
 
 def drafter_of(folder: Path, target: llama.Llama, family_dirs: dict[str, Path]) -> Any:
-    head = EagleLlama(
-        eagle.read(folder, family_dirs["llama"], target.embed.dtype), target.embed, folder
-    )
+    head = EagleLlama(eagle.read(folder, family_dirs["llama"], target.embed.dtype), target.embed, folder)
     modes: dict[type, Mode] = {NativeLlama: "native", CudaGraphLlama: "graphs"}
-    return recording(
-        EagleDrafter, target, eagle_llama.with_mode(head, modes.get(type(target), "eager"))
-    )
+    return recording(EagleDrafter, target, eagle_llama.with_mode(head, modes.get(type(target), "eager")))
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +54,7 @@ def near_head(tmp_path_factory) -> tuple[llama.Llama, EagleLlama]:
     return target_and_head(tmp_path_factory.mktemp("near"))
 
 
-def test_the_engine_drafts_what_a_plain_head_says_of_transformers_states(
-    folder, target, family_dirs
-):
+def test_the_engine_drafts_what_a_plain_head_says_of_transformers_states(folder, target, family_dirs):
     drafter, sampling = drafter_of(folder, target, family_dirs), SamplingParams(max_tokens=10)
     found = output_tokens(speculative_decode(target, drafter, PROMPTS, 3, sampling))
     assert found == output_tokens(decode(target, PROMPTS, sampling))

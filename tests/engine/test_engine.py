@@ -75,11 +75,7 @@ def test_a_sampled_step_of_chains_waits_once_for_the_device(monkeypatch, determi
     )
     wanted = []
     for row, count in enumerate(counts):
-        own = (
-            q[row, :count]
-            if not deterministic
-            else torch.nn.functional.one_hot(ids[row, :count], 7).float()
-        )
+        own = q[row, :count] if not deterministic else torch.nn.functional.one_hot(ids[row, :count], 7).float()
         accepted, rest = verify(
             torch.softmax(logits[row], -1)[: count + 1], own, ids[row, :count], uniform[row, :count]
         )
@@ -122,10 +118,7 @@ def test_draw_gives_the_first_id_whose_cumulative_sum_exceeds_u(vocab):
 @pytest.fixture(scope="module")
 def alone(target):
     """Return the greedy text of each ragged prompt, decoded alone."""
-    return [
-        output_tokens(decode(target, [prompt], SamplingParams(max_tokens=24)))[0]
-        for prompt in RAGGED
-    ]
+    return [output_tokens(decode(target, [prompt], SamplingParams(max_tokens=24)))[0] for prompt in RAGGED]
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -135,9 +128,7 @@ def test_greedy_batches_equal_each_prompt_alone(target, drafts, alone, rows):
     for k in (1, 4, 8):
         for draft in drafts.values():
             assert (
-                output_tokens(
-                    speculative_decode(target, ModelDrafter(draft), RAGGED[:rows], k, sampling)
-                )
+                output_tokens(speculative_decode(target, ModelDrafter(draft), RAGGED[:rows], k, sampling))
                 == alone[:rows]
             )
 
@@ -162,18 +153,14 @@ def test_seconds_of_rows_add_up_to_the_passes(target):
     """A clock that counts its own readings: four a pass, three spans of one each, however many rows share them."""
     ticks = itertools.count()
     steps = list(decode(target, RAGGED[:3], SamplingParams(max_tokens=5), lambda: next(ticks)))
-    spent = [
-        sum(getattr(s, f"{part}_seconds") for s in steps) for part in ("draft", "verify", "host")
-    ]
+    spent = [sum(getattr(s, f"{part}_seconds") for s in steps) for part in ("draft", "verify", "host")]
     assert spent == pytest.approx([5, 5, 5])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("k", [1, 8])
 def test_a_draft_equal_to_the_target_is_always_accepted(target, k, temperature):
-    sampling = SamplingParams(
-        max_tokens=60, temperature=temperature, top_p=0.95 if temperature else 1
-    )
+    sampling = SamplingParams(max_tokens=60, temperature=temperature, top_p=0.95 if temperature else 1)
     steps = list(speculative_decode(target, ModelDrafter(target), RAGGED[:2], k, sampling))
     assert all(step.accepted == step.drafted for step in steps)
     assert sum(len(s.tokens) for s in steps) == 120
@@ -204,12 +191,7 @@ def test_every_way_to_decode_stops_at_the_first_of_several_ends(target, mode):
 def test_length_limit_anywhere_in_a_block_is_exact(target, drafts, length):
     sampling = SamplingParams(max_tokens=length)
     expected = output_tokens(decode(target, [PROMPT], sampling))
-    assert (
-        output_tokens(
-            speculative_decode(target, ModelDrafter(drafts["noisy"]), [PROMPT], 5, sampling)
-        )
-        == expected
-    )
+    assert output_tokens(speculative_decode(target, ModelDrafter(drafts["noisy"]), [PROMPT], 5, sampling)) == expected
     assert len(expected[0]) == length
 
 
@@ -227,9 +209,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> tuple[float, int]:
     return float(((merged_counts - merged) ** 2 / merged).sum()), len(merged) - 1
 
 
-def pair_statistic(
-    target: Bigrams, drafter, sampling: SamplingParams, n: int, rule: DecodingRule
-) -> tuple[float, int]:
+def pair_statistic(target: Bigrams, drafter, sampling: SamplingParams, n: int, rule: DecodingRule) -> tuple[float, int]:
     """Chi-square of the second and third emitted tokens (drafted in one step) against the exact product."""
     own = rule.target_sampling(sampling)
     p = distribution(target.logits, own).double()
@@ -273,7 +253,5 @@ class GreedyDraftSoftmaxQ(ModelDrafter):
 
 def test_chi_square_rejects_a_draft_whose_q_is_not_what_it_sampled():
     target, draft = bigram_pairs(0)
-    value, degrees = pair_statistic(
-        target, GreedyDraftSoftmaxQ(draft), WARPS[0], 4000, DecodingRule(REJECTION)
-    )
+    value, degrees = pair_statistic(target, GreedyDraftSoftmaxQ(draft), WARPS[0], 4000, DecodingRule(REJECTION))
     assert value > critical(degrees)

@@ -35,9 +35,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 def test_transformers_writes_our_text(job: Job, way: str):
     k = 0 if way == "plain" else 2
     ours = _ours(job, Arm(engine=OURS, precision="float32", way=way, k=k))
-    theirs = _theirs(
-        Path(sys.executable), job, Arm(engine="transformers", precision="float32", way=way, k=k)
-    )
+    theirs = _theirs(Path(sys.executable), job, Arm(engine="transformers", precision="float32", way=way, k=k))
     assert theirs.texts == ours.texts
     assert [len(text) for text in ours.texts] == [tokens + 1 for tokens, _ in ours.steps]
     if way == "plain":

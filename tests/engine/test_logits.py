@@ -37,10 +37,6 @@ def test_a_model_that_overflows_is_named(broken, temperature, family_dirs):
     models[broken].head = torch.full_like(models[broken].head, torch.nan)
     sampling = SamplingParams(max_tokens=4, temperature=temperature)
     with raises_option("the", broken, "computes"):
-        list(
-            speculative_decode(
-                models["target"], ModelDrafter(models["draft"]), [PROMPT], 2, sampling
-            )
-        )
+        list(speculative_decode(models["target"], ModelDrafter(models["draft"]), [PROMPT], 2, sampling))
     if broken == "draft":
         assert list(decode(models["target"], [PROMPT], sampling))

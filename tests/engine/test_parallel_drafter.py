@@ -28,11 +28,7 @@ def models(request, tmp_path_factory) -> dict[str, llama.Llama]:
 
 @pytest.mark.parametrize("mode", ["eager", "native", "graphs"])
 def test_an_offset_has_the_logits_of_an_ordinary_pass_also_after_a_rejection(models, mode):
-    draft = (
-        CudaGraphLlama(models["parallel"])
-        if mode == "graphs"
-        else with_mode(models["parallel"], mode)
-    )
+    draft = CudaGraphLlama(models["parallel"]) if mode == "graphs" else with_mode(models["parallel"], mode)
     drafter = ParallelDrafter(draft, VOCAB)
     drafter.reset(2, 64)
     bound = rounding(torch.float32, 64 * 5, 60)
@@ -41,9 +37,7 @@ def test_an_offset_has_the_logits_of_an_ordinary_pass_also_after_a_rejection(mod
         for row, text in enumerate(texts):
             for j in range(4):
                 ids = torch.tensor([[*text, *[MASK] * j]])
-                plain = models["parallel"].forward(
-                    ids, models["parallel"].new_cache(1, ids.shape[1]), last=1
-                )[0, 0]
+                plain = models["parallel"].forward(ids, models["parallel"].new_cache(1, ids.shape[1]), last=1)[0, 0]
                 # -inf where it is trimmed
                 torch.testing.assert_close(logits[row, j], plain, atol=bound, rtol=0)
     assert drafter.cache.used == [8, 6]

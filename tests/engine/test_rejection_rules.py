@@ -161,9 +161,7 @@ def test_block_verification_keeps_more_than_token_by_token():
 
 
 def test_the_named_rules_of_servers_are_those_that_their_kinds_have():
-    found = {
-        f"{kind.name}-{each}".rstrip("-") for kind in SERVERS.loadable() for each in kind.rules
-    }
+    found = {f"{kind.name}-{each}".rstrip("-") for kind in SERVERS.loadable() for each in kind.rules}
     assert found == set(SERVER_RULES)
 
 

@@ -109,9 +109,7 @@ def test_the_draft_is_filtered_as_in_transformers_assisted_generation(seed, monk
         seen.append((ids, scores))
         return ids, scores
 
-    monkeypatch.setattr(
-        candidate_generator.AssistedCandidateGenerator, "_generate_candidates", recorded
-    )
+    monkeypatch.setattr(candidate_generator.AssistedCandidateGenerator, "_generate_candidates", recorded)
     sampling = SamplingParams(temperature=0.6, top_k=20, top_p=0.8, min_p=0.02)
     target.generate(  # pyright: ignore[reportAttributeAccessIssue]
         torch.tensor([[1, 2, 3, 4]]),
@@ -273,9 +271,7 @@ def definitions(package: str, path: str, names: tuple[str, ...]) -> list[ast.Fun
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{package} is not installed")
     tree = ast.parse((Path(spec.submodule_search_locations[0]) / path).read_text())
-    wanted = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names
-    ]
+    wanted = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
     assert len(wanted) == len(names), f"{path} has no longer all of {names}"
     return wanted
 
@@ -417,9 +413,7 @@ def test_target_and_draft_are_filtered_as_in_vllm(seed):
     top_p = torch.tensor([sampling.top_p]) if sampling.top_p < 1 else None
     wanted = filters.apply_top_k_top_p_pytorch(logits / sampling.temperature, top_k, top_p, True)
     agrees(distribution(logits, own), wanted.softmax(-1))
-    metadata = SimpleNamespace(
-        all_greedy=False, all_random=True, temperature=torch.tensor([sampling.temperature])
-    )
+    metadata = SimpleNamespace(all_greedy=False, all_random=True, temperature=torch.tensor([sampling.temperature]))
     _, q = proposer.compute_probs_and_sample_next_token(logits.clone(), metadata)
     agrees(distribution(logits, rule.draft_sampling(own)), q)
 
@@ -453,9 +447,7 @@ def test_the_target_is_filtered_as_in_sglang(seed):
 @pytest.mark.slow
 def test_prompt_lookup_is_vllms():
     """vLLM 0.32.0, without numba."""
-    module = functions_of(
-        "vllm", "v1/spec_decode/ngram_proposer.py", "_find_longest_matched_ngram_and_propose_tokens"
-    )
+    module = functions_of("vllm", "v1/spec_decode/ngram_proposer.py", "_find_longest_matched_ngram_and_propose_tokens")
 
     def of_vllm(text: list[int], longest: int, k: int) -> list[int]:
         find = module._find_longest_matched_ngram_and_propose_tokens
@@ -465,9 +457,7 @@ def test_prompt_lookup_is_vllms():
 
 
 def test_every_server_rule_is_a_value_that_changes_no_other_parameter():
-    sampling = SamplingParams(
-        temperature=0.7, top_k=5, top_p=0.5, max_tokens=9, seed=4, stop_token_ids=(3,)
-    )
+    sampling = SamplingParams(temperature=0.7, top_k=5, top_p=0.5, max_tokens=9, seed=4, stop_token_ids=(3,))
     for name in SERVER_RULES:
         rule = rule_of(name)
         own = rule.target_sampling(sampling)

@@ -183,9 +183,7 @@ def test_a_draft_accepts_itself_unless_decoding_is_broken(family_dirs):
 
 def test_a_draft_of_another_vocabulary_is_tried_on_its_own_words(family_dirs):
     """The tiny target has ids that the draft does not embed."""
-    found = COMMANDS["check"](
-        draft=str(family_dirs["llama"]), target="tiny", data="stdlib", servers="vllm"
-    )
+    found = COMMANDS["check"](draft=str(family_dirs["llama"]), target="tiny", data="stdlib", servers="vllm")
     about = {finding["about"]: finding["level"] for finding in found.data["findings"]}
     assert (about["decoding"], about["vllm"]) == ("ok", "error")
     assert "sglang" not in about

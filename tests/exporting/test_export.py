@@ -43,9 +43,7 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import DEFAULT_SAMPLING, Launch
 from draftlab.training.vocabulary import resize
 
-SHORT = (
-    "--mode eager --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1"  # a small score
-)
+SHORT = "--mode eager --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1"  # a small score
 GGUF_FAMILIES = [
     "llama",
     "llama_mha",
@@ -140,9 +138,7 @@ def test_llama_3s_rotary_scaling_is_llama_cpps(family_dirs, tmp_path):
     assert tensors["rope_freqs.weight"].tolist() == pytest.approx(golden, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("kind", "worst"), [("f16", 5e-4), ("bf16", 4e-3), ("q8_0", 4e-3), ("q4_0", 0.126)]
-)
+@pytest.mark.parametrize(("kind", "worst"), [("f16", 5e-4), ("bf16", 4e-3), ("q8_0", 4e-3), ("q4_0", 0.126)])
 def test_types_round_as_much_as_they_may(kind, worst):
     """Relative to the largest of each block of 32; Q4_0 ends at 7 / 8 of it on one side."""
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
@@ -194,9 +190,7 @@ def by_scores(text: str, found: gguf_tokenizer.GGUFTokenizer) -> list[int]:
     """SentencePiece's way: of neighbours that make a token those with the highest score merge, the first of equals."""
     ids = {token: i for i, token in enumerate(found.tokens)}
     parts = list(text)
-    while pairs := [
-        (found.scores[ids[a + b]], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids
-    ]:
+    while pairs := [(found.scores[ids[a + b]], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ids]:
         i = -max(pairs)[1]
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     pieces = ([p] if p in ids else [f"<0x{b:02X}>" for b in p.encode()] for p in parts)
@@ -252,9 +246,7 @@ def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
     target = ["t.gguf"] if runtime == "llama.cpp" else []
     command = ["/bin/sh", "a folder/serve.sh", *target, "--port", "1"]
     path = {"PATH": f"{space}:/usr/bin:/bin"}
-    words = subprocess.run(
-        command, env=path, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    words = subprocess.run(command, env=path, capture_output=True, text=True, check=True).stdout.splitlines()
     told = dict(pairwise(words))
     assert told["--port"] == "1"
     place = str(space / "a folder")
@@ -294,9 +286,7 @@ def test_a_script_does_not_start_from_a_path_that_its_config_cannot_hold(out, sp
     assert said.stderr.startswith("move this folder")
 
 
-def test_the_script_for_transformers_decodes_as_the_target_alone(
-    space, family_dirs, capsys, monkeypatch
-):
+def test_the_script_for_transformers_decodes_as_the_target_alone(space, family_dirs, capsys, monkeypatch):
     export("--to transformers --k 2 --out out")
     monkeypatch.setattr(sys, "argv", ["assist.py", "def f"])
     runpy.run_path("out/assist.py")
@@ -344,17 +334,13 @@ def test_a_card_has_no_folder_of_this_machine_and_each_step_once(space):
 
 def test_steps_of_a_parallel_chain_by_hand():
     """A token counts by the offset that it is drafted with."""
-    hit = np.array(
-        [[1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]], dtype=bool
-    )
+    hit = np.array([[1, 1, 1], [1, 1, 1], [1, 0, 1], [1, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]], dtype=bool)
     # 1 stands, 2 falls as the second of its step and is the target's own; 3 stands, 4 as the second, 5 as the third
     assert verify.greedy_steps(hit, 3, 6) == (6, 2)
 
 
 def script_of(server: str, **launch: Any) -> tuple[str, str]:
-    return SERVERS.get(server, "--to").script(
-        Launch(**{"target": "t", "reason": "", "k": 6} | launch)
-    )
+    return SERVERS.get(server, "--to").script(Launch(**{"target": "t", "reason": "", "k": 6} | launch))
 
 
 @pytest.mark.parametrize(
@@ -380,9 +366,7 @@ def test_a_script_starts_a_server_with_the_kind_of_draft(kind, runtime, words):
         compile(text, file, "exec")
 
 
-def ranks_of(
-    draft: Path, writing: verify.TargetTexts, target: Path | None = None
-) -> list[np.ndarray]:
+def ranks_of(draft: Path, writing: verify.TargetTexts, target: Path | None = None) -> list[np.ndarray]:
     """Return which tokens of each text are the draft's most probable tokens."""
     artifact = DraftModel(draft, target or draft)
     scores = artifact.scores(draft, Form(to="hf"), writing, torch.device("cpu"))
@@ -393,9 +377,7 @@ def texts_of(
     prompts: list[list[int]], answers: list[list[int]], k: int, temperature: float = 0.0
 ) -> verify.TargetTexts:
     lengths = [*map(len, answers)]
-    return verify.TargetTexts(
-        prompts=prompts, completions=answers, tokens=lengths, k=k, temperature=temperature
-    )
+    return verify.TargetTexts(prompts=prompts, completions=answers, tokens=lengths, k=k, temperature=temperature)
 
 
 def target_and_draft(family: Path) -> tuple[llama.Llama, llama.Llama]:
@@ -462,9 +444,7 @@ def test_a_script_drafts_above_temperature_0_as_more_is_accepted():
     """The acceptance is what draftlab counts in the texts of the verification, else a default."""
 
     def verified(**lengths: float) -> verify.Verification:
-        by_method: Any = {
-            name: Interval(value=n, low=n, high=n, n=2) for name, n in lengths.items()
-        }
+        by_method: Any = {name: Interval(value=n, low=n, high=n, n=2) for name, n in lengths.items()}
         return verify.Verification(
             runtime="vLLM",
             k=3,
@@ -531,9 +511,7 @@ def test_a_real_llama_cpp_finds_the_same_tokens_most_probable(family, family_dir
     rows = np.random.default_rng(0).integers(3, 300, (6, 20)).tolist()
     source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     how = SamplingParams(max_tokens=12, ignore_eos=True)
-    with running(
-        [program, "--model", tmp_path / "a.gguf", "--flash-attn", "off", "--threads", 1]
-    ) as (client, _):
+    with running([program, "--model", tmp_path / "a.gguf", "--flash-attn", "off", "--threads", 1]) as (client, _):
         written = [client.generate_ids(row, how)[0] for row in rows]
     for row, ids in zip(rows, written, strict=True):
         with torch.no_grad():

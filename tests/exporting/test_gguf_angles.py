@@ -86,8 +86,7 @@ def by_llama_cpp(
     magnitude = field("scaling.attn_factor", 1.0)
     if scaling == "yarn":
         low, high = (
-            HEAD_DIM * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(THETA))
-            for beta in (32.0, 1.0)
+            HEAD_DIM * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(THETA)) for beta in (32.0, 1.0)
         )
         low, high = max(0, math.floor(low)), min(HEAD_DIM - 1, math.ceil(high))
         kept = 1 - ((pairs - low) / max(0.001, high - low)).clamp(0, 1)
@@ -185,9 +184,7 @@ def test_angles_of_a_head_are_those_of_transformers(name, head, family_dirs, tmp
     ("scaling", "names"),
     [(LONGROPE, ["longrope"]), (YARN | {"low_freq_factor": 1.0}, ["low_freq_factor"])],
 )
-def test_scaling_of_a_head_that_llama_cpp_does_not_compute_is_refused(
-    scaling, names, head, family_dirs, tmp_path
-):
+def test_scaling_of_a_head_that_llama_cpp_does_not_compute_is_refused(scaling, names, head, family_dirs, tmp_path):
     folder = with_rope(tmp_path / "scaled", head, scaling)
     with raises_option(*names):
         write_head(folder, family_dirs["llama"], tmp_path / "a.gguf")

@@ -187,9 +187,7 @@ def test_a_sliding_window_is_named_where_a_layer_has_it(slides, family_dirs, tmp
         "granite",
     ],
 )
-def test_a_real_server_computes_the_log_probabilities_of_transformers(
-    family, rope, family_dirs, tmp_path
-):
+def test_a_real_server_computes_the_log_probabilities_of_transformers(family, rope, family_dirs, tmp_path):
     llama_server()
     if family in ("qwen3", "olmo2") and rope in TENSORS:
         pytest.skip("refused, see test_scaling_that_an_architecture_lacks_is_refused")

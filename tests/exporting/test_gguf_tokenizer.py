@@ -55,9 +55,7 @@ def sentencepiece(scheme: str, words: tuple[str, ...] = WORDS) -> Tokenizer:
             if left + right not in vocab:
                 vocab[left + right] = len(vocab)
                 merges.append((left, right))
-    inner = Tokenizer(
-        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
+    inner = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     if scheme == "legacy":
         spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         inner.normalizer = normalizers.Sequence(spaces)
@@ -98,9 +96,7 @@ def saved(name: str, folder: Path) -> Path:
     inner.add_tokens([AddedToken(s, normalized=False) for s in ("<tool>", "two words")])
     roles = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     template = "{% for m in messages %}[INST]{{ m['content'] }}[/INST]{% endfor %}"
-    PreTrainedTokenizerFast(
-        tokenizer_object=inner, **roles, chat_template=template
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=inner, **roles, chat_template=template).save_pretrained(folder)
     build("llama", vocab_size=inner.get_vocab_size(), num_hidden_layers=1).save_pretrained(folder)
     return folder
 
@@ -215,9 +211,7 @@ def test_a_name_that_changes_how_llama_cpp_tokenizes_is_left_out(name, family_di
         ([7, 1, 8, 9], [1, 7, 8], [9]),
     ],
 )
-def test_each_token_that_ends_a_text_is_in_the_file_or_named(
-    ends, wanted, unheld, family_dirs, tmp_path
-):
+def test_each_token_that_ends_a_text_is_in_the_file_or_named(ends, wanted, unheld, family_dirs, tmp_path):
     """llama.cpp#9606: a list of eos ids; 1 is the tokenizer's."""
     folder = Path(shutil.copytree(family_dirs["llama"], tmp_path / "model"))
     file = folder / "generation_config.json"

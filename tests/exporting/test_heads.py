@@ -162,20 +162,13 @@ def levels(head: Path, target: Path) -> dict[str, str]:
 def test_check_knows_who_takes_a_head(target, tmp_path):
     theirs = written(tmp_path / "d", target, "speculators")
     wanted = {
-        written(
-            tmp_path / "a", target
-        ): "sglang ok, llama.cpp ok, tensorrt-llm ok, transformers warning, head ok",
-        written(
-            tmp_path / "b", target, normed=True
-        ): "sglang error, tensorrt-llm error, llama.cpp ok",
+        written(tmp_path / "a", target): "sglang ok, llama.cpp ok, tensorrt-llm ok, transformers warning, head ok",
+        written(tmp_path / "b", target, normed=True): "sglang error, tensorrt-llm error, llama.cpp ok",
         written(tmp_path / "c", target, layer_ids=(1, 2)): "sglang ok, llama.cpp error",
         theirs: "sglang error, llama.cpp ok",
     }
     for head, about in wanted.items():
-        assert (
-            dict(each.split(" ") for each in about.split(", ")).items()
-            <= levels(head, target).items()
-        )
+        assert dict(each.split(" ") for each in about.split(", ")).items() <= levels(head, target).items()
     without(theirs, "norm_before_residual")
     said = check_files(open_artifact(theirs, target), [SERVERS.get("vllm", "--for")])
     assert [f.level for f in said if "norm_before_residual" in f.text] == ["error"]

@@ -67,9 +67,7 @@ FAMILIES = {
     "llama3_tied": lambda: LlamaForCausalLM(
         LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE)
     ),
-    "llama_biases": lambda: LlamaForCausalLM(
-        LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)
-    ),
+    "llama_biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)),
     "qwen2_tied": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
@@ -83,9 +81,7 @@ GRANITE = {
     "tie_word_embeddings": True,
 }
 OTHER_BLOCKS = {  # the engine computes them; a refit does not, or not in every way
-    "olmo2": lambda: Olmo2ForCausalLM(
-        Olmo2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"})
-    ),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"})),
     "granite": lambda: GraniteForCausalLM(
         GraniteConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}, **GRANITE)
     ),
@@ -138,9 +134,7 @@ def save_neox(out: Path, tokenizer: Path, layers: int = 1, hidden: int = 32) -> 
         "hidden_size": hidden,
         "intermediate_size": 64,
     }
-    config = GPTNeoXConfig(
-        **sizes, num_hidden_layers=layers, num_attention_heads=4, max_position_embeddings=512
-    )
+    config = GPTNeoXConfig(**sizes, num_hidden_layers=layers, num_attention_heads=4, max_position_embeddings=512)
     torch.manual_seed(0)
     GPTNeoXForCausalLM(config).save_pretrained(out)
     for file in tokenizer.iterdir():
@@ -150,9 +144,7 @@ def save_neox(out: Path, tokenizer: Path, layers: int = 1, hidden: int = 32) -> 
 
 def logits_by_transformers(directory: Path, ids: Tensor) -> Tensor:
     """Return a checkpoint's logits in float32, of which transformers misses and needs no tensor."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, output_loading_info=True
-    )
+    model, info = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     with torch.inference_mode():
@@ -190,12 +182,8 @@ def assert_rounds(
     torch.testing.assert_close(found, wanted, atol=rounding(dtype, terms, magnitude), rtol=0)
 
 
-def setup(
-    teacher: TeacherModel, batches: Batches, heldout: list[Batch], loss: str = "fkl"
-) -> TrainingSetup:
-    return TrainingSetup(
-        teacher=teacher, batches=batches, heldout=HeldOut(heldout, 1.0), loss=parse_loss(loss)
-    )
+def setup(teacher: TeacherModel, batches: Batches, heldout: list[Batch], loss: str = "fkl") -> TrainingSetup:
+    return TrainingSetup(teacher=teacher, batches=batches, heldout=HeldOut(heldout, 1.0), loss=parse_loss(loss))
 
 
 def until(stop: int | None, records: Iterable[Record]) -> Iterator[Record]:
@@ -244,9 +232,7 @@ def recording(drafter: type[Drafter], *arguments: Any) -> Any:
             super().reset(rows, capacity)
             self.seen: list[tuple[list[list[int]], Draft]] = []
 
-        def propose(
-            self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
-        ) -> Draft:
+        def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
             draft = super().propose(texts, count, sampling, uniform)
             self.seen.append(([list(text) for text in texts], draft))
             return draft

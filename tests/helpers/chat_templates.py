@@ -107,9 +107,7 @@ def trained() -> str:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer: Any = trainers.BpeTrainer(
-        vocab_size=330, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer: Any = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator(LINES, trainer)
     return inner.to_str()
 
@@ -117,9 +115,7 @@ def trained() -> str:
 def tokenizer(template: str, special: Sequence[str], *, eats_space: bool = False) -> Any:
     """Return a tokenizer whose eos is the first special token. eats_space: Special tokens take the space after them."""
     inner = Tokenizer.from_str(trained())
-    inner.add_special_tokens(
-        [AddedToken(s, special=True, normalized=False, rstrip=eats_space) for s in special]
-    )
+    inner.add_special_tokens([AddedToken(s, special=True, normalized=False, rstrip=eats_space) for s in special])
     made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=special[0], bos_token="<s>")
     made.chat_template = template
     return made

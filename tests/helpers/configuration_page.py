@@ -46,8 +46,7 @@ def row(command: Command, name: str, field: Any) -> str:
     flag = command.config.flag(name)
     spelled = f"`{name}`" if flag == "--" + name.replace("_", "-") else f"`{name}` (`{flag}`)"
     return (
-        f"| {spelled} | {values(field)} | {default(field)} | "
-        f"{(field.description or '').replace('|', chr(92) + '|')} |"
+        f"| {spelled} | {values(field)} | {default(field)} | {(field.description or '').replace('|', chr(92) + '|')} |"
     )
 
 
@@ -56,11 +55,7 @@ def values(field: Any) -> str:
         return ", ".join(f"`{value}`" for value in listed)
     bounds = limits(field)
     kind = extra(field)["typed"] or field.annotation
-    return (
-        noun(field)
-        + (" " + ", ".join(bounds) if bounds else "")
-        + (", several" if get_origin(kind) is list else "")
-    )
+    return noun(field) + (" " + ", ".join(bounds) if bounds else "") + (", several" if get_origin(kind) is list else "")
 
 
 def default(field: Any) -> str:

@@ -69,6 +69,4 @@ def written(folder: Path, target: Path, content: dict[str, Any], kind: Any = dfl
 
 def loaded(folder: Path, target: Path, kind: Any = dflash) -> Any:
     weights = checkpoint.Weights(target)
-    return kind.load(
-        folder, target, weights["model.embed_tokens.weight"], weights["lm_head.weight"]
-    )
+    return kind.load(folder, target, weights["model.embed_tokens.weight"], weights["lm_head.weight"])

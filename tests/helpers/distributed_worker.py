@@ -86,9 +86,7 @@ def distilled(out: Path) -> dict[str, Tensor]:
                 lambda r, stop=stop: r.step < stop,
                 train(build("llama", seed=1), learnt, settings, state),
             )
-            metrics = [
-                record.selection_metric for record in steps if isinstance(record, EvalRecord)
-            ]
+            metrics = [record.selection_metric for record in steps if isinstance(record, EvalRecord)]
         if stop == 3 and "ACCELERATE_USE_DEEPSPEED" in os.environ:
             assert list(state.glob("step-00000002/**/zero_pp_rank_1_*optim_states.pt"))
     assert metrics.index(max(metrics)) == len(metrics) - 1
@@ -144,13 +142,9 @@ def written(sharded: bool) -> dict[str, Tensor]:
     if sharded:
         shard(model, step)
         register_fsdp_forward_method(step, "around")
-    together = (
-        DistributedDataParallel(step) if process_state().num_processes > 1 and not sharded else step
-    )
+    together = DistributedDataParallel(step) if process_state().num_processes > 1 and not sharded else step
     passed, here = list[int](), process_state()
-    model.register_forward_pre_hook(
-        lambda *all: passed.append(len(all[2]["input_ids"])), with_kwargs=True
-    )
+    model.register_forward_pre_hook(lambda *all: passed.append(len(all[2]["input_ids"])), with_kwargs=True)
     own = StudentBatches(model, Starts(), 4, 1.0, tuple(range(100)), 307, 0)
     optimizer, texts = torch.optim.SGD(model.parameters(), lr=0.1), list[Batch]()
     for number in range(3):

@@ -49,9 +49,7 @@ EAGLE: dict[str, Any] = {
 Score = Callable[[list[tuple[np.ndarray, np.ndarray]], SamplingParams], Sequence[Any]]
 
 
-def save_models(
-    root: Path, noise: float = 0.02, head_ids: Sequence[int] = ()
-) -> dict[str, llama.Llama]:
+def save_models(root: Path, noise: float = 0.02, head_ids: Sequence[int] = ()) -> dict[str, llama.Llama]:
     """Return the target, the target with noise, which agrees now and then, and the same as a parallel draft.
 
     head_ids: Ids of a trimmed head of the drafts.
@@ -116,16 +114,13 @@ def dflash_drafter(target: llama.Llama) -> DFlashDrafter:
     return DFlashDrafter(target, DFlash(config, weights, target.embed, target.head[ids], ids, rope))
 
 
-def dspark_drafter(
-    target: llama.Llama, kind: str = "gated", least_confidence: float = 0
-) -> DSparkDrafter:
+def dspark_drafter(target: llama.Llama, kind: str = "gated", least_confidence: float = 0) -> DSparkDrafter:
     """Return a drafter with the block of dflash_drafter, and random Markov and confidence heads."""
     head, generator = dflash_drafter(target).head, torch.Generator().manual_seed(6)
     markov = {"markov_rank": 8, "markov_kind": kind, "confidence": 64 + 8}
     config = DSparkShape.model_validate(head.config.model_dump() | markov)
     weights = {
-        name: head.weights.get(name, torch.randn(size, generator=generator))
-        for name, size in config.sizes().items()
+        name: head.weights.get(name, torch.randn(size, generator=generator)) for name, size in config.sizes().items()
     }
     rope = 1 / 10000 ** (torch.arange(0, 12, 2) / 12), 1.0
     spark = DSpark(config, weights, head.embed, head.head, head.ids, rope)
@@ -214,12 +209,8 @@ class Bigrams(Decoder):
         self.logits = logits
 
     def new_cache(self, rows: int, capacity: int) -> llama.Cache:
-        return llama.Cache(
-            torch.zeros(1, rows, 1, capacity, 1), torch.zeros(1, rows, 1, capacity, 1)
-        )
+        return llama.Cache(torch.zeros(1, rows, 1, capacity, 1), torch.zeros(1, rows, 1, capacity, 1))
 
-    def forward(
-        self, ids: Tensor, cache: llama.Cache, last: int = 0, tree: object = None
-    ) -> Tensor:
+    def forward(self, ids: Tensor, cache: llama.Cache, last: int = 0, tree: object = None) -> Tensor:
         cache.used = [used + ids.shape[1] for used in cache.used]
         return self.logits[ids][:, -last:]

@@ -14,9 +14,7 @@ GLYPHS = 100  # size in which matplotlib writes glyphs
 CALL = re.compile(r"(translate|rotate|scale)\(([^)]*)\)")
 
 
-def placed(
-    text: str, size: float, anchor: str, transform: str
-) -> tuple[float, float, float, float]:
+def placed(text: str, size: float, anchor: str, transform: str) -> tuple[float, float, float, float]:
     """Return left, top, right and bottom of a text, in the canvas's points."""
     box = TextPath((0, 0), text, size=size, prop=FontProperties(family="DejaVu Sans")).get_extents()
     shift = {"start": 0.0, "middle": 0.5, "end": 1.0}[anchor] * box.width

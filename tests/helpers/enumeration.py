@@ -144,9 +144,7 @@ def most_probable(q: Table, parents: Sequence[int]):
         tokens = Tokens(ids=[], parents=parents)
         for i, parent in enumerate(parents):
             place = sum(above == parent for above in parents[:i])
-            tokens.ids.append(
-                int(q(prefix_of(tokens, parent)).sort(descending=True, stable=True).indices[place])
-            )  # type: ignore[attr-defined]
+            tokens.ids.append(int(q(prefix_of(tokens, parent)).sort(descending=True, stable=True).indices[place]))  # type: ignore[attr-defined]
         return tokens
 
     return drafting
@@ -178,10 +176,7 @@ def one_draw_for_all_offsets(q: Table, parents: Sequence[int]):
         edges = torch.cat([row.cumsum(0) for row in rows]).clamp(0, 1).unique()
         low = torch.cat([edges.new_zeros(1), edges])[:-1]
         u = low[chance.pick((edges - low).clamp_min(0))]
-        ids = [
-            int(torch.searchsorted(row.cumsum(0), u, right=True).clamp_max(len(row) - 1))
-            for row in rows
-        ]
+        ids = [int(torch.searchsorted(row.cumsum(0), u, right=True).clamp_max(len(row) - 1)) for row in rows]
         return Tokens(ids=ids, parents=parents, q=torch.stack(rows))
 
     return drafting
@@ -219,9 +214,7 @@ def probabilities(v: int):
 
 def warped(logits: list[float], temperature: float, **cuts) -> Tensor:
     """Return a distribution as decoding makes it, scaled to sum to 1 in float64."""
-    row = distribution(
-        torch.tensor(logits), SamplingParams(temperature=temperature, **cuts)
-    ).double()
+    row = distribution(torch.tensor(logits), SamplingParams(temperature=temperature, **cuts)).double()
     return row / row.sum()
 
 

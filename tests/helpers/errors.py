@@ -9,9 +9,7 @@ from draftlab.errors import UserError
 
 
 @contextlib.contextmanager
-def raises_option(
-    *names: object, kind: type[UserError] = UserError
-) -> Iterator[pytest.ExceptionInfo[UserError]]:
+def raises_option(*names: object, kind: type[UserError] = UserError) -> Iterator[pytest.ExceptionInfo[UserError]]:
     """Expect an error of the user that names an option, and perhaps a file, a field or a value that is wrong."""
     with pytest.raises(kind) as caught:
         yield caught

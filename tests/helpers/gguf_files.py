@@ -13,11 +13,7 @@ def contents(file: Path) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
     fields = {f.name: f.contents() for f in reader.fields.values()}
     tensors = {
         t.name: torch.from_numpy(
-            np.array(
-                t.data
-                if t.tensor_type.name == "I64"
-                else library.quants.dequantize(t.data, t.tensor_type)
-            )
+            np.array(t.data if t.tensor_type.name == "I64" else library.quants.dequantize(t.data, t.tensor_type))
         )
         for t in reader.tensors
     }

@@ -13,9 +13,7 @@ from helpers.builders import training_killed_at
 def head_settings(folder: Path, target: Path) -> dict[str, Any]:
     """Return the settings of a run of six steps on text that is written to a folder."""
     file = folder / "text.txt"
-    file.write_text(
-        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40))
-    )
+    file.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40)))
     return {
         "target": str(target),
         "data": str(file),

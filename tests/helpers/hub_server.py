@@ -18,9 +18,7 @@ from huggingface_hub import constants
 
 from helpers.sharded import sharded
 
-API = re.compile(
-    r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.+?))?)?/?$"
-)
+API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.+?))?)?/?$")
 RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 LFS = (".safetensors", ".bin", ".model", ".gguf")
 
@@ -49,9 +47,7 @@ class Hub:
     def folder(self, repo: str, revision: str) -> tuple[Path, str] | None:
         """Return the folder of a revision, by its name or its commit, and its commit."""
         named = self.repos[repo]
-        shas = {
-            name: hashlib.sha1(str(place).encode()).hexdigest() for name, place in named.items()
-        }
+        shas = {name: hashlib.sha1(str(place).encode()).hexdigest() for name, place in named.items()}
         return next(((named[n], sha) for n, sha in shas.items() if revision in (n, sha)), None)
 
 
@@ -72,9 +68,7 @@ def etag(file: Path) -> str:
 
 
 @contextmanager
-def running_hub(
-    repos: dict[str, dict[str, Path]], gated: frozenset[str] = frozenset()
-) -> Iterator[Hub]:
+def running_hub(repos: dict[str, dict[str, Path]], gated: frozenset[str] = frozenset()) -> Iterator[Hub]:
     hub = Hub(repos, gated)
 
     class Handler(BaseHTTPRequestHandler):
@@ -115,9 +109,7 @@ def running_hub(
                 siblings = [{"rfilename": str(f.relative_to(folder))} for f in files]
                 flags = dict.fromkeys(("private", "gated", "disabled"), False)
                 counts = {"downloads": 0, "likes": 0, "tags": []}
-                self.json(
-                    {"_id": name, "id": name, "sha": sha, "siblings": siblings} | flags | counts
-                )
+                self.json({"_id": name, "id": name, "sha": sha, "siblings": siblings} | flags | counts)
 
         def file(self, datasets: str | None, name: str, revision: str, path: str) -> None:
             kind = "datasets" if datasets else "models"
@@ -134,9 +126,7 @@ def running_hub(
             head |= {"ETag": f'"{etag(file)}"', "Accept-Ranges": "bytes"}
             if asked := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("range", "")):
                 first, last = int(asked[1]), int(asked[2] or len(content) - 1)
-                head["Content-Range"] = (
-                    f"bytes {first}-{min(last, len(content) - 1)}/{len(content)}"
-                )
+                head["Content-Range"] = f"bytes {first}-{min(last, len(content) - 1)}/{len(content)}"
                 content, status = content[first : last + 1], 206
             if self.command == "GET":
                 hub.fetched.append(f"{name}/{path}")
@@ -209,8 +199,6 @@ def cache_fixture(served, tmp_path, monkeypatch) -> Path:
 
 def point_at(url, cache, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

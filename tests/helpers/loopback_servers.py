@@ -67,16 +67,8 @@ def replay(which: str) -> Answering:
     """Return what a real vLLM answered to the same requests."""
 
     def answer(method: str, path: str, body: Any) -> tuple[int, Any]:
-        found = [
-            r
-            for r in RECORDED[which]
-            if (r["method"], r["path"], r["body"]) == (method, path, body)
-        ]
-        return (
-            (found[0]["status"], found[0]["answer"])
-            if found
-            else (500, f"{method} {path} was not recorded")
-        )
+        found = [r for r in RECORDED[which] if (r["method"], r["path"], r["body"]) == (method, path, body)]
+        return (found[0]["status"], found[0]["answer"]) if found else (500, f"{method} {path} was not recorded")
 
     return answer
 
@@ -123,9 +115,7 @@ def vllm_page(
     if path == "/tokenize":
         return 200, {"tokens": tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
     if path == "/v1/chat/completions":
-        ids = tokenizer.apply_chat_template(
-            body["messages"], add_generation_prompt=True, return_dict=False
-        )
+        ids = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False)
         return 200, {"prompt_token_ids": ids, "usage": {"prompt_tokens": len(ids)}}
     return None
 
@@ -202,9 +192,7 @@ class SmallVLLM:
             return page
         if isinstance(body["prompt"][0], list):
             return 200, {"choices": [self._of_batch(body, *body["prompt"])]}
-        return 200, {
-            "choices": [self._scored(body) if "prompt_logprobs" in body else self._written(body)]
-        }
+        return 200, {"choices": [self._scored(body) if "prompt_logprobs" in body else self._written(body)]}
 
     def _of_batch(self, body: Any, ids: list[int]) -> dict[str, Any]:
         """Return what lm-eval asks of one prompt: greedy text, or with echo the prompt's log-probabilities."""
@@ -234,9 +222,7 @@ class SmallVLLM:
         rows: list[dict[str, Any] | None] = [None]
         for log_p, came in zip(self._log_probs(ids), ids[1:], strict=False):
             listed = [came, *log_p.topk(body["prompt_logprobs"]).indices.tolist()]
-            rows.append(
-                {str(i): {"logprob": float(log_p[i]), "decoded_token": "?"} for i in listed}
-            )
+            rows.append({str(i): {"logprob": float(log_p[i]), "decoded_token": "?"} for i in listed})
         return {"prompt_logprobs": rows}
 
     def _written(self, body: Any) -> dict[str, Any]:
@@ -244,11 +230,7 @@ class SmallVLLM:
         while len(ids) < body["max_tokens"]:
             log_p = self._log_probs(body["prompt"] + ids)[-1]
             heat = body["temperature"]
-            new = (
-                torch.multinomial((log_p / heat).softmax(-1), 1, generator=rng)
-                if heat
-                else log_p.argmax(-1)
-            )
+            new = torch.multinomial((log_p / heat).softmax(-1), 1, generator=rng) if heat else log_p.argmax(-1)
             ids.append(int(new))
             values.append(float(log_p[ids[-1]]))
             listed = [ids[-1], *log_p.topk(body.get("logprobs", 0)).indices.tolist()]
@@ -268,16 +250,9 @@ class SmallVLLM:
             for _ in range(self.k):
                 text.append(int(self.draft(input_ids=torch.tensor([text])).logits[0, -1].argmax()))
             pairs = zip(text[len(prompt) + at :], ids[at:], strict=False)
-            stood = next(
-                (i for i, (a, b) in enumerate(pairs) if a != b), min(self.k, len(ids) - at)
-            )
+            stood = next((i for i, (a, b) in enumerate(pairs) if a != b), min(self.k, len(ids) - at))
             self._grow({"num_drafts_total": 1, "num_draft_tokens_total": self.k})
-            self._grow(
-                {
-                    f'num_accepted_tokens_per_pos_total{{position="{i}"}}': i < stood
-                    for i in range(self.k)
-                }
-            )
+            self._grow({f'num_accepted_tokens_per_pos_total{{position="{i}"}}': i < stood for i in range(self.k)})
             at += stood + 1
 
     def _grow(self, by: dict[str, float]) -> None:
@@ -285,9 +260,7 @@ class SmallVLLM:
             self.grown[name] = self.grown.get(name, 0.0) + value
 
     @staticmethod
-    def _choice(
-        ids: list[int], values: list[float], tops: list[Any], reason: str
-    ) -> dict[str, Any]:
+    def _choice(ids: list[int], values: list[float], tops: list[Any], reason: str) -> dict[str, Any]:
         return {
             "token_ids": ids,
             "logprobs": {"token_logprobs": values, "top_logprobs": tops},

@@ -11,9 +11,7 @@ LOSSES = ["ce", "fkl", "rkl", "jsd(0.3)", "tvd", "nla", "lk(3)", "0.7*fkl + 0.3*
 ALL = ("objective", "cross_entropy", "acceptance", "agreement")
 
 
-def inputs(
-    dtype: torch.dtype = torch.float64, vocab: int = V, tokens: int = N
-) -> dict[str, Tensor]:
+def inputs(dtype: torch.dtype = torch.float64, vocab: int = V, tokens: int = N) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> Tensor:
@@ -47,13 +45,8 @@ def same(
 ) -> None:
     """Compare values and gradients."""
     for key in keys:
-        torch.testing.assert_close(
-            getattr(found, key).double(), wanted[key].detach(), atol=error, rtol=error
-        )
-    gradients = [
-        torch.autograd.grad(2.5 * o, [x["hidden"], x["head"]])
-        for o in (found.objective, wanted["objective"])
-    ]
+        torch.testing.assert_close(getattr(found, key).double(), wanted[key].detach(), atol=error, rtol=error)
+    gradients = [torch.autograd.grad(2.5 * o, [x["hidden"], x["head"]]) for o in (found.objective, wanted["objective"])]
     for there, here in zip(*gradients, strict=True):
         torch.testing.assert_close(there, here, atol=error, rtol=error)
 

@@ -48,9 +48,7 @@ def both(directory: Path, model: torch.nn.Module, masks: Masks) -> tuple[Tensor,
     keep = masks.keep()
     untied = not have.tied and "lm_head.weight" not in weights
     folded = Folded(Untied(weights, have) if untied else weights, have, masks.deterministic())
-    small = checkpoint.meta_model(
-        checkpoint.config_for(masks.shape, config, keep.layers), torch.float64
-    )
+    small = checkpoint.meta_model(checkpoint.config_for(masks.shape, config, keep.layers), torch.float64)
     cut = {name: t.detach().double() for name, t in Cut(folded, masks.shape, keep).items()}
     if masks.shape.tied:
         cut["lm_head.weight"] = cut["model.embed_tokens.weight"]

@@ -21,9 +21,7 @@ def tree() -> str:
         place = ROOT / "draftlab" / name
         room = place.is_dir()
         file = place / "__init__.py" if room else place.with_suffix(".py")
-        lines.append(
-            f"{name}/".ljust(16) + purpose(file) if room else file.name.ljust(16) + purpose(file)
-        )
+        lines.append(f"{name}/".ljust(16) + purpose(file) if room else file.name.ljust(16) + purpose(file))
     return "\n".join(["```", *lines, "```"])
 
 

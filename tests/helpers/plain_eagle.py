@@ -78,20 +78,13 @@ class PlainHead:
     @classmethod
     def of(cls, folder: Path, embedding: Tensor) -> "PlainHead":
         config = json.loads((folder / "config.json").read_text())
-        weights = {
-            name: w.to(embedding) for name, w in load_file(folder / "model.safetensors").items()
-        }
+        weights = {name: w.to(embedding) for name, w in load_file(folder / "model.safetensors").items()}
         ids = torch.arange(config["draft_vocab_size"]) + weights.pop("d2t").long()
         known = weights.pop("t2d").bool()
         assert known.nonzero().squeeze(1).tolist() == sorted(ids.tolist())
-        plain = {
-            name.removeprefix("midlayer.").removeprefix("layers.0."): w
-            for name, w in weights.items()
-        }
+        plain = {name.removeprefix("midlayer.").removeprefix("layers.0."): w for name, w in weights.items()}
         sizes = config.get("transformer_layer_config", config)
-        window = (
-            sizes["sliding_window"] if sizes.get("layer_types") == ["sliding_attention"] else None
-        )
+        window = sizes["sliding_window"] if sizes.get("layer_types") == ["sliding_attention"] else None
         own = plain.pop("embed_tokens.weight", embedding)
         return cls(
             sizes,
@@ -129,9 +122,7 @@ class PlainHead:
         if "fc_norm.0.weight" in w:
             size = len(w["fc_norm.0.weight"])
             parts = [state[i : i + size] for i in range(0, len(state), size)]
-            return torch.cat(
-                [rms(part, w[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)]
-            )
+            return torch.cat([rms(part, w[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)])
         return state
 
     def layer(self, inputs: list[tuple[int, Tensor, int]]) -> Tensor:
@@ -155,29 +146,19 @@ class PlainHead:
             g = h * kv_heads // heads
             turned = rotated(q[h], position, theta)
             scores = torch.stack([turned @ key[g] for key in keys]) / math.sqrt(c)
-            out.append(
-                sum(p * value[g] for p, value in zip(torch.softmax(scores, 0), values, strict=True))
-            )
+            out.append(sum(p * value[g] for p, value in zip(torch.softmax(scores, 0), values, strict=True)))
         x = (normed if self.residual else state) + w["self_attn.o_proj.weight"] @ torch.cat(out)
         normed = rms(x, w["post_attention_layernorm.weight"], eps)
         gate = w["mlp.gate_proj.weight"] @ normed
-        return x + w["mlp.down_proj.weight"] @ (
-            gate * torch.sigmoid(gate) * (w["mlp.up_proj.weight"] @ normed)
-        )
+        return x + w["mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * (w["mlp.up_proj.weight"] @ normed))
 
     def of_head(self, name: str, rows: Tensor) -> Tensor:
         """Queries or keys [H, C], with their norm if there is one."""
         weight = self.weights.get(f"self_attn.{name}_norm.weight")
-        return (
-            rows
-            if weight is None
-            else torch.stack([rms(r, weight, self.sizes["rms_norm_eps"]) for r in rows])
-        )
+        return rows if weight is None else torch.stack([rms(r, weight, self.sizes["rms_norm_eps"]) for r in rows])
 
 
-def target_and_head(
-    folder: Path, device: torch.device = checkpoint.CPU
-) -> tuple[llama.Llama, EagleLlama]:
+def target_and_head(folder: Path, device: torch.device = checkpoint.CPU) -> tuple[llama.Llama, EagleLlama]:
     """Return a target whose last token decides nearly alone, written to folder, and a head that half knows its ways."""
     model: Any = build("llama", 1)
     generator = torch.Generator().manual_seed(0)
@@ -190,10 +171,7 @@ def target_and_head(
     target = llama.load(folder, torch.float32, device)
     config = eagle.head_config(folder, None, 307)
     sizes = config.sizes()
-    weights = {
-        f"{name}.weight": 0.02 * torch.randn(sizes[f"{name}.weight"], generator=generator)
-        for name in DRAWN
-    }
+    weights = {f"{name}.weight": 0.02 * torch.randn(sizes[f"{name}.weight"], generator=generator) for name in DRAWN}
     weights["lm_head.weight"] = target.head.cpu().clone()
     for name in (
         "norm",
@@ -203,9 +181,7 @@ def target_and_head(
     ):
         weights[f"{name}.weight"] = torch.ones(64)
     size, width = config.head_dim, config.kv_heads * config.head_dim
-    value, key = (
-        torch.linalg.qr(torch.randn(64, n, generator=generator)).Q.T for n in (width, size)
-    )
+    value, key = (torch.linalg.qr(torch.randn(64, n, generator=generator)).Q.T for n in (width, size))
     weights["layers.0.self_attn.v_proj.weight"][:, :64] = 3 * value
     shared = value.T.unflatten(1, (-1, size)).repeat_interleave(config.heads // config.kv_heads, 1)
     weights["layers.0.self_attn.o_proj.weight"] += shared.flatten(1)

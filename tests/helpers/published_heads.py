@@ -21,9 +21,7 @@ def random_head(target: Path, **sizes: Any) -> Head:
     layers, vocab, normed = (sizes.get(n) for n in ("layer_ids", "draft_vocab", "normed"))
     config = eagle.head_config(target, layers, vocab or 40, norm_before_residual=bool(normed))
     generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
-    }
+    weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
     ids = torch.randperm(config.vocab, generator=generator)[: config.draft_vocab].sort().values
     return Head(config=config, weights=weights, ids=ids, embedding=None)
 

@@ -38,18 +38,14 @@ This page is generated (`make docs`).
 
 
 def page() -> str:
-    names = [
-        name for name in draftlab.__all__ if name not in ("Checkpoint", "UserError", "__version__")
-    ]
+    names = [name for name in draftlab.__all__ if name not in ("Checkpoint", "UserError", "__version__")]
     return "\n".join([HEAD, *(section(name) for name in names)])
 
 
 def section(name: str) -> str:
     function = getattr(draftlab, name)
     parameters = [shown(each) for each in inspect.signature(function).parameters.values()]
-    call = textwrap.fill(
-        ", ".join(parameters), 100, initial_indent="    ", subsequent_indent="    "
-    )
+    call = textwrap.fill(", ".join(parameters), 100, initial_indent="    ", subsequent_indent="    ")
     result = next(iter(get_args(returns := inspect.signature(function).return_annotation)), returns)
     lines = [
         f"## draftlab.{name}",
@@ -67,11 +63,7 @@ def section(name: str) -> str:
 
 
 def shown(parameter: inspect.Parameter) -> str:
-    return (
-        parameter.name
-        if parameter.default is inspect.Parameter.empty
-        else f"{parameter.name}={parameter.default!r}"
-    )
+    return parameter.name if parameter.default is inspect.Parameter.empty else f"{parameter.name}={parameter.default!r}"
 
 
 def returned(result: type[Outcome]) -> list[str]:

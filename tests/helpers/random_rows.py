@@ -8,9 +8,7 @@ from draftlab.data import Batch
 class RandomRows:
     """Rows of random ids. masked: Whether about half of the tokens count. prompt: Tokens of row 0 that do not count."""
 
-    def __init__(
-        self, rows: int = 4, seq_len: int = 16, *, masked: bool = False, prompt: int = 0
-    ) -> None:
+    def __init__(self, rows: int = 4, seq_len: int = 16, *, masked: bool = False, prompt: int = 0) -> None:
         self.rows, self.seq_len, self.masked, self.prompt = rows, seq_len, masked, prompt
 
     def batch(self, step: int) -> Batch:

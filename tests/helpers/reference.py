@@ -58,9 +58,7 @@ def write_target(out: Path) -> None:
     out.mkdir()
     source = hub.locate("tiny")
     weights = ((name, tensor.float()) for name, tensor in checkpoint.Weights(source).items())
-    saving.write_checkpoint(
-        out, checkpoint.read_config(source) | {"dtype": "float32"}, weights, source
-    )
+    saving.write_checkpoint(out, checkpoint.read_config(source) | {"dtype": "float32"}, weights, source)
 
 
 def write_text(file: Path) -> None:
@@ -81,8 +79,7 @@ def write_text(file: Path) -> None:
         for n in range(120):
             a, b, c = (words[(n * step + step) % len(words)] for step in (1, 3, 7))
             body = (
-                f"def read_{a}_{n}({b}, {c}=None):\n    if not {b}:\n        "
-                f"return {c}\n    for {a} in {b}.split():\n"
+                f"def read_{a}_{n}({b}, {c}=None):\n    if not {b}:\n        return {c}\n    for {a} in {b}.split():\n"
             )
             body += f"        if {a}.startswith('#{n}'):\n            continue\n        yield {a}.strip()\n\n\n"
             rows.write(json.dumps({"text": body * 3}) + "\n")
@@ -99,26 +96,13 @@ def _facts(name: str, printed: str, out: Path) -> Facts:
     if name in ("predicted", "designed", "replayed"):
         return {key: value for key, value in json.loads(printed).items() if key != "next"}
     if name in ("exported", "gguf"):
-        weights = [
-            file for file in sorted(out.iterdir()) if file.suffix in (".safetensors", ".gguf")
-        ]
+        weights = [file for file in sorted(out.iterdir()) if file.suffix in (".safetensors", ".gguf")]
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in weights}
     if name == "scored":
-        return {
-            file.parent.name: _counts(json.loads(file.read_text()))
-            for file in sorted(out.glob("*/score.json"))
-        }
-    tensors = {
-        key: tensor
-        for file in sorted(out.glob("*.safetensors"))
-        for key, tensor in load_file(file).items()
-    }
-    exact = {
-        key for key, tensor in tensors.items() if name == "cut" or not tensor.is_floating_point()
-    }
-    return {
-        key: _sha256(tensor) if key in exact else _sums(tensor) for key, tensor in tensors.items()
-    }
+        return {file.parent.name: _counts(json.loads(file.read_text())) for file in sorted(out.glob("*/score.json"))}
+    tensors = {key: tensor for file in sorted(out.glob("*.safetensors")) for key, tensor in load_file(file).items()}
+    exact = {key for key, tensor in tensors.items() if name == "cut" or not tensor.is_floating_point()}
+    return {key: _sha256(tensor) if key in exact else _sums(tensor) for key, tensor in tensors.items()}
 
 
 def _counts(score: Facts) -> Facts:

@@ -111,6 +111,4 @@ def in_mode(work: DrafterContext, int8: bool) -> DrafterContext:
 
     load_eager = work.load
     target = native(work.target)
-    return replace(
-        work, target=target, load=lambda path: native(load_eager(path)), mode="native", int8=int8
-    )
+    return replace(work, target=target, load=lambda path: native(load_eager(path)), mode="native", int8=int8)

@@ -24,9 +24,7 @@ from draftlab.results.tables import Table, TerminalTable
 from helpers.latencies import latency
 
 PROMPTS = 12
-ACC = TaskResult(
-    task="py_choice", metric="acc", value=0.612, stderr=0.014, n=200, higher_is_better=True
-)
+ACC = TaskResult(task="py_choice", metric="acc", value=0.612, stderr=0.014, n=200, higher_is_better=True)
 CONDITIONS = Conditions(
     device="cpu",
     dtype="float32",
@@ -68,9 +66,7 @@ def plain(prompt: int, seconds: float) -> Generation:
     return change(nothing, draft_seconds=0, verify_seconds=seconds, host_seconds=0)
 
 
-def speculative(
-    prompt: int, accepted: list[int], k: int, seconds: float, cut: int = 0
-) -> Generation:
+def speculative(prompt: int, accepted: list[int], k: int, seconds: float, cut: int = 0) -> Generation:
     """Time is one third drafting, one half verifying, one sixth host; the first cut steps emit one token less."""
     emitted = [a + 1 - (i < cut) for i, a in enumerate(accepted)]
     return Generation(
@@ -94,10 +90,7 @@ def without_host(base: Score) -> Score:
     """Return the score with the time of the host counted as time of the target's passes."""
 
     def moved(runs: list[Generation]) -> list[Generation]:
-        return [
-            change(g, host_seconds=0, verify_seconds=g.verify_seconds + g.host_seconds)
-            for g in runs
-        ]
+        return [change(g, host_seconds=0, verify_seconds=g.verify_seconds + g.host_seconds) for g in runs]
 
     speculative = {k: moved(base.generations(k)) for k in base.speculative}
     return change(base, plain=moved(base.plain), speculative=speculative)

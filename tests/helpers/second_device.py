@@ -59,9 +59,7 @@ class SecondDevice(TorchDispatchMode):
     def __enter__(self) -> Any:
         self.patches = contextlib.ExitStack()
         for name in ("__enter__", "__exit__"):
-            self.patches.enter_context(
-                mock.patch.object(torch.inference_mode, name, return_value=None)
-            )
+            self.patches.enter_context(mock.patch.object(torch.inference_mode, name, return_value=None))
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
@@ -83,9 +81,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         away = isinstance(own, Elsewhere)
     placed = {tensor.device for tensor in tensors if tensor.dim()}
     if name not in CROSSES and len(placed) > 1:
-        raise RuntimeError(
-            f"{name}: expected all tensors to be on the same device, but found {placed}"
-        )
+        raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {placed}")
     if name == "aten::_local_scalar_dense":
         # a wait, like .tolist()
         return args[0].tolist() if isinstance(args[0], Elsewhere) else func(*args)
@@ -97,9 +93,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         )
     if name == "aten::copy_":
         away = isinstance(args[0], Elsewhere)
-    inner = tree_map(
-        lambda leaf: leaf.local if isinstance(leaf, Elsewhere) else leaf, (args, kwargs)
-    )
+    inner = tree_map(lambda leaf: leaf.local if isinstance(leaf, Elsewhere) else leaf, (args, kwargs))
     out = func(*inner[0], **inner[1])
     if not away:
         return out

@@ -24,9 +24,7 @@ def sentencepiece_fixture(tmp_path_factory) -> Path:
     letters = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"▁etaoinsrhldcum"]
     merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("i", "n")]
     vocab = {token: i for i, token in enumerate([*letters, *map("".join, merges)])}
-    inner = Tokenizer(
-        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
+    inner = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     inner.normalizer = normalizers.Sequence(spaces)
     inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -20,9 +20,7 @@ SETTINGS = Loop(
     save_steps=2,
     weight_decay=0.1,
 )
-BAD = (
-    7  # an id whose embedding is so small that the gradient of the first norm overflows in float32
-)
+BAD = 7  # an id whose embedding is so small that the gradient of the first norm overflows in float32
 
 
 class Rows(RandomRows):

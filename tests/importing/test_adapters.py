@@ -166,11 +166,7 @@ def untied_bin_file(bases: dict[str, Path], folder: Path) -> str:
 @pytest.mark.parametrize(
     "write",
     [
-        *(
-            adapter_on(form, base)
-            for form in ("modules_to_save", "embedding", "resized")
-            for base in BASES
-        ),
+        *(adapter_on(form, base) for form in ("modules_to_save", "embedding", "resized") for base in BASES),
         adapter_on("lora", "tied", shards="40KB"),
         *(bin_file(base) for base in BASES),
         untied_bin_file,
@@ -276,9 +272,7 @@ def test_an_adapter_of_a_quantised_base_asks_for_another_base(bases, tmp_path):
     """unsloth issue 2516: adapters that were trained on a base in 4 bits name that base."""
     shutil.copytree(bases["untied"], tmp_path / "base-bnb-4bit")
     adapt(tmp_path / "base-bnb-4bit", tmp_path / "adapter")
-    edit(
-        tmp_path / "base-bnb-4bit/config.json", quantization_config={"quant_method": "bitsandbytes"}
-    )
+    edit(tmp_path / "base-bnb-4bit/config.json", quantization_config={"quant_method": "bitsandbytes"})
     with raises_option(tmp_path / "base-bnb-4bit", "--base"):
         inspect(str(tmp_path / "adapter"), None, None)
     assert inspect(str(tmp_path / "adapter"), None, str(bases["untied"])).base == bases["untied"]
@@ -289,10 +283,7 @@ def test_an_adapter_of_a_complete_multimodal_model_does_not_fit_its_text_part(ba
     """vLLM issue 48022: adapters of the text class and of the multimodal class have other names."""
     adapt(bases["untied"], tmp_path)
     file = tmp_path / "adapter_model.safetensors"
-    renamed = {
-        k.replace(".model.layers", ".model.language_model.layers"): t
-        for k, t in load_file(file).items()
-    }
+    renamed = {k.replace(".model.layers", ".model.language_model.layers"): t for k, t in load_file(file).items()}
     save_file(renamed, file)
     with raises_option(tmp_path, bases["untied"], "language_model"):
         inspect(str(tmp_path), None, str(bases["untied"]))

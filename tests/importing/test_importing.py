@@ -103,9 +103,7 @@ def test_a_gguf_file_of_that_type_is_the_rounded_model(kind, family_dirs, tmp_pa
     ("kind", "dtype"),
     [("f32", "float32"), ("f16", "float16"), ("bf16", "bfloat16"), ("q8_0", "bfloat16")],
 )
-def test_what_is_stored_is_kept_and_what_is_quantised_becomes_bfloat16(
-    kind, dtype, family_dirs, tmp_path
-):
+def test_what_is_stored_is_kept_and_what_is_quantised_becomes_bfloat16(kind, dtype, family_dirs, tmp_path):
     gguf.write(family_dirs["llama"], tmp_path / "a.gguf", kind)
     result = call(f"import {tmp_path}/a.gguf --out {tmp_path}/out --dry-run --json")
     assert json.loads(result.stdout)["dtype"] == dtype
@@ -134,9 +132,7 @@ def test_llama_3s_rotary_scaling_comes_back_from_its_factors(family_dirs, tmp_pa
     assert found.rope_parameters == config["rope_parameters"]
 
 
-@pytest.mark.parametrize(
-    "rope", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}]
-)
+@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 4.0}, {"rope_type": "yarn", "factor": 4.0}])
 def test_other_rotary_scalings_come_back(rope, family_dirs, tmp_path):
     rope = {"rope_theta": 10000.0, **rope}
     if rope["rope_type"] == "yarn":
@@ -161,22 +157,16 @@ def test_the_tokenizer_cuts_and_merges_as_before(name, family_dirs, tmp_path):
     pre_tokenizer = gguf_tokenizer.PRE_TOKENIZERS[name]
     inner = Tokenizer(models.BPE(ignore_merges=pre_tokenizer.ignore_merges))
     splits = [pre_tokenizers.Split(Regex(e), "isolated") for e in pre_tokenizer.patterns]
-    inner.pre_tokenizer = pre_tokenizers.Sequence(
-        [*splits, pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
+    inner.pre_tokenizer = pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(False, use_regex=False)])
     inner.decoder = decoders.ByteLevel()
     special, alphabet = ["<s>", "</s>", "<pad>"], pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=800, initial_alphabet=alphabet, special_tokens=special)
     inner.train_from_iterator(PROBES * 3, trainer)
-    inner.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     source = tmp_path / "source"
     build("llama", vocab_size=803).save_pretrained(source)
     roles = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    before = PreTrainedTokenizerFast(
-        tokenizer_object=inner, **roles, chat_template="{{ messages }}"
-    )
+    before = PreTrainedTokenizerFast(tokenizer_object=inner, **roles, chat_template="{{ messages }}")
     before.save_pretrained(source)
     after = AutoTokenizer.from_pretrained(through_gguf(source, tmp_path, "f16"))
     for text in (*PROBES, "a<s>b</s>"):
@@ -192,9 +182,7 @@ def test_a_header_is_what_gguf_and_transformers_read(family_dirs, tmp_path):
     assert {name: field.contents() for name, field in ours.fields.items()} == {
         name: field.contents() for name, field in theirs.fields.items()
     }
-    assert [field.types for field in ours.fields.values()] == [
-        field.types for field in theirs.fields.values()
-    ]
+    assert [field.types for field in ours.fields.values()] == [field.types for field in theirs.fields.values()]
     assert [(tensor.name, tensor.data_offset) for tensor in ours.tensors] == [
         (tensor.name, tensor.data_offset) for tensor in theirs.tensors
     ]
@@ -218,9 +206,7 @@ def test_an_import_opens_a_gguf_file_once(family_dirs, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "llama3_tied"])
 @pytest.mark.parametrize("kind", ["bf16", "q4_1"])
-def test_weights_are_those_that_transformers_loads_as_a_whole(
-    family, kind, family_dirs, tmp_path, monkeypatch
-):
+def test_weights_are_those_that_transformers_loads_as_a_whole(family, kind, family_dirs, tmp_path, monkeypatch):
     monkeypatch.setattr(importing_gguf, "PIECE", 512)
     out = through_gguf(family_dirs[family], tmp_path, kind)
     weights = checkpoint.Weights(out)
@@ -232,9 +218,7 @@ def test_weights_are_those_that_transformers_loads_as_a_whole(
 
 def test_memory_that_does_not_suffice_is_said_before_the_work(family_dirs, tmp_path, monkeypatch):
     gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "f32")
-    monkeypatch.setattr(
-        "psutil.virtual_memory", lambda: SimpleNamespace(available=200_000_000, total=10**9)
-    )
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=200_000_000, total=10**9))
     assert "200 MB are free" in refused(tmp_path, tmp_path / "a.gguf")
 
 
@@ -479,16 +463,12 @@ def test_the_model_that_a_package_ships_is_imported(tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
     reader = AutoTokenizer.from_pretrained(place)
     with torch.no_grad():
-        best = (
-            model(**reader("The capital of France is", return_tensors="pt")).logits[0, -1].argmax()
-        )
+        best = model(**reader("The capital of France is", return_tensors="pt")).logits[0, -1].argmax()
     assert reader.decode(best) == " Paris"
 
 
 @pytest.mark.parametrize("blocks", [3, 10**9])
-def test_a_number_of_layers_is_compared_with_the_tensors_before_any_is_built(
-    blocks, family_dirs, tmp_path
-):
+def test_a_number_of_layers_is_compared_with_the_tensors_before_any_is_built(blocks, family_dirs, tmp_path):
     gguf.write(family_dirs["llama"], tmp_path / "a.gguf", "f32")
     _change(tmp_path / "a.gguf", tmp_path / "b.gguf", "llama.block_count", blocks)
     with raises_option("b.gguf", "block_count", blocks):

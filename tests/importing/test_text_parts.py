@@ -99,9 +99,7 @@ def rename(folder: Path, version: int) -> None:
     ("kind", "version"),
     [*((kind, None) for kind in MODELS), *((k, v) for k in ("llava", "qwen3_vl") for v in (4, 5))],
 )
-def test_the_text_part_computes_what_the_complete_model_computes(
-    kind, version, tokenizer_dir, tmp_path
-):
+def test_the_text_part_computes_what_the_complete_model_computes(kind, version, tokenizer_dir, tmp_path):
     wanted = multimodal(kind, tokenizer_dir, tmp_path / "whole")
     if version is not None:
         rename(tmp_path / "whole", version)
@@ -146,9 +144,7 @@ def test_a_multimodal_model_is_refused_with_the_command_that_imports_it(tokenize
     assert hub.locate(tmp_path / "whole", weights=False) == tmp_path / "whole"  # a server runs it
 
 
-def test_a_multimodal_model_without_a_text_part_is_refused_by_its_model_type(
-    tokenizer_dir, tmp_path
-):
+def test_a_multimodal_model_without_a_text_part_is_refused_by_its_model_type(tokenizer_dir, tmp_path):
     made: Any = CONFIG_MAPPING["paligemma"]
     made(text_config=TEXT | {"model_type": "gemma"}).save_pretrained(tmp_path)
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")

@@ -59,9 +59,7 @@ def test_break_even_beta_and_experts_are_those_that_were_published():
     assert mixtral.expected_active(5) / mixtral.expected_active(1) == pytest.approx(3.05, abs=0.01)
 
 
-@pytest.mark.parametrize(
-    ("alpha", "k", "length"), [(0.5, 1, 1.5), (0.7, 4, 2.77), (0.8, 6, 3.95), (0.9, 8, 6.13)]
-)
+@pytest.mark.parametrize(("alpha", "k", "length"), [(0.5, 1, 1.5), (0.7, 4, 2.77), (0.8, 6, 3.95), (0.9, 8, 6.13)])
 def test_expected_length_and_its_inverse(alpha, k, length):
     assert expected_tokens(alpha, k) == pytest.approx(length, abs=5e-3)
     assert alpha_for(expected_tokens(alpha, k), k) == pytest.approx(alpha)
@@ -77,9 +75,7 @@ def test_curves_are_linear_between_their_points(profile):
     assert cost.host_ms(3) == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize(
-    ("width", "batch", "context"), [(6, 1, 16), (1, 5, 16), (1, 1, 15), (1, 1, 65)]
-)
+@pytest.mark.parametrize(("width", "batch", "context"), [(6, 1, 16), (1, 5, 16), (1, 1, 15), (1, 1, 65)])
 def test_nothing_is_extrapolated_unasked(profile, width, batch, context):
     with raises_option("to"):
         CostModel.of(profile).forward_ms(width, batch, np.array([context]))
@@ -104,9 +100,7 @@ def test_extrapolation_continues_widths_and_contexts_but_no_batch(profile):
     ],
 )
 def test_extrapolated_times_grow_with_the_tokens_and_no_faster(profile, times, expected):
-    points = [
-        Latency(width=width, **exact(ms)) for width, ms in zip((16, 64), times, strict=True)
-    ]
+    points = [Latency(width=width, **exact(ms)) for width, ms in zip((16, 64), times, strict=True)]
     cost = CostModel.of(profile.model_copy(update={"prefill": points}), extrapolate=True)
     assert cost.prefill_ms(np.array([8, 128])) == pytest.approx(expected)
     assert cost.prefill_ms(np.array([16, 64])) == pytest.approx(times)
@@ -232,9 +226,7 @@ def test_a_computed_head_is_predicted_as_a_head():
     at_one = next(row for row in predicted[0].prediction.rows if row.k == 1)
     draft = parse_profile(head, widths=[1], batches=[1], longest=400)
     first = next(p.median_ms for p in draft.forward if p.context == 0)
-    per_step = (
-        at_one.shares["draft"] * 1e3 * at_one.tokens_per_pass.value / at_one.tokens_per_second
-    )
+    per_step = at_one.shares["draft"] * 1e3 * at_one.tokens_per_pass.value / at_one.tokens_per_second
     assert per_step == pytest.approx(first, rel=0.03)
 
 
@@ -330,9 +322,7 @@ def test_a_curve_of_experts_makes_a_wide_pass_cheaper_than_chance(tmp_path):
 def test_wrong_mlps_are_refused(mlps, tmp_path):
     file = tmp_path / "wrong.yaml"
     text = (shipped.folder("widths") / "llama-3.2-1b.yaml").read_text()
-    file.write_text(
-        text.replace("kv_heads: 8", "kv_heads: 7") if mlps is None else f"{text}mlps: {mlps}\n"
-    )
+    file.write_text(text.replace("kv_heads: 8", "kv_heads: 7") if mlps is None else f"{text}mlps: {mlps}\n")
     with pytest.raises(UserError, match=r"wrong.yaml"):
         parse_profile(f"{file}@h100,graphs", widths=[1], batches=[1], longest=64)
 
@@ -363,6 +353,4 @@ def test_a_device_whose_passes_never_end_gives_no_profile(tmp_path):
     fields = yaml.safe_load((shipped.folder("profiles") / "a100-80gb.yaml").read_text())
     (tmp_path / "slow.yaml").write_text(yaml.safe_dump(fields | {"bandwidth_gbs": 1e-310}))
     with raises_option("device"):
-        parse_profile(
-            f"tiny-16x256@{tmp_path}/slow.yaml,graphs", widths=[1], batches=[1], longest=8
-        )
+        parse_profile(f"tiny-16x256@{tmp_path}/slow.yaml,graphs", widths=[1], batches=[1], longest=8)

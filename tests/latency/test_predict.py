@@ -39,10 +39,7 @@ SETTLED = 2
 def law(base: float, per_token: float, per_context: float, turn: float, settled: int = 1) -> Law:
     """turn: what a pass costs more behind other work, and less of it behind each of settled like passes."""
     return lambda width, context, behind: (
-        base
-        + per_token * width
-        + per_context * context
-        + turn * (1 - min(behind, settled) / settled)
+        base + per_token * width + per_context * context + turn * (1 - min(behind, settled) / settled)
     )
 
 
@@ -62,12 +59,8 @@ def profile(name: str, of: Law, host: list = FREE_HOST, batches: tuple[int, ...]
     )
 
 
-def pair(
-    draft: Law = DRAFT, target: Law = TARGET, host: list = FREE_HOST
-) -> tuple[CostModel, CostModel]:
-    return CostModel.of(profile("draft", draft, host)), CostModel.of(
-        profile("target", target, host)
-    )
+def pair(draft: Law = DRAFT, target: Law = TARGET, host: list = FREE_HOST) -> tuple[CostModel, CostModel]:
+    return CostModel.of(profile("draft", draft, host)), CostModel.of(profile("target", target, host))
 
 
 class Meter:
@@ -131,9 +124,7 @@ def ran(request, tmp_path_factory):
     sampling = SamplingParams(max_tokens=NEW)
     runs = {0: [list(decode(target, [p], sampling, meter)) for p in PROMPTS]}
     for k in KS:
-        runs[k] = [
-            list(speculative_decode(target, drafter, [p], k, sampling, meter)) for p in PROMPTS
-        ]
+        runs[k] = [list(speculative_decode(target, drafter, [p], k, sampling, meter)) for p in PROMPTS]
         assert 5 < sum(s.accepted for run in runs[k] for s in run) < 100  # else nothing is tried
     tokens = [np.array([t for step in run for t in step.tokens]) for run in runs[0]]
     texts = [(np.array(prompt), text) for prompt, text in zip(PROMPTS, tokens, strict=True)]
@@ -168,10 +159,7 @@ def test_speedup_is_a_ratio_of_sums_over_texts(ran):
     runs, work = ran
     found = predict(*pair(), work, KS)
     for row in found.rows:
-        seconds = {
-            k: sum(s.draft_seconds + s.verify_seconds for run in runs[k] for s in run[1:])
-            for k in (0, row.k)
-        }
+        seconds = {k: sum(s.draft_seconds + s.verify_seconds for run in runs[k] for s in run[1:]) for k in (0, row.k)}
         assert row.speedup.value == pytest.approx(seconds[0] / seconds[row.k], rel=1e-9)
         assert row.speedup.low <= row.speedup.value <= row.speedup.high
         emitted = sum(len(s.tokens) for run in runs[row.k] for s in run[1:])
@@ -180,10 +168,7 @@ def test_speedup_is_a_ratio_of_sums_over_texts(ran):
 
 def test_host_time_counts_once_for_drafting_and_once_for_the_step():
     work = constant_workload(0.6, tokens=60, prompt_tokens=10)
-    free, dear = (
-        predict(*pair(host=host), work, [4])
-        for host in (FREE_HOST, [latency(1, 0.4), latency(9, 1.2)])
-    )
+    free, dear = (predict(*pair(host=host), work, [4]) for host in (FREE_HOST, [latency(1, 0.4), latency(9, 1.2)]))
     passes = work.texts.lengths.sum() / free.rows[0].tokens_per_pass.value
     more = 1e3 * 59 * (1 / dear.rows[0].tokens_per_second - 1 / free.rows[0].tokens_per_second)
     assert more == pytest.approx(passes * (0.4 + 0.8), rel=0.05)
@@ -250,9 +235,7 @@ def test_a_score_gives_back_the_steps_that_it_counted(ran):
     known = (found.texts.chances == 0) | (found.texts.chances == 1)
     assert (found.texts.chances[known] == work.texts.chances[known]).all()
     for k in KS:
-        assert steps(found, k).starts.sum() == pytest.approx(
-            sum(len(run) - 1 for run in runs[k]), rel=0.02
-        )
+        assert steps(found, k).starts.sum() == pytest.approx(sum(len(run) - 1 for run in runs[k]), rel=0.02)
     # of the largest K only, as when sampling
     alone = workload_of_score(change(scored, equal_texts=None))
     assert steps(alone, 5).starts.sum() == sum(len(run) - 1 for run in runs[5])
@@ -282,9 +265,7 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
             chances=[0.0, *row],
             distinct_4grams=1,
         )
-        for i, (prompt, row) in enumerate(
-            zip(work.prompt_tokens, work.texts.chances.tolist(), strict=True)
-        )
+        for i, (prompt, row) in enumerate(zip(work.prompt_tokens, work.texts.chances.tolist(), strict=True))
     ]
     sampling = SamplingParams(max_tokens=NEW)
     replay = Replay(

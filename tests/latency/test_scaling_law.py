@@ -29,9 +29,7 @@ def made_ms(shape: Shape, overlap: float) -> float:
     return (issue**overlap + work**overlap) ** (1 / overlap)
 
 
-def law_profile(
-    shape: Shape, overlap: float = 1.0, factor: float = 1.0, **changes: object
-) -> Profile:
+def law_profile(shape: Shape, overlap: float = 1.0, factor: float = 1.0, **changes: object) -> Profile:
     """Return a profile in which a pass over w tokens takes w times as long, and the place of a pass does not matter."""
     ms = factor * made_ms(shape, overlap)
     fields = {
@@ -40,9 +38,7 @@ def law_profile(
         "prefill": [latency(16, 5 * ms), latency(64, 9 * ms)],
         "host": [latency(1, 0.1), latency(2, 0.2)],
     }
-    return profile_of(
-        lambda w, *_: w * ms, widths=(1, 2), batches=(1,), after=(1,), **(fields | changes)
-    )
+    return profile_of(lambda w, *_: w * ms, widths=(1, 2), batches=(1,), after=(1,), **(fields | changes))
 
 
 @pytest.mark.parametrize("overlap", [1.0, 2.0, 6.0])
@@ -50,9 +46,7 @@ def test_a_known_law_is_found_back(overlap):
     curve = fit(SHAPES, np.array([made_ms(s, overlap) for s in SHAPES]), 4)
     assert curve.overlap == overlap
     assert curve.rms_error < 1e-4
-    unseen = TINY.model_copy(
-        update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 600}
-    )
+    unseen = TINY.model_copy(update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 600})
     assert curve.ms(unseen) == pytest.approx(made_ms(unseen, overlap), rel=2e-3)
 
 
@@ -122,9 +116,7 @@ def test_a_law_is_measured_and_designed_with(space):
     assert read_law(space / made["path"]).ms(SHAPE) > 0
 
 
-@pytest.mark.parametrize(
-    "changes", [{"prefill": [latency(16, 5.0)]}, {"host": [latency(1, 0.0), latency(2, 0.0)]}]
-)
+@pytest.mark.parametrize("changes", [{"prefill": [latency(16, 5.0)]}, {"host": [latency(1, 0.0), latency(2, 0.0)]}])
 @pytest.mark.filterwarnings("ignore:divide by zero")
 def test_a_profile_that_does_not_fit_the_others_gives_no_law(changes):
     profiles = [law_profile(s) for s in SHAPES[1:]] + [law_profile(SHAPES[0], **changes)]

@@ -24,9 +24,7 @@ def test_sharded_checkpoints_load_in_transformers(tmp_path, family_dirs):
     saving.write_checkpoint(tmp_path, config, weights, source, shard_bytes=100_000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert all(
-        torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "llama3_tied", "qwen2", "qwen3", "llama_biases"])
@@ -59,9 +57,7 @@ def configured(place, **changes):
         (lambda p: listed(p, "/etc/passwd"), "index.json"),
     ],
 )
-def test_a_broken_checkpoint_is_one_line_that_says_what_and_where(
-    family_dirs, tmp_path, change, named
-):
+def test_a_broken_checkpoint_is_one_line_that_says_what_and_where(family_dirs, tmp_path, change, named):
     place = sharded(family_dirs["llama"], tmp_path / "m")
     change(place)
     for read in (checkpoint.check, checkpoint.read_shape):
@@ -87,9 +83,7 @@ def test_a_broken_checkpoint_is_one_line_that_says_what_and_where(
         ("attention_bias", True, False),
     ],
 )
-def test_a_config_that_contradicts_the_weights_is_named_with_both_values(
-    field, value, stored, family_dirs, tmp_path
-):
+def test_a_config_that_contradicts_the_weights_is_named_with_both_values(field, value, stored, family_dirs, tmp_path):
     """stored: the value that the weights of tests/helpers/builders.py have."""
     place = shutil.copytree(family_dirs["llama"], tmp_path / "m")
     configured(place, **{field: value})
@@ -193,9 +187,7 @@ def norm(place):
         ("llama3_tied", other_head, (checkpoint.read_shape,), "tie_word_embeddings"),
     ],
 )
-def test_weights_that_cannot_be_right_are_named(
-    family, change, reads, named, family_dirs, tmp_path
-):
+def test_weights_that_cannot_be_right_are_named(family, change, reads, named, family_dirs, tmp_path):
     place = shutil.copytree(family_dirs[family], tmp_path / "m")
     tensors = load_file(place / "model.safetensors")
     change(tensors)
@@ -231,9 +223,7 @@ def test_per_layer_lists_are_sliced_to_the_kept_layers(family_dirs):
         "eos_token_id": [1, 2, 3, 4, 5],
         "suppress_tokens": [1, 2, 3, 4, 5],
     }
-    config = checkpoint.config_for(
-        shape, checkpoint.read_config(family_dirs["qwen3"]) | lists, [1, 4]
-    )
+    config = checkpoint.config_for(shape, checkpoint.read_config(family_dirs["qwen3"]) | lists, [1, 4])
     kept = {"layer_types": [sliding, full], "unknown": [2, 5]}
     assert {name: config[name] for name in lists} == lists | kept
 

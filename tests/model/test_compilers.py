@@ -95,9 +95,7 @@ def test_a_compiler_is_known_by_the_form_of_its_name(name, bin_folder, compile_s
     assert compile_small().uses_openmp()
 
 
-@pytest.mark.parametrize(
-    "name", [f"{OTHER}-linux-gnu-g++", f"{MACHINE}-w64-mingw32-g++", "g++filt", "colorg++", "gcc"]
-)
+@pytest.mark.parametrize("name", [f"{OTHER}-linux-gnu-g++", f"{MACHINE}-w64-mingw32-g++", "g++filt", "colorg++", "gcc"])
 def test_a_compiler_for_another_machine_is_none(name, bin_folder, compile_small):
     script(bin_folder / name)
     with raises_option("C++"):
@@ -199,9 +197,7 @@ def test_where_nothing_can_be_executed_auto_is_eager(tmp_path):
     alone = ["unshare", "-m", "sh", "-c", NOEXEC, tmp_path / "noexec"]
     if shutil.which("unshare") is None or subprocess.run([*alone, "true"]).returncode:
         pytest.skip("no mount namespaces")
-    done = subprocess.run(
-        [*alone, sys.executable, "-c", RESOLVE], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([*alone, sys.executable, "-c", RESOLVE], capture_output=True, text=True, check=True)
     first, second = done.stdout.splitlines()
     assert first == "eager"
     assert second.startswith("error ")

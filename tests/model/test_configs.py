@@ -67,17 +67,13 @@ def test_a_drafts_config_is_transformers_own_for_the_kept_layers(kind, tied, tmp
     saving.write_config(tmp_path, checkpoint.config_for(shape, fields, KEPT), "bfloat16")
     draft = AutoConfig.from_pretrained(tmp_path).to_dict()
     expected = source | {
-        name: [source[name][i] for i in KEPT]
-        for name in ("layer_types", "no_rope_layers")
-        if name in source
+        name: [source[name][i] for i in KEPT] for name in ("layer_types", "no_rope_layers") if name in source
     }
     sizes = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 4}
     expected |= sizes | {"num_key_value_heads": 2, "tie_word_embeddings": tied}
     expected |= {"dtype": "bfloat16", "head_dim": SIZES["head_dim"], "_name_or_path": str(tmp_path)}
     beside = {"rope_theta", "rope_scaling", "max_window_layers"}
-    assert {k: v for k, v in draft.items() if k not in beside} == {
-        k: v for k, v in expected.items() if k not in beside
-    }
+    assert {k: v for k, v in draft.items() if k not in beside} == {k: v for k, v in expected.items() if k not in beside}
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["torch_dtype"] == written["dtype"] == "bfloat16"
     assert {name: written[name] for name in BY_CHANCE} == BY_CHANCE
@@ -133,8 +129,7 @@ GOLDEN = {
         LONGROPE | FACTORS,
         {
             "original_max_position_embeddings": 64,
-            "rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 64}
-            | FACTORS,
+            "rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 64} | FACTORS,
         },
     ),
 }

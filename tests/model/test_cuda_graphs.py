@@ -92,8 +92,7 @@ def test_the_last_reference_frees_a_model_and_what_was_captured_of_it(family_dir
     gc.disable()
     try:
         target, draft = (
-            CudaGraphLlama(llama.load(family_dirs["llama"], torch.float32, torch.device(device)))
-            for _ in range(2)
+            CudaGraphLlama(llama.load(family_dirs["llama"], torch.float32, torch.device(device))) for _ in range(2)
         )
         drafter = ModelDrafter(draft)
         for warp in (SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.8)):
@@ -142,10 +141,7 @@ def test_a_head_drafts_from_the_states_that_graphs_of_its_target_keep(tmp_path, 
     sampling, made = SamplingParams(max_tokens=24, **warp), []
     drafters = {target: EagleDrafter(target, head), graphs[0]: EagleDrafter(*graphs)}
     for prompts in (RAGGED[:3], RAGGED[1:4], [prompt[:4] for prompt in RAGGED[:3]]):
-        found = [
-            list(speculative_decode(model, drafters[model], prompts, 4, sampling))
-            for model in drafters
-        ]
+        found = [list(speculative_decode(model, drafters[model], prompts, 4, sampling)) for model in drafters]
         assert [(step.row, step.accepted, step.tokens) for step in found[0]] == [
             (step.row, step.accepted, step.tokens) for step in found[1]
         ]

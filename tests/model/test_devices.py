@@ -42,9 +42,7 @@ def test_apples_gpus_have_no_float64(monkeypatch):
 
 def test_fsdp2_shards_a_student_layer_by_layer():
     step = DistillStep(build("qwen3"), parse_loss("ce"), 1.0)
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
-    )
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     policy = fsdp2_prepare_auto_wrap_policy(plugin, step)
     assert policy is not None
     assert sum(policy(module) for module in step.modules()) == 5

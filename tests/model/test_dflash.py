@@ -46,9 +46,7 @@ def test_both_layouts_are_the_same_head(target, text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "fields", [{}, {"sample_from_anchor": True}, {"transformer_layer_config": LAYER | SLIDES}]
-)
+@pytest.mark.parametrize("fields", [{}, {"sample_from_anchor": True}, {"transformer_layer_config": LAYER | SLIDES}])
 def test_speculators_computes_the_same_logits(target, text, tmp_path, fields, monkeypatch):
     """Windows are wider than the text: speculators moves them with the block, servers with each token."""
     content = SPECULATORS | fields

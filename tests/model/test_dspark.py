@@ -39,9 +39,7 @@ CASES = [(kind, anchor) for kind in ("vanilla", "gated", "rnn") for anchor in (T
 def test_a_block_has_the_probabilities_that_speculators_gives(target, tmp_path, kind, anchor):
     found, _ = block_of(dspark_head(tmp_path / "head", target, kind, anchor))
     printed = torch.tensor(GOLDEN[kind, anchor])
-    allowed = 0.005 + rounding(
-        torch.float32, PASS_TERMS, float(printed.max())
-    )  # two digits are printed
+    allowed = 0.005 + rounding(torch.float32, PASS_TERMS, float(printed.max()))  # two digits are printed
     torch.testing.assert_close(found.softmax(-1)[:, :2] * 1000, printed, atol=allowed, rtol=0)
 
 
@@ -67,9 +65,7 @@ def block_of(head: Any) -> tuple[Tensor, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "anchor"), CASES)
-def test_speculators_computes_the_same_logits_and_confidence(
-    target, tmp_path, kind, anchor, monkeypatch
-):
+def test_speculators_computes_the_same_logits_and_confidence(target, tmp_path, kind, anchor, monkeypatch):
     content = DSPARK | {"markov_head_type": kind, "sample_from_anchor": anchor}
     folder, (ids, states) = tmp_path / "head", random_text(T)
     found, confidence = block_of(dspark_head(folder, target, kind, anchor))

@@ -36,9 +36,7 @@ def folder(head, target, tmp_path) -> Path:
 def altered(folder: Path, **fields: object) -> None:
     """Change fields of config.json; a field of None is taken out."""
     config = json.loads((folder / "config.json").read_text()) | fields
-    (folder / "config.json").write_text(
-        json.dumps({k: v for k, v in config.items() if v is not None})
-    )
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -52,9 +50,7 @@ def test_what_is_written_is_read_as_it_was(target, tmp_path, layout, variant):
     assert all(torch.equal(found.weights[name], weight) for name, weight in head.weights.items())
 
 
-def test_speculators_layout_brings_an_embedding_that_is_the_targets_or_the_heads_own(
-    head, target, tmp_path
-):
+def test_speculators_layout_brings_an_embedding_that_is_the_targets_or_the_heads_own(head, target, tmp_path):
     """That library leaves the embedding at zero, without a word, where the file has none."""
     embedding = torch.randn(307, 64, generator=torch.Generator().manual_seed(5))
     own = Head(config=head.config, weights=head.weights, ids=head.ids, embedding=embedding)
@@ -70,9 +66,7 @@ def test_a_head_of_all_ids_without_lm_head_has_the_targets(tied, family_dirs, tm
     """SGLang and vLLM load such heads so."""
     target = family_dirs["qwen2_tied" if tied else "llama"]
     shape = eagle.head_config(target, None, 307)
-    head = Head(
-        config=shape, weights=random_weights(shape.sizes()), ids=torch.arange(307), embedding=None
-    )
+    head = Head(config=shape, weights=random_weights(shape.sizes()), ids=torch.arange(307), embedding=None)
     eagle.write(tmp_path, head, "native", target=target, k=3)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
@@ -114,9 +108,11 @@ def test_a_head_as_safeailab_writes_it(folder, target):
 def test_layers_in_eagle_config_alone_are_counted_as_sglang_does(folder, target):
     """It captures the output of layer i, which is the residual stream after i + 1 layers."""
     altered(folder, eagle_aux_hidden_state_layer_ids=None)
-    assert json.loads((folder / "config.json").read_text())["eagle_config"][
-        "eagle_aux_hidden_state_layer_ids"
-    ] == [0, 1, 3]
+    assert json.loads((folder / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [
+        0,
+        1,
+        3,
+    ]
     assert eagle.check(folder, target).layer_ids == (1, 2, 4)
 
 

@@ -17,9 +17,7 @@ NAMED = presets(shipped.folder("widths"))
 LLAMA_7B, TINY = NAMED["llama-7b"], NAMED["tiny-16x256"]
 
 
-def family(
-    source: Shape, *, budget: float, kind: BudgetKind, depths: list[int], **others: Any
-) -> list[Shape]:
+def family(source: Shape, *, budget: float, kind: BudgetKind, depths: list[int], **others: Any) -> list[Shape]:
     return families.family(source, depths, Budget(amount=budget, kind=kind, **others))
 
 
@@ -61,9 +59,7 @@ def test_members_hold_the_budget_and_can_be_cut_from_the_source(source, kind, sh
         check(shape)
         check_within(shape, source)
         assert abs(Budget(amount=1, kind=kind).cost(shape) - budget) <= TOLERANCE * budget
-    assert [shape.layers for shape in shapes] == [
-        n for n in depths if n in {shape.layers for shape in shapes}
-    ]
+    assert [shape.layers for shape in shapes] == [n for n in depths if n in {shape.layers for shape in shapes}]
 
 
 @pytest.fixture(scope="module")
@@ -75,22 +71,14 @@ def every_cut() -> dict[int, list[int]]:
             TINY.model_copy(update={"layers": layers, "hidden": 64 * n, "heads": n, "kv_heads": n})
             for n in (1, 2, 3, 4)
         ]
-        cuts[layers] = [
-            base.model_copy(update={"ffn": ffn}).params()
-            for base in bases
-            for ffn in range(8, 689, 8)
-        ]
+        cuts[layers] = [base.model_copy(update={"ffn": ffn}).params() for base in bases for ffn in range(8, 689, 8)]
     return cuts
 
 
 @settings(max_examples=60, deadline=None)
 @given(budget=st.integers(200_000, 16_000_000))
 def test_a_depth_is_left_out_only_if_no_cut_fits(every_cut, budget):
-    fits = [
-        n
-        for n, totals in every_cut.items()
-        if any(abs(t - budget) <= TOLERANCE * budget for t in totals)
-    ]
+    fits = [n for n, totals in every_cut.items() if any(abs(t - budget) <= TOLERANCE * budget for t in totals)]
     if fits:
         shapes = family(TINY, budget=budget, kind="total", depths=list(every_cut))
         assert [shape.layers for shape in shapes] == fits

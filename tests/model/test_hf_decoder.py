@@ -85,9 +85,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": EXPERTS | LINEAR | {"shared_expert_intermediate_size": 48},
     "qwen3_5_text": LINEAR,
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16},
-    "granitemoehybrid": EXPERTS
-    | MAMBA2
-    | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 64},
+    "granitemoehybrid": EXPERTS | MAMBA2 | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 64},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "jamba": {"num_experts": 2, "mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1},
     "mamba2": {"num_heads": 8, "state_size": 16, "n_groups": 1, "expand": 2},
@@ -133,16 +131,12 @@ class HalfRight(Drafter):
     def reset(self, rows: int, capacity: int) -> None:
         self.rows = rows
 
-    def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         ids = torch.zeros(len(texts), count, dtype=torch.long)
         for row, text in enumerate(texts):
             known = (self.texts[row] + [0] * count)[len(text) : len(text) + count]
             wrong = [i % (3 + row) == 2 for i in range(len(text), len(text) + count)]
-            ids[row] = torch.tensor(
-                [(token + bad) % V for token, bad in zip(known, wrong, strict=True)]
-            )
+            ids[row] = torch.tensor([(token + bad) % V for token, bad in zip(known, wrong, strict=True)])
         return Draft(ids=ids, q=None, counts=[count] * len(texts))
 
 
@@ -223,13 +217,9 @@ def test_models_whose_positions_cannot_be_given_speculate_one_row_at_a_time():
     assert not target.masked
     expected = generated(model, PROMPTS[0], 8)
     drafter = HalfRight([[*PROMPTS[0], *expected]])
-    assert output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 3, sampling)) == [
-        expected
-    ]
+    assert output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 3, sampling)) == [expected]
     with raises_option("1"):
-        output_tokens(
-            speculative_decode(target, HalfRight([[0] * 30] * 2), PROMPTS[:2], 3, sampling)
-        )
+        output_tokens(speculative_decode(target, HalfRight([[0] * 30] * 2), PROMPTS[:2], 3, sampling))
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
@@ -243,9 +233,7 @@ def test_recurrent_layers_roll_back_to_what_was_accepted(kind):
     assert output_tokens(steps) == expected
     assert {step.accepted for step in steps} > {0, 1, 2}
     assert output_tokens(decode(target, PROMPTS, sampling)) == expected
-    drafted = output_tokens(
-        speculative_decode(target, ModelDrafter(target, V), PROMPTS[:2], 3, sampling)
-    )
+    drafted = output_tokens(speculative_decode(target, ModelDrafter(target, V), PROMPTS[:2], 3, sampling))
     assert drafted == expected[:2]
     written = generate_batch(target, PROMPTS, sampling, Batching(vocab=V))
     assert [each.ids.tolist() for each in written] == expected
@@ -261,9 +249,7 @@ def test_a_stored_recurrent_model_generates_batches_in_which_rows_end_early(kind
     stops = tuple(text[2 + row] for row, text in enumerate(expected))
     target = load_generator(tmp_path, torch.float32, checkpoint.CPU)
     sampling = SamplingParams(max_tokens=LENGTH, stop_token_ids=stops)
-    for written, text in zip(
-        generate_batch(target, prompts, sampling, Batching(vocab=V)), expected, strict=True
-    ):
+    for written, text in zip(generate_batch(target, prompts, sampling, Batching(vocab=V)), expected, strict=True):
         end = next(i for i, token in enumerate(text) if token in stops) + 1
         assert written.ids.tolist() == text[:end]
 
@@ -320,9 +306,7 @@ CHAIN, BRANCHES = (0, 1), (0, 0, 1)
         *((kind, match, BRANCHES) for kind in ("mixtral", "gpt_oss", "gemma3_text")),
     ],
 )
-def test_at_temperature_1_every_draft_and_outcome_gives_transformers_distribution(
-    kind, rule, parents
-):
+def test_at_temperature_1_every_draft_and_outcome_gives_transformers_distribution(kind, rule, parents):
     target, draft = Conditional(kind), Conditional("stablelm")
     wanted = joint(target.transformers, 3)
     drafting = sampled(draft.following, parents)
@@ -337,9 +321,7 @@ def test_at_temperature_1_every_draft_and_outcome_gives_transformers_distributio
 def random_head(folder: Path) -> Head:
     config = eagle.head_config(folder, (1, 2, 3), V)
     generator = torch.Generator().manual_seed(1)
-    weights = {
-        name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
-    }
+    weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
     return Head(config=config, weights=weights, ids=torch.arange(V), embedding=None)
 
 
@@ -349,9 +331,7 @@ def test_an_eagle_head_drafts_for_a_model_of_transformers(kind, tmp_path):
     model.save_pretrained(tmp_path)
     target, sampling = hosted(model), SamplingParams(max_tokens=LENGTH)
     head = EagleLlama(random_head(tmp_path), target.embed, tmp_path)
-    found = output_tokens(
-        speculative_decode(target, EagleDrafter(target, head), PROMPTS, 3, sampling)
-    )
+    found = output_tokens(speculative_decode(target, EagleDrafter(target, head), PROMPTS, 3, sampling))
     assert found == [generated(model, prompt) for prompt in PROMPTS]
 
 
@@ -364,9 +344,6 @@ def test_a_head_is_replayed_on_transformers_states_as_on_the_engines(family_dirs
         (np.array(PROMPTS[0]), np.array([7, 3, 61, 8, 12])),
         (np.array(PROMPTS[1]), np.array([5, 5, 9])),
     ]
-    both = [
-        score_chains(each, head, texts, V, SamplingParams(temperature=1.0), 3)
-        for each in (own, hosted)
-    ]
+    both = [score_chains(each, head, texts, V, SamplingParams(temperature=1.0), 3) for each in (own, hosted)]
     for here, there in zip(*both, strict=True):
         assert_rounds(here.logprobs, there.logprobs)

@@ -47,9 +47,7 @@ def test_of_the_weights_only_what_the_index_names_is_fetched(served, cache, fami
     assert checkpoint.read_shape(place) == checkpoint.read_shape(family_dirs["llama"])
 
 
-def test_what_was_fetched_is_not_fetched_again_and_serves_offline(
-    served, cache, monkeypatch, capsys
-):
+def test_what_was_fetched_is_not_fetched_again_and_serves_offline(served, cache, monkeypatch, capsys):
     place = hub.locate("lab/sharded")
     announced = capsys.readouterr().err
     assert "lab/sharded" in announced
@@ -115,9 +113,7 @@ def test_plans_and_checks_fetch_no_weights(served, cache, command, family_dirs, 
     assert files(served) == PLAIN
 
 
-def test_a_check_of_a_head_fetches_the_weights_of_its_target(
-    served, cache, family_dirs, tmp_path, monkeypatch
-):
+def test_a_check_of_a_head_fetches_the_weights_of_its_target(served, cache, family_dirs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     head = written(tmp_path / "head", family_dirs["llama"])
     write_prompts(Path("prompts.jsonl"), 2)

@@ -22,9 +22,7 @@ IDS = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(1))
 @pytest.fixture(params=[*FAMILIES, *OTHER_BLOCKS])
 def pair(request, family_dirs):
     directory = family_dirs[request.param]
-    return llama.load(directory, torch.float32), AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32
-    )
+    return llama.load(directory, torch.float32), AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("widths", [[40], [7, 1, 1, 5, 1, 3, 22]])
@@ -96,9 +94,7 @@ def test_a_tree_gives_what_each_of_its_paths_gives(family_dirs):
             kept.keys[:], kept.values[:] = cache.keys, cache.values
             kept.keep(row, used, path)
             assert kept.used[row] == used + len(path)
-            assert_rounds(
-                kept.keys[:, row, :, : kept.used[row]], alone.keys[:, 0, :, : kept.used[row]]
-            )
+            assert_rounds(kept.keys[:, row, :, : kept.used[row]], alone.keys[:, 0, :, : kept.used[row]])
 
 
 def test_a_cache_longer_than_the_context_is_refused(family_dirs):

@@ -121,9 +121,7 @@ def type_of_ids(call: Call, draw: Draw) -> None:
 
 @wrong
 def size_of_ids(call: Call, draw: Draw) -> None:
-    call.ids = [call.ids[0], call.ids[None], call.ids[:, :0], call.ids[:0], call.ids[:1]][
-        draw(0, 4)
-    ]
+    call.ids = [call.ids[0], call.ids[None], call.ids[:, :0], call.ids[:0], call.ids[:1]][draw(0, 4)]
 
 
 @wrong
@@ -244,9 +242,7 @@ def test_weights_of_other_sizes_or_dtypes_are_refused(models, int8):
     rng = random.Random(0)
     target = models["float32"]
     block = target.blocks[0]
-    names = [
-        field.name for field in fields(block) if isinstance(getattr(block, field.name), Tensor)
-    ]
+    names = [field.name for field in fields(block) if isinstance(getattr(block, field.name), Tensor)]
     assert {"qkv", "o", "gate_up", "down", "input_norm", "post_norm"} <= set(names)
     for change in (partial(other_size, draw=rng.randint), torch.Tensor.double):
         for name in ("head", "norm"):

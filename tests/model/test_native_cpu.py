@@ -82,14 +82,10 @@ SIZES = pytest.mark.parametrize("sizes", ["usual", "odd", "odd with biases", "ma
 @SIZES
 def test_bfloat16_weights_are_computed_with_more_exactly_than_torch_does(sizes, directories):
     """Instructions that multiply bfloat16 need rounded activations."""
-    half, full = (
-        llama.load(directories[sizes], dtype) for dtype in (torch.bfloat16, torch.float32)
-    )
+    half, full = (llama.load(directories[sizes], dtype) for dtype in (torch.bfloat16, torch.float32))
     rounds = "avx512_bf16" in instructions(read_cpuinfo())
     truth = passes(full, IDS.tolist(), [1] * 24)
-    ours, torchs = (
-        (passes(m, IDS.tolist(), [1] * 24) - truth).abs().mean() for m in (NativeLlama(half), half)
-    )
+    ours, torchs = ((passes(m, IDS.tolist(), [1] * 24) - truth).abs().mean() for m in (NativeLlama(half), half))
     assert ours < (0.7 if rounds else 0.5) * torchs
 
 
@@ -113,9 +109,7 @@ def test_without_avx512_it_is_as_exact(level, family_dirs, monkeypatch):
     monkeypatch.setattr(native_cpu, "TUNED", flags.split()[-1])
     native_cpu.library.cache_clear()
     try:
-        is_exact(
-            family_dirs["qwen3"], lambda model, widths: passes(model, IDS[:1].tolist(), widths)
-        )
+        is_exact(family_dirs["qwen3"], lambda model, widths: passes(model, IDS[:1].tolist(), widths))
     finally:
         native_cpu.library.cache_clear()
 
@@ -147,9 +141,7 @@ def test_on_arm_it_is_as_exact(family_dirs, tmp_path):
 
     def run(model: NativeLlama, widths: list[int]) -> torch.Tensor:
         told = described(model, IDS[0].tolist(), widths)
-        done = subprocess.run(
-            [emulator, str(program)], input=told, stdout=subprocess.PIPE, check=True
-        )
+        done = subprocess.run([emulator, str(program)], input=told, stdout=subprocess.PIPE, check=True)
         return torch.frombuffer(bytearray(done.stdout), dtype=torch.float32).view(1, 24, -1)
 
     is_exact(family_dirs["qwen3"], run)
@@ -160,9 +152,7 @@ def described(model: NativeLlama, ids: list[int], widths: list[int]) -> bytes:
     held = [(t.data_ptr(), t.nbytes) for t in model._tensors]
     tensors = b"".join(struct.pack("<QQ", *place) + ctypes.string_at(*place) for place in held)
     told = model._model
-    layers = bytes(
-        ctypes.cast(told.layer, ctypes.POINTER(native_cpu._Layer * told.layers)).contents
-    )
+    layers = bytes(ctypes.cast(told.layer, ctypes.POINTER(native_cpu._Layer * told.layers)).contents)
     kind = KINDS.index((model.embed.dtype, model.int8))
     head = struct.pack(f"<3i{len(widths)}i", kind, len(ids), len(widths), *widths)
     text = struct.pack(f"<{len(ids)}q", *ids)
@@ -204,11 +194,7 @@ def test_trees_behind_rows_of_different_lengths_are_llamas(family_dirs):
         cache = each.new_cache(2, 40)
         each.forward(IDS[:, :12], cache)
         cache.used = [12, 7]
-        found.append(
-            each.forward(
-                IDS[:, 12:20], cache, last=6, tree=Tree.from_parents((0, 0, 1, 2, 2, 5, 0))
-            )
-        )
+        found.append(each.forward(IDS[:, 12:20], cache, last=6, tree=Tree.from_parents((0, 0, 1, 2, 2, 5, 0))))
         assert cache.used == [20, 15]
         found.append(cache.keys[:, 0, :, :20])
     assert_rounds(found[0], found[2])
@@ -254,9 +240,7 @@ def test_wide_passes_go_on_where_narrow_ones_stopped(family_dirs):
 
 
 @pytest.mark.parametrize(("dtype", "int8"), KINDS)
-def test_a_pass_over_several_blocks_of_tokens_has_the_bits_of_narrow_passes(
-    dtype, int8, family_dirs
-):
+def test_a_pass_over_several_blocks_of_tokens_has_the_bits_of_narrow_passes(dtype, int8, family_dirs):
     native = NativeLlama(llama.load(family_dirs["llama"], dtype), int8=int8)
     native.any_width = True
     text = [(PROMPT * 40)[:250]]

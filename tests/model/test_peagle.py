@@ -65,9 +65,7 @@ def test_speculators_computes_the_same_logits(target, tmp_path, fields, monkeypa
         masks = head.mask[1].expand(1, count - 1, -1)
         inputs = torch.cat([head.combine(states[:, : anchor + 1]), masks], 1)
         own_logits, _ = head.step(read, inputs, head.new_cache(1, 32), count)
-        theirs = torch.stack(
-            [found[0][int(((anchors == anchor) & (depths == d)).nonzero())] for d in range(count)]
-        )
+        theirs = torch.stack([found[0][int(((anchors == anchor) & (depths == d)).nonzero())] for d in range(count)])
         assert_rounds(own_logits[0][:, draft_ids()], theirs)
 
 
@@ -122,10 +120,7 @@ def test_a_mask_is_a_pard_token_in_the_layout_of_specforge(target, tmp_path):
             "attention_bias",
         ),
         (
-            {
-                "transformer_layer_config": LAYER
-                | {"layer_types": ["full_attention", "sliding_attention"]}
-            },
+            {"transformer_layer_config": LAYER | {"layer_types": ["full_attention", "sliding_attention"]}},
             "layer_types",
         ),
         ({"transformer_layer_config": LAYER | {"model_type": "gemma3"}}, "gemma3"),
@@ -173,7 +168,5 @@ def test_a_head_is_not_read_as_a_head_of_another_kind(target, tmp_path):
 def test_check_reports_a_norm_that_vllm_does_not_read_in_this_layout(target, tmp_path, fields):
     """update_peagle of vLLM 0.32 (transformers_utils/configs/speculators/algos.py) copies norm_before_fc alone."""
     head = open_checkable(written(tmp_path / "head", target, PEAGLE | fields), target)
-    (found,) = [
-        each for each in check_files(head, [SERVERS.get("vllm", "--for")]) if each.about == "vllm"
-    ]
+    (found,) = [each for each in check_files(head, [SERVERS.get("vllm", "--for")]) if each.about == "vllm"]
     assert found.level == ("error" if "fc_norm" in fields else "ok")

@@ -44,10 +44,7 @@ def stored(tmp_path_factory) -> dict[str, Path]:
 def write(cache: Path, mode: str, ratios: dict[str, float]) -> None:
     """Make a cache in which passes of a dtype take so many times as long as those in float32."""
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    passes = {
-        dtype: {tokens: ratios.get(dtype, 1.0) for tokens in DECODING}
-        for dtype in precision.DTYPES[mode]
-    }
+    passes = {dtype: {tokens: ratios.get(dtype, 1.0) for tokens in DECODING} for dtype in precision.DTYPES[mode]}
     name = f"speeds-{precision._key(mode, torch.get_num_threads())}.json"
     (cache / name).write_text(json.dumps(passes))
 
@@ -64,9 +61,7 @@ def test_passes_are_timed_once_and_kept(mode, cache, capsys):
     assert not capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "damage", ["", "{", "[]", "{}", '{"float32": 1}', None], ids=lambda text: repr(text)
-)
+@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"float32": 1}', None], ids=lambda text: repr(text))
 def test_a_damaged_file_is_measured_anew(damage, cache):
     precision.speeds("native")
     (file,) = cache.glob("speeds-*")
@@ -106,9 +101,7 @@ def test_speeds_that_another_user_may_have_written_are_not_read(cache):
         (None, "native", 0.5, "bfloat16"),
     ],
 )
-def test_the_stored_dtype_is_taken_where_it_is_at_least_as_fast(
-    kept, mode, ratio, chosen, cache, stored, capsys
-):
+def test_the_stored_dtype_is_taken_where_it_is_at_least_as_fast(kept, mode, ratio, chosen, cache, stored, capsys):
     write(cache, mode, {"bfloat16": ratio, "float16": ratio})
     directory = None if kept is None else stored[kept]
     models = [] if directory is None else [directory]
@@ -155,9 +148,7 @@ def test_without_weights_the_config_names_the_stored_dtype(cache, stored, tmp_pa
 
 
 @pytest.mark.parametrize("mode", ["native", "eager"])
-def test_a_dtype_that_is_named_is_not_replaced_and_nothing_is_timed_to_choose_it(
-    mode, cache, stored
-):
+def test_a_dtype_that_is_named_is_not_replaced_and_nothing_is_timed_to_choose_it(mode, cache, stored):
     for name, dtype in devices.DTYPES.items():
         chosen = precision.choose(name, CPU, mode, stored["bfloat16"], passes=READING)
         assert (chosen.dtype, chosen.reason) == (dtype, "")

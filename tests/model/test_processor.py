@@ -43,11 +43,7 @@ CPU revision\t: 1
 )
 def test_an_arm_processor_is_named_by_its_parts(cores, features, name):
     """/proc/cpuinfo has no names of Arm processors. A Raspberry Pi adds the name of the board."""
-    text = "".join(
-        ARM.format(2 * at + twin, features, *part)
-        for at, part in enumerate(cores)
-        for twin in (0, 1)
-    )
+    text = "".join(ARM.format(2 * at + twin, features, *part) for at, part in enumerate(cores) for twin in (0, 1))
     assert processor_name(text + "Revision\t: c04170\nModel\t\t: Raspberry Pi\n") == name
 
 

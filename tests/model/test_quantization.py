@@ -51,11 +51,7 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
 
 def test_its_size_is_what_is_stored(pair):
     size = read_size(pair[1])
-    assert (
-        size.weight_bytes(2)
-        == size.weight_bytes(4)
-        == (pair[1] / "model.safetensors").stat().st_size
-    )
+    assert size.weight_bytes(2) == size.weight_bytes(4) == (pair[1] / "model.safetensors").stat().st_size
     assert size.params() == read_size(pair[0]).params()
     assert size.weight_bytes() < 0.8 * read_size(pair[0]).weight_bytes()
     assert size.describe().startswith("fp8 llama, ")
@@ -64,9 +60,7 @@ def test_its_size_is_what_is_stored(pair):
 def test_transformers_loads_it_with_all_weights_accounted_for(pair):
     """Without a GPU transformers makes bfloat16 of it."""
     ids = torch.arange(3, 19)[None]
-    whole, rounded = (
-        HFDecoder(checkpoint.load_any_files(place, torch.bfloat16).eval()) for place in pair
-    )
+    whole, rounded = (HFDecoder(checkpoint.load_any_files(place, torch.bfloat16).eval()) for place in pair)
     expected, found = (model.forward_uncached(ids, 16).float() for model in (whole, rounded))
     error = float((found - expected).norm() / expected.norm())
     assert 1e-3 < error < 0.1  # 3 bits of mantissa

@@ -80,15 +80,11 @@ def weights_in_transformers(shape: Shape, family: str) -> list[tuple[str, tuple[
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_axis_table_is_what_transformers_builds(family, tied):
     shape = SMALL.model_copy(update={"tied": tied, **FAMILIES[family][3]})
-    assert [
-        (name, shape.dims(axes)) for name, axes in shape.axes().items()
-    ] == weights_in_transformers(shape, family)
+    assert [(name, shape.dims(axes)) for name, axes in shape.axes().items()] == weights_in_transformers(shape, family)
 
 
 def _options(shape: Shape) -> dict[str, bool]:
-    return {
-        name: True for name, value in shape.model_dump().items() if value is True and name != "tied"
-    }
+    return {name: True for name, value in shape.model_dump().items() if value is True and name != "tied"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -162,9 +158,7 @@ def test_default_heads_of_every_width_are_legal(hidden, heads, kv_heads, head_di
         check_within(shape, source)
 
 
-@pytest.mark.parametrize(
-    ("heads", "group", "fewest"), [(20, 4, 5), (10, 4, 5), (6, 4, 2), (7, 4, 7), (4, 1, 4)]
-)
+@pytest.mark.parametrize(("heads", "group", "fewest"), [(20, 4, 5), (10, 4, 5), (6, 4, 2), (7, 4, 7), (4, 1, 4)])
 def test_fewest_kv_heads(heads, group, fewest):
     assert fewest_kv_heads(heads, group) == fewest
 

@@ -55,9 +55,7 @@ def assert_alike(here: list[Tensor], there: list[Tensor], window: int | None) ->
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_head_written_here_has_the_same_logits_there(target, tmp_path, text, variant):
-    fields = VARIANTS[variant] | (
-        {"sliding_window": 8} if "sliding_window" in VARIANTS[variant] else {}
-    )
+    fields = VARIANTS[variant] | ({"sliding_window": 8} if "sliding_window" in VARIANTS[variant] else {})
     config = eagle.head_config(target, LAYERS, W, **fields)
     weights = random_weights(config.sizes())
     head = Head(config=config, weights=weights, ids=draft_ids(), embedding=None)
@@ -65,9 +63,7 @@ def test_a_head_written_here_has_the_same_logits_there(target, tmp_path, text, v
     loaded = core.Eagle3SpeculatorConfig.from_pretrained(tmp_path)
     loaded.transformer_layer_config._attn_implementation = "sdpa"
     model = core.Eagle3DraftModel.from_pretrained(tmp_path, config=loaded).float()
-    assert_alike(
-        logits_here(head, target, *text), logits_there(model, *text), config.sliding_window
-    )
+    assert_alike(logits_here(head, target, *text), logits_there(model, *text), config.sliding_window)
 
 
 def trained_there(target: Path, text: tuple[Tensor, Tensor], **fields: Any) -> Any:
@@ -124,6 +120,4 @@ def test_a_head_trained_there_has_the_same_logits_here(target, tmp_path, text, f
     model.save_pretrained(tmp_path)
     head = eagle.read(tmp_path, target, torch.float32)
     assert head.config.norm_output == cast(bool, fields.get("norm_output", False))
-    assert_alike(
-        logits_here(head, target, *text), logits_there(model, *text), head.config.sliding_window
-    )
+    assert_alike(logits_here(head, target, *text), logits_there(model, *text), head.config.sliding_window)

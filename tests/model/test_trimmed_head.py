@@ -54,14 +54,10 @@ def test_transformers_gives_the_same_logits(family, family_dirs, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "llama3_tied"])
-def test_parameters_are_those_that_a_loss_changes_and_those_that_are_stored(
-    family, family_dirs, tmp_path
-):
+def test_parameters_are_those_that_a_loss_changes_and_those_that_are_stored(family, family_dirs, tmp_path):
     place = halve(family_dirs[family], tmp_path / "halved")
     shape, model = checkpoint.read_shape(place), checkpoint.load_model(place, torch.float32)
-    model.get_input_embeddings().padding_idx = (
-        None  # so that every row of the embedding has a gradient
-    )
+    model.get_input_embeddings().padding_idx = None  # so that every row of the embedding has a gradient
     logits = model(torch.arange(307).unsqueeze(0)).logits
     logits[:, :, ::2].logsumexp(-1).sum().backward()
     rows = [p.grad.reshape(len(p), -1).any(1) * p[0].numel() for p in model.parameters()]

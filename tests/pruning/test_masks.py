@@ -93,9 +93,7 @@ def test_the_lagrangian_wants_what_it_should_and_multipliers_climb_the_gap():
 
 
 def test_a_tied_model_gets_hard_hidden_masks_with_soft_gradients():
-    have = Shape(
-        layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=96, vocab=100, tied=True
-    )
+    have = Shape(layers=2, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=96, vocab=100, tied=True)
     masks = masks_for(have, have.model_copy(update={"hidden": 32}))
     hidden = masks.deterministic().hidden
     assert set(hidden.tolist()) == {0.0, 1.0}
@@ -155,9 +153,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
         assert all(map(torch.equal, a.parameters(), b.parameters()))
 
 
-@pytest.mark.parametrize(
-    ("lr", "dtype", "family"), [(None, "bfloat16", "qwen3"), (1e-4, "float32", "qwen2_tied")]
-)
+@pytest.mark.parametrize(("lr", "dtype", "family"), [(None, "bfloat16", "qwen3"), (1e-4, "float32", "qwen2_tied")])
 def test_a_masks_prune_on_disk_is_a_plain_checkpoint(lr, dtype, family, family_dirs, tmp_path):
     source = tmp_path / "source"
     build(family).to(devices.DTYPES[dtype]).save_pretrained(source)
@@ -189,9 +185,7 @@ def test_a_masks_prune_on_disk_is_a_plain_checkpoint(lr, dtype, family, family_d
     assert not (tmp_path / ".out.state").exists()
 
 
-def test_weights_that_are_trained_with_the_masks_are_not_fitted_to_the_source(
-    family_dirs, tmp_path
-):
+def test_weights_that_are_trained_with_the_masks_are_not_fitted_to_the_source(family_dirs, tmp_path):
     """The fit would undo what they learnt: masks at 3e-3 of SmolLM2 fell from acceptance 0.23 to 0.13."""
     text = write_functions(tmp_path / "text.txt", 30, 8)
     settings = {

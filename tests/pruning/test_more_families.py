@@ -86,9 +86,7 @@ def test_a_cut_checkpoint_is_written_and_loaded_strictly(name, saved, tmp_path):
     have, shape = checkpoint.read_shape(source), smaller_of(name, checkpoint.read_shape(source))
     keep = choose(random_scores(have, 3), have, shape, [0, 1, 4])
     config = checkpoint.config_for(shape, checkpoint.read_config(source), keep.layers)
-    saving.write_checkpoint(
-        tmp_path, config, Cut(checkpoint.Weights(source), shape, keep).items(), None
-    )
+    saving.write_checkpoint(tmp_path, config, Cut(checkpoint.Weights(source), shape, keep).items(), None)
     model = checkpoint.load_model(tmp_path, torch.float32)
     assert checkpoint.read_shape(tmp_path) == shape
     assert torch.isfinite(model(IDS).logits).all()

@@ -160,9 +160,7 @@ def test_a_rotated_and_refitted_draft_is_one_model_in_the_engine_and_in_transfor
     assert_rounds(found, logits(out))
 
 
-def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_nothing(
-    family_dirs, tmp_path, text
-):
+def test_the_same_command_gives_the_same_bytes_and_a_cache_of_scores_changes_nothing(family_dirs, tmp_path, text):
     source = family_dirs["llama"]
     shape = resolve(checkpoint.read_shape(source), layers=2, hidden=32, ffn=40)
     shape = shape.model_copy(update={"heads": 4, "kv_heads": 2})

@@ -9,9 +9,7 @@ from draftlab.commands.prune import prune
 from draftlab.model.families import presets
 
 
-def test_without_a_network_the_paper_s_draft_is_planned_from_the_shipped_shape(
-    tmp_path, monkeypatch
-):
+def test_without_a_network_the_paper_s_draft_is_planned_from_the_shipped_shape(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))

@@ -76,9 +76,7 @@ def test_a_tied_model_is_not_rotated(family_dirs):
 
 def widened(small: nn.Module, shape: Shape, width: int) -> tuple[dict[str, Tensor], Shape]:
     """Return the same function in a residual stream of width dimensions of which only shape.hidden carry anything."""
-    out, _ = torch.linalg.qr(
-        torch.randn(width, shape.hidden, generator=torch.Generator().manual_seed(5))
-    )
+    out, _ = torch.linalg.qr(torch.randn(width, shape.hidden, generator=torch.Generator().manual_seed(5)))
     share = (shape.hidden / width) ** 0.5  # an RMSNorm over more dimensions divides by less
     parameters = dict(small.named_parameters())
     wide = {}
@@ -91,11 +89,7 @@ def widened(small: nn.Module, shape: Shape, width: int) -> tuple[dict[str, Tenso
             tensor = tensor * parameters["model.norm.weight"].detach() * share
         elif axes[-1] == "hidden" and name != "model.embed_tokens.weight":
             norm = "input_layernorm" if "self_attn" in name else "post_attention_layernorm"
-            tensor = (
-                tensor
-                * parameters[f"model.layers.{name.split('.')[2]}.{norm}.weight"].detach()
-                * share
-            )
+            tensor = tensor * parameters[f"model.layers.{name.split('.')[2]}.{norm}.weight"].detach() * share
         for dim, axis in enumerate(axes):
             if axis == "hidden":
                 tensor = (tensor.movedim(dim, -1) @ out.T).movedim(-1, dim)
@@ -182,9 +176,7 @@ def test_the_streams_of_a_refit_are_those_of_the_written_draft(family, family_di
     head, source = list(range(0, have.vocab, 2)), walk(weights, config)
     layers = [0, 2, have.layers - 1]
     fit, held_out = IDS[:2, None, :-1], IDS[2:, None]
-    kept = calibrate(
-        source, have, [*fit], print, heldout=[*held_out[..., :-1]], layers=lambda _: layers
-    ).streams
+    kept = calibrate(source, have, [*fit], print, heldout=[*held_out[..., :-1]], layers=lambda _: layers).streams
     assert kept.keys() == {*layers, have.layers}
     shape = have.model_copy(update={"layers": 3})
     cut = Cut(weights, shape, keep_all(have).model_copy(update={"layers": layers}))

@@ -60,9 +60,7 @@ def test_another_processor_and_another_checkpoint_are_other_groups():
     assert len(grouped([local("a"), elsewhere, trained])) == 3
 
 
-@pytest.mark.parametrize(
-    "fields", [{"draft_weights": "int8"}, {"rule": "other"}, {"repeats": 3}, {"context": 9}]
-)
+@pytest.mark.parametrize("fields", [{"draft_weights": "int8"}, {"rule": "other"}, {"repeats": 3}, {"context": 9}])
 def test_conditions_of_the_draft_alone_leave_one_ranking(fields):
     (group,) = grouped([local("a"), local("b", 0.5, **fields)])
     assert (group.name, group.ranking[1].significant) == ("", True)
@@ -115,9 +113,7 @@ def test_no_output_has_a_ratio_between_groups(tmp_path):
 
 
 def test_the_fastest_way_of_all_is_a_plain_row_if_no_draft_is_faster():
-    groups = grouped(
-        [local("a", 0.6), rounded(speed=0.7)]
-    )  # 30 and 35 tokens/s, and 37.5 without a draft
+    groups = grouped([local("a", 0.6), rounded(speed=0.7)])  # 30 and 35 tokens/s, and 37.5 without a draft
     way = overall(groups).way
     assert way is not None
     assert (way.name, way.k, way.tokens_per_second.value) == (
@@ -216,9 +212,7 @@ def test_the_fixture_makes_what_this_file_says():
 
 def test_scores_without_a_recorded_selection_of_prompts_are_compared_within_their_run_only():
     """Before 2026-11-28, scores had a hash of the file of prompts and not of the prompts that were taken from it."""
-    older, other = (
-        [local(name, selection=None) for name in names] for names in (("a", "b"), ("c",))
-    )
+    older, other = ([local(name, selection=None) for name in names] for names in (("a", "b"), ("c",)))
     (alone,) = other
     slower = [change(g, verify_seconds=2 * g.verify_seconds) for g in alone.plain]
     groups = grouped([*older, change(alone, plain=slower), local("new")])

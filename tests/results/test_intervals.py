@@ -38,12 +38,7 @@ def test_a_speed_up_without_each_conversation_makes_its_interval(ks):
     whole, n = drawn(9, ks), 9
     found = speedup(whole)
     if ks == 1:  # the choice among several K draws other partitions for other conversations
-        left = np.array(
-            [
-                speedup(Timings(*(np.delete(each, g, -2) for each in whole[:2]))).value
-                for g in range(n)
-            ]
-        )
+        left = np.array([speedup(Timings(*(np.delete(each, g, -2) for each in whole[:2]))).value for g in range(n)])
         half = stats.t.ppf(0.975, n - 1) * np.sqrt((n - 1) * left.var())
         assert (found.low, found.high) == pytest.approx((found.value - half, found.value + half))
     assert 0 <= found.low < found.value < found.high

@@ -96,8 +96,7 @@ def test_the_command_ranks_and_keeps_the_bar(tmp_path):
 
 def test_a_served_score_stands_beside_a_local_one(tmp_path):
     whole, fast = (
-        [ServedGeneration(prompt=i, tokens=16, seconds=seconds) for i in range(PROMPTS)]
-        for seconds in (0.6, 0.3)
+        [ServedGeneration(prompt=i, tokens=16, seconds=seconds) for i in range(PROMPTS)] for seconds in (0.6, 0.3)
     )
     accepted = {"num_accepted_tokens_per_pos": [32, 24, 16, 8]}
     counters = {4: Counters(num_drafts=40, num_draft_tokens=160, **accepted)}
@@ -114,9 +113,7 @@ def test_a_served_score_stands_beside_a_local_one(tmp_path):
 
 def test_a_kind_of_prompt_that_is_answered_with_its_end_gains_nothing(tmp_path):
     base = at("draft", [0.2] * PROMPTS)
-    kinds = [
-        PromptRecord(tokens=9, category="a" if i else "b", conversation=i) for i in range(PROMPTS)
-    ]
+    kinds = [PromptRecord(tokens=9, category="a" if i else "b", conversation=i) for i in range(PROMPTS)]
     ended = change(speculative(0, [], 0, 0), prefill_seconds=0.1)
     runs = {
         "plain": [ended, *base.plain[1:]],
@@ -167,15 +164,12 @@ def test_other_work_of_the_machine_is_doubt(seen, device, threads, doubted):
 def test_stalled_passes_are_doubt(share, doubted):
     base = at("draft", [0.2] * PROMPTS)
     stalled = [
-        g.model_copy(update={"stalled_passes": round(share * len(g.drafted))})
-        for g in base.generations(base.best_k)
+        g.model_copy(update={"stalled_passes": round(share * len(g.drafted))}) for g in base.generations(base.best_k)
     ]
     assert (change(base, speculative={base.best_k: stalled}).doubt is not None) == doubted
 
 
-@pytest.mark.parametrize(
-    ("factor", "doubted"), [(1.0, False), (1.2, False), (1.3, True), (0.7, True)]
-)
+@pytest.mark.parametrize(("factor", "doubted"), [(1.0, False), (1.2, False), (1.3, True), (0.7, True)])
 def test_passes_that_imply_another_speed_up_are_doubt(factor, doubted):
     base = without_host(at("draft", [0.2] * PROMPTS))
     k = base.best_k
@@ -196,10 +190,7 @@ def test_passes_that_imply_another_speed_up_are_doubt(factor, doubted):
 @pytest.mark.parametrize(("uneven", "doubted"), [(4, False), (5, True)])
 def test_uneven_repeats_are_doubt_where_times_are_wall_clock(uneven, doubted):
     base = at("draft", [0.2] * PROMPTS)
-    again = [
-        plain(g.prompt, (2 if g.prompt < uneven else 1) * (0.3 + 0.1 * g.prompt))
-        for g in base.plain
-    ]
+    again = [plain(g.prompt, (2 if g.prompt < uneven else 1) * (0.3 + 0.1 * g.prompt)) for g in base.plain]
     one = change(base, plain=[*base.plain, *again], environment=IDLE)
     for threads in (1, 2):
         doubt = conditioned(one, device="p", threads=threads).doubt

@@ -27,17 +27,12 @@ from draftlab.runs.provenance import Stage
 
 
 def with_cuts(steps_cut: int, of: int) -> Score:
-    runs = [
-        speculative(i, [4] * (of // PROMPTS), 4, 0.3, cut=steps_cut // 2 if i < 2 else 0)
-        for i in range(PROMPTS)
-    ]
+    runs = [speculative(i, [4] * (of // PROMPTS), 4, 0.3, cut=steps_cut // 2 if i < 2 else 0) for i in range(PROMPTS)]
     return change(score(), speculative={4: runs})
 
 
 def markdown_rows(text: str) -> list[dict[str, str]]:
-    lines = [
-        re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("| ")
-    ]
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("| ")]
     heads = [cell.strip() for cell in lines[0]]
     board = [line for line in lines[2:] if len(line) == len(heads)]
     return [dict(zip(heads, (cell.strip() for cell in line), strict=True)) for line in board]
@@ -223,9 +218,7 @@ def test_json_has_vllms_names_and_the_records_numbers():
     [
         change(score(), equal_texts=0.5),
         change(score(), distinct_4grams=0.49),
-        change(
-            score(), prompts=[PromptRecord(tokens=32, conversation=i // 2) for i in range(PROMPTS)]
-        ),
+        change(score(), prompts=[PromptRecord(tokens=32, conversation=i // 2) for i in range(PROMPTS)]),
         change(score(), prompts=[]),
         with_cuts(4, of=24),
     ],

@@ -101,9 +101,7 @@ def test_a_speed_up_is_over_the_fastest_plain_decoding():
 
 
 @pytest.mark.parametrize(("int8_seconds", "advises"), [(0.2, True), (0.38, False), (1.0, False)])
-def test_another_precision_is_advised_only_where_it_is_shown_to_be_faster_alone(
-    int8_seconds, advises
-):
+def test_another_precision_is_advised_only_where_it_is_shown_to_be_faster_alone(int8_seconds, advises):
     """Requests take 0.8 s with the draft; with int8 weights alone they take 0.6 s, 0.78 s with spread, or 1.4 s."""
     precise = CONDITIONS.model_copy(update={"target_weights": "bfloat16", "draft_weights": "int8"})
     alone = [answer(i, 0.4, int8_seconds * (1 + 0.4 * (-1) ** i)) for i in range(PROMPTS)]

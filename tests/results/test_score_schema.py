@@ -103,9 +103,7 @@ def test_noise_alone_makes_no_speed_up():
         itself.append(best / intervals.tokens_per_second(slow))
     assert sum(itself) / 40 > 1.08
     assert sum(one.value for one in found) / 40 == pytest.approx(1, abs=0.04)
-    assert (
-        sum(one.low < 1 < one.high for one in found) >= 35
-    )  # with 95 % coverage fewer have a chance of 1 in 60
+    assert sum(one.low < 1 < one.high for one in found) >= 35  # with 95 % coverage fewer have a chance of 1 in 60
 
 
 def test_a_prompt_that_is_answered_with_its_end_says_nothing_about_speed():

@@ -13,9 +13,7 @@ def level(z: float) -> float:
     return 2 * norm.sf(z)
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [(2.178, 2.178), (2.797, 1.977)], ids=["Pocock", "O'Brien and Fleming"]
-)
+@pytest.mark.parametrize(("first", "second"), [(2.178, 2.178), (2.797, 1.977)], ids=["Pocock", "O'Brien and Fleming"])
 def test_two_looks_have_the_critical_values_of_the_tables(first, second):
     """Jennison and Turnbull, Group Sequential Methods, 2000, tables 2.1 and 2.3, for two looks at 5 %."""
     found = _levels_of([1, 2], [level(first), 0.05])
@@ -64,9 +62,7 @@ def test_intervals_at_a_lower_level_are_as_much_wider_as_student_says():
     narrow, wide = speedup(whole), speedup(whole._replace(alpha=0.01))
     from scipy.stats import t
 
-    assert (wide.high - wide.value) / (narrow.high - narrow.value) == pytest.approx(
-        t.isf(0.005, 8) / t.isf(0.025, 8)
-    )
+    assert (wide.high - wide.value) / (narrow.high - narrow.value) == pytest.approx(t.isf(0.005, 8) / t.isf(0.025, 8))
     assert best_of([whole, whole._replace(alpha=0.01)]).low < best_of([whole, whole]).low
 
 

@@ -46,9 +46,7 @@ def test_a_score_implies_the_sum_of_its_passes_and_its_host():
     """5 steps accept 4, 2, 0, 3, 1 of 4 tokens and emit 15; the first of two unread tokens follows the first step."""
     base = without_host(at("draft", [0.2] * PROMPTS))
     target = change(base.target, latency=costs().verify, following=[later(ALONE, 2)])
-    draft = change(
-        base.draft, latency=costs().first, following=[later(ms, n) for n, ms in FOLLOWING.items()]
-    )
+    draft = change(base.draft, latency=costs().first, following=[later(ms, n) for n, ms in FOLLOWING.items()])
     one = change(base, target=target, draft=draft)
     decoding = 5 * (0.7 + 0.3 + 0.25 + 0.2 + 8.0) + 0.2
     assert one.implied_tpot_ms(4) == pytest.approx(decoding / 15)
@@ -71,8 +69,6 @@ def test_a_score_with_passes_of_unknown_place_implies_nothing():
     """Before 2026-11-28, `latency` mixed passes after the target's and after the draft's own."""
     base = without_host(at("draft", [0.2] * PROMPTS))
     timed = change(base.target, latency=[latency(1, 0.03), latency(5, 0.03)])
-    new, old = (
-        change(base, target=change(timed, following=kept)) for kept in (timed.following, [])
-    )
+    new, old = (change(base, target=change(timed, following=kept)) for kept in (timed.following, []))
     assert new.implied_speedup(4) is not None
     assert (old.implied_speedup(4), old.cost_ratio, old.doubt) == (None, None, None)

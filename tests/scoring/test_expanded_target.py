@@ -14,9 +14,7 @@ LARGER = {"layers": 7, "hidden": 96, "heads": 6, "kv_heads": 6, "head_dim": 16, 
 
 
 @pytest.mark.parametrize("mode", ["eager", "native"])
-def test_the_text_and_acceptance_are_the_sources_at_another_cost(
-    family_dirs, tmp_path, monkeypatch, capsys, mode
-):
+def test_the_text_and_acceptance_are_the_sources_at_another_cost(family_dirs, tmp_path, monkeypatch, capsys, mode):
     source = family_dirs["llama_mha"]
     shape = checkpoint.read_shape(source)
     target, draft, shallow = (tmp_path / f"{n}.yaml" for n in ("target", "draft", "shallow"))

@@ -12,9 +12,7 @@ from draftlab.runs import provenance
 from draftlab.target_outputs.store import read_texts
 
 
-def test_prompts_in_the_stores_that_a_draft_learnt_from_are_counted(
-    family_dirs, tmp_path, monkeypatch
-):
+def test_prompts_in_the_stores_that_a_draft_learnt_from_are_counted(family_dirs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     target = str(family_dirs["llama"])
     mixed = write_prompts(Path("mixed.jsonl"), 20)

@@ -43,8 +43,7 @@ KINDS = {
         "[{metric: acc, aggregation: mean, higher_is_better: true}]"
     ),
     "loglikelihood_rolling": (
-        "metric_list:\n  - "
-        "{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}"
+        "metric_list:\n  - {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}"
     ),
     "generate_until": "generation_kwargs: {until: ['zz'], do_sample: false, max_gen_toks: 9}\n"
     "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]",
@@ -63,9 +62,7 @@ def folder(tmp_path_factory) -> Path:
     rows = [{"question": f"return self.{'x' * n}", "answer": n % 3} for n in range(7)]
     write_rows(out / "rows.jsonl", rows)
     for kind, more in KINDS.items():
-        text = TASK.format(
-            name=kind, data=out / "rows.jsonl", cache=out / "cache", kind=kind, more=more
-        )
+        text = TASK.format(name=kind, data=out / "rows.jsonl", cache=out / "cache", kind=kind, more=more)
         (out / f"{kind}.yaml").write_text(text)
     (out / "both.yaml").write_text(GROUP)
     return out
@@ -77,15 +74,11 @@ def chat(family_dirs, tmp_path_factory) -> Path:
     return with_template(family_dirs["llama"], tmp_path_factory.mktemp("chat") / "llama")
 
 
-def golden(
-    directory: Path, names: list[str], folder: Path, **settings: Any
-) -> dict[tuple[str, str], list[float]]:
+def golden(directory: Path, names: list[str], folder: Path, **settings: Any) -> dict[tuple[str, str], list[float]]:
     """Return the values of every item, and that of the task last, by lm-eval's own model and evaluator."""
     model = {"pretrained": str(directory), "dtype": "float32"}
     index = TaskManager(include_path=folder, include_defaults=False)
-    found: Any = simple_evaluate(
-        "hf", model, names, device="cpu", task_manager=index, bootstrap_iters=0, **settings
-    )
+    found: Any = simple_evaluate("hf", model, names, device="cpu", task_manager=index, bootstrap_iters=0, **settings)
     values: dict[tuple[str, str], list[float]] = {}
     for task, samples in found["samples"].items():
         for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
@@ -104,14 +97,10 @@ def measured(results: list[TaskResult]) -> dict[tuple[str, str], list[float]]:
 
 
 def tasks(folder: Path, *kinds: str, **settings: Any) -> Tasks:
-    return load_tasks(
-        [str(folder / f"{kind}.yaml") for kind in kinds], **{"limit": 5, "batch_size": 2} | settings
-    )
+    return load_tasks([str(folder / f"{kind}.yaml") for kind in kinds], **{"limit": 5, "batch_size": 2} | settings)
 
 
-def close(
-    found: dict[tuple[str, str], list[float]], expected: dict[tuple[str, str], list[float]]
-) -> bool:
+def close(found: dict[tuple[str, str], list[float]], expected: dict[tuple[str, str], list[float]]) -> bool:
     assert found.keys() == expected.keys()
     return all(found[key] == pytest.approx(expected[key], rel=PASS_ROUNDING) for key in expected)
 
@@ -140,9 +129,7 @@ def test_a_score_passes_lm_evals_options_on(chat, folder, tmp_path):
     assert plain[0].items_sha256 != shown.items_sha256  # neither examples nor template were ignored
 
 
-def test_requests_that_lm_eval_truncates_are_counted_for_each_model(
-    family_dirs, folder, tmp_path, caplog
-):
+def test_requests_that_lm_eval_truncates_are_counted_for_each_model(family_dirs, folder, tmp_path, caplog):
     """lm-eval warns once for each truncated request. With long examples, one context is too short for them."""
     place = family_dirs["llama"]
     tokens = len(load_tokenizer(place)("return self.xxxx")["input_ids"])
@@ -167,9 +154,7 @@ def test_requests_that_lm_eval_truncates_are_counted_for_each_model(
     cut = read[short]["multiple_choice"]
     assert 0 < cut.truncated <= cut.requests == 15
     for name, result in read[place].items():
-        assert (read[short][name].items_sha256 == result.items_sha256) == (
-            read[short][name].truncated == 0
-        )
+        assert (read[short][name].items_sha256 == result.items_sha256) == (read[short][name].truncated == 0)
 
 
 def test_accuracies_of_different_prompts_are_not_paired_and_this_is_said(chat, folder, tmp_path):
@@ -197,9 +182,7 @@ def test_accuracies_of_different_prompts_are_not_paired_and_this_is_said(chat, f
     }
 
 
-def test_a_trimmed_head_and_a_parallel_draft_are_whole_models_for_lm_eval(
-    family_dirs, folder, tmp_path
-):
+def test_a_trimmed_head_and_a_parallel_draft_are_whole_models_for_lm_eval(family_dirs, folder, tmp_path):
     place = tmp_path / "draft"
     shutil.copytree(family_dirs["llama"], place)
     write_head_ids(place, list(range(5, 90)))
@@ -214,9 +197,7 @@ def served(family_dirs) -> Iterator[dict[str, Any]]:
     """Settings of score around two running servers of the small llama."""
     place = family_dirs["llama"]
     model, tokenizer = load_model(place, torch.float32).eval(), load_tokenizer(place)
-    plain, drafting = (
-        SmallVLLM(model, tokenizer, frozenset(), draft=draft) for draft in (None, build("llama", 1))
-    )
+    plain, drafting = (SmallVLLM(model, tokenizer, frozenset(), draft=draft) for draft in (None, build("llama", 1)))
     with running(plain) as url, running(drafting) as other:
         yield FEW | {"server": url, "speculative_server": other, "target": str(place)}
 
@@ -238,9 +219,7 @@ def test_data_that_cannot_be_had_is_said_before_a_model_is_loaded(tmp_path, capf
         "doc_to_text: '{{a}}'\ndoc_to_target: '{{b}}'\nmetric_list: [{metric: acc}]\n"
     )
     with raises_option("--tasks", "remote.yaml", "nobody/nothing"):
-        COMMANDS["score"](
-            target="tiny", draft=["tiny"], data="stdlib", tasks=str(task), out=tmp_path / "out"
-        )
+        COMMANDS["score"](target="tiny", draft=["tiny"], data="stdlib", tasks=str(task), out=tmp_path / "out")
     assert "loading tiny" not in capfd.readouterr().err
 
 

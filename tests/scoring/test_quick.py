@@ -21,9 +21,7 @@ from draftlab.scoring.quick import QuickTiming
 from draftlab.scoring.throughput import PLAIN, Run, TimedStep
 
 pytestmark = pytest.mark.usefixtures("space")
-WORDS = [
-    f"{start}{end}" for start in ("al", "be", "ga", "de") for end in ("pha", "ta", "mma", "lta")
-]
+WORDS = [f"{start}{end}" for start in ("al", "be", "ga", "de") for end in ("pha", "ta", "mma", "lta")]
 DRAFTERS = "--drafter latest-lookup --drafter prompt-lookup"
 
 
@@ -203,9 +201,7 @@ def test_a_swap_is_the_ratio_of_predicted_seconds_at_the_two_k(asked):
             "other_plain": {},
             "speculative": {1: runs[:1], 2: runs[1:]},
             "prediction": known,
-            "prompts": [
-                p.model_copy(update={"conversation": i}) for i, p in enumerate(score.prompts)
-            ],
+            "prompts": [p.model_copy(update={"conversation": i}) for i, p in enumerate(score.prompts)],
         }
     )
     swaps = changed.timings([1, 2]).swaps

@@ -54,9 +54,7 @@ def test_a_target_with_other_weights_is_decoded_alone_and_verifies_nothing(model
     found = timed(models, {"other": ("draft", [4])}, other_target=draft)
     assert set(found.generations) == {PLAIN, OTHER_PLAIN, ("other", 4)}
     assert sorted(g.prompt for g in found.generations[OTHER_PLAIN]) == [0, 0, 1, 1, 2, 2]
-    assert found.tokens[OTHER_PLAIN] == dict(
-        enumerate(output_tokens(decode(draft, PROMPTS, SAMPLING)))
-    )
+    assert found.tokens[OTHER_PLAIN] == dict(enumerate(output_tokens(decode(draft, PROMPTS, SAMPLING))))
     plain = measured.tokens[PLAIN]
     assert found.tokens["other", 4] == found.tokens[PLAIN] == plain != found.tokens[OTHER_PLAIN]
 

@@ -95,9 +95,7 @@ def test_a_target_that_is_on_disk_leaves_mode_and_batch_to_drafts_and_heads(spac
     assert read_profile(Path("passes/head.yaml")).drafter == "eagle"
 
 
-def test_what_int8_costs_the_target_is_that_of_its_rounded_matrices(
-    space, draft, family_dirs, task
-):
+def test_what_int8_costs_the_target_is_that_of_its_rounded_matrices(space, draft, family_dirs, task):
     """The matrices are rounded by hand, in transformers' model; the embedding and the norms are not."""
     rounded = AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
     rounded.config.tie_word_embeddings = False
@@ -122,14 +120,11 @@ def test_what_int8_costs_the_target_is_that_of_its_rounded_matrices(
     texts = [[0, 17, 44, 101, 9], [0, 5, 250]]
     whole = AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
     p, q = (
-        torch.cat([model(torch.tensor([ids])).logits[0] for ids in texts]).log_softmax(-1)
-        for model in (whole, rounded)
+        torch.cat([model(torch.tensor([ids])).logits[0] for ids in texts]).log_softmax(-1) for model in (whole, rounded)
     )
     llama = modes.load(family_dirs["llama"], torch.float32, checkpoint.CPU)
     compared = compare(llama, modes.with_mode(llama, "native", int8=True), texts)
-    assert compared.kl == pytest.approx(
-        float((p.exp() * (p - q)).sum(-1).mean()), rel=0.02, abs=1e-6
-    )
+    assert compared.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=0.02, abs=1e-6)
     assert compared.top1 == float((p.argmax(-1) == q.argmax(-1)).float().mean())
 
 
@@ -149,9 +144,7 @@ def test_llama_65b_and_the_drafts_of_its_recipe_fit_four_devices_of_80_gb(space)
         (space / name / "config.json").write_text(json.dumps(config))
     (space / "score.yaml").write_text(yaml.safe_dump(step))
     said = call("score", "--config", "score.yaml", "--dry-run").stdout
-    total, first = re.search(
-        r"memory: (\d+) GB: .* 4, 8 devices takes [\d.]+, ([\d.]+), ", said
-    ).groups()
+    total, first = re.search(r"memory: (\d+) GB: .* 4, 8 devices takes [\d.]+, ([\d.]+), ", said).groups()
     caches = 0.0026 * (3 + 200 + 8)
     assert float(total) == pytest.approx(sum(weights.values()) + caches, rel=0.01)
     drafts = sum(weights.values()) - weights["llama-65b"]
@@ -188,9 +181,7 @@ def test_a_mixture_is_scored_on_its_first_source(space, draft):
     workspace.write(here.model_copy(update={"data": f"{here.data}=0.7,stdlib=0.3"}))
     call(f"{SCORE} --out mixed")
     call(f"{SCORE} --data {here.data} --out first")
-    mixed, first = (
-        read_score(space / out / draft.name).conditions.selection for out in ("mixed", "first")
-    )
+    mixed, first = (read_score(space / out / draft.name).conditions.selection for out in ("mixed", "first"))
     assert mixed == first
 
 
@@ -215,9 +206,7 @@ def test_answers_that_end_at_once_are_refused_and_single_ones_said(space, draft)
         ("both", "int8", "int8", ["float32"]),
     ],
 )
-def test_the_target_alone_is_timed_at_every_precision_of_the_run(
-    space, draft, int8, target, draft_weights, other
-):
+def test_the_target_alone_is_timed_at_every_precision_of_the_run(space, draft, int8, target, draft_weights, other):
     """The draft with other weights than the target's writes what the target writes with those that verify."""
     native = f"--mode native --dtype float32 --drafter latest-lookup --int8 {int8} --out x"
     call(f"{SCORE} --exhaustive --draft {draft} {native}")

@@ -69,10 +69,7 @@ def apart(*arguments: str, code: int = 0) -> Result:
 
 def test_the_password_of_an_address_stands_in_nothing_that_is_written_or_printed(space, started):
     target = small()
-    urls = [
-        started(answering).replace("//", "//user:SECRET@")
-        for answering in (target, small(draft=target.model))
-    ]
+    urls = [started(answering).replace("//", "//user:SECRET@") for answering in (target, small(draft=target.model))]
     away = "http://user:SECRET@127.0.0.1:9"
     results = [score(*urls), call("report"), score(urls[0], away, code=1)]
     assert (space / "runs/score-served/score.json").is_file()
@@ -163,9 +160,7 @@ def test_a_prompt_that_a_server_refuses_is_a_bad_row(place, refusing, phases, sp
         (found.plain, expected.plain),
         (found.speculative[K], expected.speculative[K]),
     ):
-        assert sorted((g.prompt, g.tokens) for g in of) == sorted(
-            (g.prompt, g.tokens) for g in wanted
-        )
+        assert sorted((g.prompt, g.tokens) for g in of) == sorted((g.prompt, g.tokens) for g in wanted)
     assert found.conditions.prompts == 2
     assert found.equal_texts == 1
     if refusing == "drafting" or phases == 2:  # or else the counters may have its answers, too
@@ -246,9 +241,7 @@ def test_counters_that_others_moved_are_refused(steps, cuts, fine):
     """
     adapter = SimpleNamespace(cuts_last_step=cuts)
     server: Any = SimpleNamespace(http=SimpleNamespace(url="http://here"), adapter=adapter)
-    counters = Counters(
-        num_drafts=steps, num_draft_tokens=4.0 * steps, num_accepted_tokens_per_pos=[7.0] * 4
-    )
+    counters = Counters(num_drafts=steps, num_draft_tokens=4.0 * steps, num_accepted_tokens_per_pos=[7.0] * 4)
     with nullcontext() if fine else raises_option("http://here", "40"):
         check_alone(server, counters, [20, 20])
 

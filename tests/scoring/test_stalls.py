@@ -58,9 +58,7 @@ def measured(models, share: float, factor: tuple[float, float]) -> TimedArms:
     return measured_on(models, clock)
 
 
-def measured_on(
-    models, clock: Callable[[], float], prompts: int = 8, tokens: int = 41, repeats: int = 2
-) -> TimedArms:
+def measured_on(models, clock: Callable[[], float], prompts: int = 8, tokens: int = 41, repeats: int = 2) -> TimedArms:
     target, draft = models
     drafters = {"draft": (model_drafter(draft, target.vocab), [1, 3])}
     sampling, advance = SamplingParams(max_tokens=tokens), lambda done: None
@@ -91,9 +89,7 @@ def quiet(models) -> TimedArms:
     return measured(models, 0, (1, 1))
 
 
-def test_a_run_full_of_stalls_is_repeated_and_one_that_stays_so_is_not_for_ever(
-    models, monkeypatch
-):
+def test_a_run_full_of_stalls_is_repeated_and_one_that_stays_so_is_not_for_ever(models, monkeypatch):
     def in_a_storm(storm: range) -> tuple[list[Generation], int]:
         clock, told = stalling(storm, 100)
         found = measured_on(models, clock)
@@ -115,9 +111,7 @@ def test_a_run_full_of_stalls_is_repeated_and_one_that_stays_so_is_not_for_ever(
 
 
 @pytest.mark.parametrize(("share", "factor"), [(0.01, (10, 10)), (0.1, (10, 1000))])
-def test_the_estimate_stands_and_its_interval_covers_the_truth_whatever_stalls(
-    models, quiet, share, factor
-):
+def test_the_estimate_stands_and_its_interval_covers_the_truth_whatever_stalls(models, quiet, share, factor):
     noisy = measured(models, share, factor)
     for arm in ARMS:
         clean, found = (decode_timings(m.generations[arm]) for m in (quiet, noisy))
@@ -144,9 +138,7 @@ def prefills(models, stalled: range) -> tuple[list[list[float]], int, int]:
     return [[g.prefill_seconds for g in arm] for arm in runs], passes, len(told) - 1
 
 
-def test_a_stalled_prefill_counts_as_those_of_the_same_prompt_even_if_it_was_read_once(
-    models, monkeypatch
-):
+def test_a_stalled_prefill_counts_as_those_of_the_same_prompt_even_if_it_was_read_once(models, monkeypatch):
     quiet, none, readings = prefills(models, range(0))
     assert none == 0
     # the draft reads the prompt, too: longer, and no stall

@@ -51,10 +51,7 @@ ARC = [
         "answerKey": "2",
     },
 ]
-GSM8K = [
-    {"question": f"What is {n} + {n}?", "answer": f"It is {n} + {n}.\n#### {2 * n}"}
-    for n in range(9)
-]
+GSM8K = [{"question": f"What is {n} + {n}?", "answer": f"It is {n} + {n}.\n#### {2 * n}"} for n in range(9)]
 TOWER = "The {} tower number {}{} was built of old stone by a king who is long dead . "
 WIKITEXT = "".join(  # as the data set is written: headings, a space before each full stop
     f" = {title} = \n \n"

@@ -45,9 +45,7 @@ FAST = Machine(
 seconds = st.dictionaries(st.sampled_from(list(STEPS)), st.floats(0.1, 100), min_size=1)
 
 
-def planned(
-    target, tmp_path, minutes=60.0, machine=FAST, server=None, streams=(1,), ready=(), prompts=128
-):
+def planned(target, tmp_path, minutes=60.0, machine=FAST, server=None, streams=(1,), ready=(), prompts=128):
     directory = locate(str(target), weights=False)
     file = None if target == "tiny" else write_prompts(tmp_path / "prompts.jsonl", prompts)
     request = Request(
@@ -64,9 +62,7 @@ def planned(
     return make_plan(request, machine, minutes, {}, {})
 
 
-@given(
-    seconds, st.floats(0, 1e5), st.dictionaries(st.sampled_from(sorted(STEPS)), st.floats(0, 1e5))
-)
+@given(seconds, st.floats(0, 1e5), st.dictionaries(st.sampled_from(sorted(STEPS)), st.floats(0, 1e5)))
 def test_steps_get_what_they_need_and_all_of_the_time(least, total, most):
     """A step that has a limit gets no more, and the others share what it leaves."""
     got = seconds_of_steps(least, total, {})
@@ -225,15 +221,11 @@ def test_two_ready_drafts_of_one_name_are_refused(family_dirs):
 
 def test_prompts_are_parted_without_overlap_and_always_alike(family_dirs, tmp_path):
     target, parts = family_dirs["llama"], ("choose", "measure", "train")
-    prompts = find_prompts(
-        write_prompts(tmp_path / "prompts.jsonl", 160), None, None, target, [1, 5]
-    )
+    prompts = find_prompts(write_prompts(tmp_path / "prompts.jsonl", 160), None, None, target, [1, 5])
     assert (prompts.choose, prompts.measure, prompts.train) == (50, 25, 85)
     for name in ("a", "b"):
         prompts.write(tmp_path / name, target)
-    texts = [
-        [(tmp_path / name / f"{part}.jsonl").read_text() for part in parts] for name in ("a", "b")
-    ]
+    texts = [[(tmp_path / name / f"{part}.jsonl").read_text() for part in parts] for name in ("a", "b")]
     assert texts[0] == texts[1]
     rows = [set(text.splitlines()) for text in texts[0]]
     assert list(map(len, rows)) == [50, 25, 85]

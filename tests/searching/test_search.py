@@ -50,9 +50,7 @@ def trial(name: str, rejection: float = 0.5) -> ShapeTrial:
     )
 
 
-def search_of(
-    gain: float = 1.2, changed: tuple[str, ...] = (), seconds: Seconds = "wall"
-) -> Search:
+def search_of(gain: float = 1.2, changed: tuple[str, ...] = (), seconds: Seconds = "wall") -> Search:
     measured = [
         MeasuredDraft(
             name=name,
@@ -67,9 +65,7 @@ def search_of(
     ]
     rung = Rung(steps=20, trials=[trial("a"), trial("b")])
     shapes = {"a": TINY, "b": TINY}
-    return Search(
-        target="t", source="s", shapes=shapes, spent_seconds=60, rungs=[rung], measured=measured
-    )
+    return Search(target="t", source="s", shapes=shapes, spent_seconds=60, rungs=[rung], measured=measured)
 
 
 def pass_ms(shape: Shape) -> float:
@@ -80,11 +76,7 @@ def pass_ms(shape: Shape) -> float:
 def test_candidates_can_be_cut_and_are_cheap_enough(name):
     source = NAMED[name]
     target_ms = pass_ms(source)
-    tried = [
-        resolve(source, layers=n, hidden=w)
-        for n in default_depths(source)
-        for w in default_widths(source)
-    ]
+    tried = [resolve(source, layers=n, hidden=w) for n in default_depths(source) for w in default_widths(source)]
     found = candidates(source, tried, pass_ms, target_ms, MAX_PASS_SHARE)
     assert len(found) >= 6
     for label, shape in found.items():

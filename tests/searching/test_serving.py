@@ -33,9 +33,7 @@ def space(tmp_path, monkeypatch, family_dirs):
     return tmp_path
 
 
-def request_of(
-    target: Path, server: str | None = None, program: Path | None = None, temperature: float = 0
-) -> Request:
+def request_of(target: Path, server: str | None = None, program: Path | None = None, temperature: float = 0) -> Request:
     return Request(
         name=str(target),
         target=target,
@@ -49,9 +47,7 @@ def request_of(
 
 
 def served(target: Path, chosen: Arm, **wanted: object) -> tuple[str, list[str]]:
-    steps = StepRunner(
-        folder=Path("out"), make=lambda name, settings: step_of(name, settings, {}, "auto")
-    )
+    steps = StepRunner(folder=Path("out"), make=lambda name, settings: step_of(name, settings, {}, "auto"))
     request = request_of(target, **wanted)
     return serve(request, steps, chosen, k=3, int8=False, scores=Path("out/score"))
 

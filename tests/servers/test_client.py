@@ -80,9 +80,7 @@ def test_a_server_says_what_it_is_and_how_it_cuts_text(recorded):
 
 
 def test_what_vllm_wrote_is_read_with_its_log_probabilities(recorded, tiny):
-    first, second = recorded.generate(
-        [PROMPT, PROMPT[:3]], SamplingParams(max_tokens=4, temperature=0.0), k=3
-    )
+    first, second = recorded.generate([PROMPT, PROMPT[:3]], SamplingParams(max_tokens=4, temperature=0.0), k=3)
     assert (first.ids, first.finish_reason, first.prompt_ids) == (
         [372, 309, 293, 653],
         "length",
@@ -98,9 +96,7 @@ def test_what_vllm_wrote_is_read_with_its_log_probabilities(recorded, tiny):
 
 def test_a_sampled_token_has_its_log_probability_without_lists(recorded, tiny):
     (written,) = recorded.generate([PROMPT], SamplingParams(max_tokens=4, seed=7, temperature=1.0))
-    assert_rounds(
-        written.logprobs, of(tiny(PROMPT + written.ids)[len(PROMPT) - 1 : -1], written.ids)
-    )
+    assert_rounds(written.logprobs, of(tiny(PROMPT + written.ids)[len(PROMPT) - 1 : -1], written.ids))
     assert written.ids[0] == 456  # not the most probable one
     assert written.top_ids == []
 
@@ -167,11 +163,7 @@ def test_the_key_is_sent_and_v1_may_be_named(started, tmp_path):
 
     def locked(method: str, path: str, body: Any) -> tuple[int, Any]:
         ok = body == {"authorization": "Bearer secret"} and path in ("/v1/models", "/version")
-        return (
-            (200, {"data": [{"id": "a", "owned_by": "vllm"}]})
-            if ok
-            else (401, {"error": "Unauthorized"})
-        )
+        return (200, {"data": [{"id": "a", "owned_by": "vllm"}]}) if ok else (401, {"error": "Unauthorized"})
 
     url = started(locked)
     assert Server.connect(url + "/v1/", api_key_file=key).model == "a"
@@ -273,9 +265,7 @@ def test_sglangs_answers_are_read(started):
 
 @pytest.mark.parametrize("adapter", [VLLM(), SGLang(), LlamaCpp()], ids=lambda each: each.name)
 def test_every_sampling_setting_is_sent(adapter):
-    sampling = SamplingParams(
-        max_tokens=3, temperature=0.7, top_k=11, top_p=0.9, min_p=0.05, seed=13, ignore_eos=True
-    )
+    sampling = SamplingParams(max_tokens=3, temperature=0.7, top_k=11, top_p=0.9, min_p=0.05, seed=13, ignore_eos=True)
     body = adapter.completion_request([1], sampling, None)
     sent = list((body | body.get("sampling_params", {})).values())
     for value in (3, 0.7, 11, 0.9, 0.05, 13, True):
@@ -311,10 +301,7 @@ def llama_cpp(method: str, path: str, body: Any) -> tuple[int, Any]:
         {"id": 7, "token": "x", "bytes": [120], "logprob": -0.5},
         {"id": 8, "token": "y", "logprob": -1.5},
     ]
-    tokens = [
-        {"id": i, "token": "x", "logprob": p, "top_logprobs": top}
-        for i, p in ((7, -0.5), (1, -4.0))
-    ]
+    tokens = [{"id": i, "token": "x", "logprob": p, "top_logprobs": top} for i, p in ((7, -0.5), (1, -4.0))]
     answer = {"content": "x", "tokens": [7, 1], "completion_probabilities": tokens}
     return 200, answer | {"stop": True, "stop_type": "eos"}
 
@@ -400,9 +387,7 @@ def test_outputs_of_a_real_vllm_are_those_of_the_local_model(text, vllm, fp32, t
         build(target=str(fp32), out=tmp_path / "local", **sizes)
         again = verify(tmp_path / "local", ServedTarget.connected(vllm, fp32, None, 32), 0)
         assert again.worst < 0.02
-        ours, theirs = (
-            load_file(tmp_path / n / "shard-00000.safetensors") for n in ("served", "local")
-        )
+        ours, theirs = (load_file(tmp_path / n / "shard-00000.safetensors") for n in ("served", "local"))
         assert (ours["ids"] == theirs["ids"]).all()
         rest = [np.exp(shard["rest_logprob"]) for shard in (ours, theirs)]
         assert_rounds(*rest)

@@ -38,9 +38,7 @@ def test_a_silent_server_is_given_up_in_time():
 HEAD = b"HTTP/1.1 200 OK\r\n"
 
 
-@pytest.mark.parametrize(
-    "start", [HEAD + b"\r\n", HEAD + b"x: ", b""], ids=["body", "head", "line"]
-)
+@pytest.mark.parametrize("start", [HEAD + b"\r\n", HEAD + b"x: ", b""], ids=["body", "head", "line"])
 def test_a_dripping_answer_is_given_up_in_time(start):
     """Every read gets a byte in time, so no limit of single reads ends this."""
 
@@ -159,9 +157,7 @@ def test_what_a_server_says_about_itself_is_checked(card):
 TOPS = [{"token_id:5": -0.5, "token_id:6": -1.0}, {"token_id:6": -0.25, "token_id:7": -3.0}]
 
 
-def choice(
-    ids: Any = (5, 6), values: Any = (-0.5, -0.25), tops: Any = TOPS, reason: str = "length"
-) -> dict[str, Any]:
+def choice(ids: Any = (5, 6), values: Any = (-0.5, -0.25), tops: Any = TOPS, reason: str = "length") -> dict[str, Any]:
     logprobs = {"token_logprobs": values, "top_logprobs": tops}
     return {"token_ids": ids, "logprobs": logprobs, "finish_reason": reason}
 
@@ -199,9 +195,7 @@ IMPOSSIBLE = {
         tops=[{"token_id:5": -0.1, "token_id:6": -0.1}, {"token_id:6": -0.1, "token_id:7": -0.1}],
     ),
     "a log-probability beyond float32": choice((5, 8), (-0.5, -1e39)),
-    "a log-probability above 0": choice(
-        values=(0.5, -0.25), tops=[{"token_id:5": 0.5, "token_id:6": -1.0}, TOPS[1]]
-    ),
+    "a log-probability above 0": choice(values=(0.5, -0.25), tops=[{"token_id:5": 0.5, "token_id:6": -1.0}, TOPS[1]]),
 }
 
 
@@ -289,9 +283,7 @@ def test_an_answer_that_ended_early_is_no_measurement(reason, ignore_eos):
 
 def test_a_probability_of_0_is_stored_as_a_number_that_can_be_read():
     least = -3.4028234663852886e38  # llama.cpp's logarithm of 0
-    stored = StoredLogprobs.of_lists(
-        np.array([[5, 6]]), np.array([[0.0, least]]), np.array([least]), np.array([6])
-    )
+    stored = StoredLogprobs.of_lists(np.array([[5, 6]]), np.array([[0.0, least]]), np.array([least]), np.array([6]))
     assert np.isfinite(stored.logprobs.astype(np.float16)).all()
     assert np.isfinite(stored.token.astype(np.float16)).all()
 
@@ -329,8 +321,7 @@ ENTRIES = [[-0.5, 5, None], [-1.5, 6, None]]
                 "tokens": [5, 7],
                 "stop_type": "limit",
                 "completion_probabilities": [
-                    {"id": i, "logprob": p, "top_logprobs": [{"id": i, "logprob": p}]}
-                    for p, i, _ in ENTRIES
+                    {"id": i, "logprob": p, "top_logprobs": [{"id": i, "logprob": p}]} for p, i, _ in ENTRIES
                 ],
             },
         ),

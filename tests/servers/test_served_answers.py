@@ -77,9 +77,7 @@ def recorded(name: str, **timings: int) -> Answering:
 
 
 @pytest.mark.parametrize("k", [0, 2])
-@pytest.mark.parametrize(
-    ("name", "timings"), [("drafted", {}), ("drafted", {"draft_n": 0}), ("plain", {"draft_n": 3})]
-)
+@pytest.mark.parametrize(("name", "timings"), [("drafted", {}), ("drafted", {"draft_n": 0}), ("plain", {"draft_n": 3})])
 def test_log_probabilities_of_drafted_tokens_are_refused(name, timings, k, started):
     """The count of drafted tokens shows them, and so does the empty list of a token with log-probability 0.0."""
     server = Server.connect(started(recorded(name, **timings)))
@@ -162,9 +160,7 @@ def test_an_ascii_answer_cut_inside_a_character_costs_its_row_only(count, starte
 def test_a_server_that_never_returns_probabilities_is_no_matter_of_characters(started):
     answer = LLAMA_CPP["plain"]["answer"] | {"completion_probabilities": []}  # llama.cpp#10733
     with raises_option("/completion") as caught:
-        url = started(
-            lambda m, p, b: RecordedLlamaCpp()(m, p, b) if p != "/completion" else (200, answer)
-        )
+        url = started(lambda m, p, b: RecordedLlamaCpp()(m, p, b) if p != "/completion" else (200, answer))
         Server.connect(url).generate([[1]], SAMPLED)
     assert not isinstance(caught.value, RowError)
 
@@ -335,9 +331,7 @@ def proxy(monkeypatch) -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_a_server_that_renders_chats_otherwise_teaches_no_conversations(
-    other, started, tmp_path, family_dirs
-):
+def test_a_server_that_renders_chats_otherwise_teaches_no_conversations(other, started, tmp_path, family_dirs):
     served = with_template(family_dirs["llama"], tmp_path / "served")
     text = TEMPLATE.replace("[assistant]", "[bot]") if other else TEMPLATE
     own = with_template(family_dirs["llama"], tmp_path / "own", text)
@@ -494,9 +488,7 @@ WANTED = spec_decode_counters({}, parse_metrics(PAGE))
         lambda page: page.replace("vllm:", ""),
         lambda page: page.replace("_total{", "{"),
         lambda page: page + page.replace("vllm:", "vllm_"),
-        lambda page: "".join(
-            f"  {line}\t1795836048\n" for line in page.splitlines() if line[0] != "#"
-        ),
+        lambda page: "".join(f"  {line}\t1795836048\n" for line in page.splitlines() if line[0] != "#"),
         lambda page: page + "# EOF\n",
     ],
 )
@@ -560,6 +552,4 @@ def test_a_server_may_split_text_otherwise_but_not_have_other_words(started, fam
     whole = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     assert check_server_tokenizer(splitting(whole), directory).split_alike
     with raises_option("--target"):
-        check_server_tokenizer(
-            splitting(lambda text: other(text, add_special_tokens=False)["input_ids"]), directory
-        )
+        check_server_tokenizer(splitting(lambda text: other(text, add_special_tokens=False)["input_ids"]), directory)

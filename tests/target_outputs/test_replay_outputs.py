@@ -143,12 +143,8 @@ def test_sampled_text_has_the_log_probability_that_it_was_drawn_with(tmp_path, m
         assert text.logprobs.max() < 0
 
 
-def test_lists_are_those_of_transformers_in_batches_whose_texts_end_at_different_lengths(
-    models, prompt_file
-):
-    cuts = SamplingParams(
-        temperature=1.5, top_k=40, seed=3, max_tokens=24, stop_token_ids=tuple(range(0, 307, 9))
-    )
+def test_lists_are_those_of_transformers_in_batches_whose_texts_end_at_different_lengths(models, prompt_file):
+    cuts = SamplingParams(temperature=1.5, top_k=40, seed=3, max_tokens=24, stop_token_ids=tuple(range(0, 307, 9)))
     prompts = file_prompts(prompt_file, checkpoint.load_tokenizer(models["target"])).rows
     target = LocalTarget(models["target"], CPU, torch.float32, batch_size=4)
     written = target.generate(prompts, range(len(prompts)), cuts, 8)
@@ -192,9 +188,7 @@ def test_answers_to_distil_from_are_those_to_replay_and_some_are_held_out(tmp_pa
         recorded(tmp_path / "few", models["target"], prompts, use="distill", num_prompts=9)
 
 
-def test_what_is_sampled_depends_on_the_prompt_and_the_seed_alone(
-    tmp_path, models, prompt_file, monkeypatch
-):
+def test_what_is_sampled_depends_on_the_prompt_and_the_seed_alone(tmp_path, models, prompt_file, monkeypatch):
     def texts(name: str, file: Path = prompt_file, **changes: int) -> list[list[int]]:
         settings = {"temperature": 1.0, "seed": 3, "max_new_tokens": 12} | changes
         store = recorded(tmp_path / name, models["target"], file, **settings)
@@ -209,9 +203,7 @@ def test_what_is_sampled_depends_on_the_prompt_and_the_seed_alone(
     assert texts("one by one") == together
 
 
-def test_text_ends_with_the_first_end_of_text_and_keeps_it(
-    tmp_path, prompt_file, greedy_store, ends
-):
+def test_text_ends_with_the_first_end_of_text_and_keeps_it(tmp_path, prompt_file, greedy_store, ends):
     end, target = ends
     found = recorded(tmp_path / "t", target, prompt_file)
     for text, whole in zip(found.outputs, greedy_store.outputs, strict=True):
@@ -259,9 +251,7 @@ def test_every_damage_to_a_shard_is_found(tmp_path, greedy_store):
         ("number", 0, {"sampling": {"temperature": -1.0}}),
     ],
 )
-def test_texts_that_contradict_their_manifest_are_refused(
-    array, place, changes, tmp_path, greedy_store
-):
+def test_texts_that_contradict_their_manifest_are_refused(array, place, changes, tmp_path, greedy_store):
     shutil.copytree(greedy_store.directory, tmp_path / "t")
     file = tmp_path / "t/shard-00000.safetensors"
     arrays = load_file(file)
@@ -306,9 +296,7 @@ def test_sampled_chances_are_the_ratio_of_what_both_sampled_from(tmp_path, model
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("k", [1, 3])
-def test_a_replayed_lookup_counts_what_decoding_along_the_text_counts(
-    tmp_path, models, prompt_file, temperature, k
-):
+def test_a_replayed_lookup_counts_what_decoding_along_the_text_counts(tmp_path, models, prompt_file, temperature, k):
     """A lookup is certain of its tokens, so the text decides every step, sampled or not."""
     store = recorded(tmp_path / "store", models["target"], prompt_file, temperature=temperature)
     spec = parse_drafter("latest-lookup:prompt_lookup_max=2")
@@ -319,9 +307,7 @@ def test_a_replayed_lookup_counts_what_decoding_along_the_text_counts(
         limit = len(ids) if output.finish_reason == "length" else 24
         at, passes, steps, drafted, accepted = 1, 0, 0, 0, 0
         while at < len(ids):
-            draft = (
-                drafter.draft(prompt + ids[:at], min(k, limit - at - 1)) if limit > at + 1 else []
-            )
+            draft = drafter.draft(prompt + ids[:at], min(k, limit - at - 1)) if limit > at + 1 else []
             right = [a == b for a, b in zip(draft, ids[at:], strict=False)]
             run = right.index(False) if False in right else len(right)
             passes, steps, drafted = passes + 1, steps + bool(draft), drafted + len(draft)
@@ -362,9 +348,7 @@ def test_a_replay_of_drafts_that_depend_on_k_is_read_back(tmp_path, models, gree
         assert np.allclose(steps(work, 2).starts, found.counts(2).starts)
 
 
-def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(
-    tmp_path, models, prompt_file, ends
-):
+def test_text_that_ends_early_leaves_room_for_drafts_behind_its_end(tmp_path, models, prompt_file, ends):
     found = recorded(tmp_path / "t", ends[1], prompt_file)
     k = 4
     counts = replay_draft(found, drafter_of(models["draft"]), drafting()).counts(k)
@@ -405,9 +389,7 @@ def test_rows_of_categories_are_their_texts_alone(models, greedy_store):
     for row in rows:
         assert row.length.value == pytest.approx(row.acceptance.mean_acceptance_length)
         assert row.rate.value == pytest.approx(row.acceptance.draft_acceptance_rate)
-        assert [c.value for c in row.conditional] == pytest.approx(
-            row.acceptance.conditional_acceptance
-        )
+        assert [c.value for c in row.conditional] == pytest.approx(row.acceptance.conditional_acceptance)
         assert row.length.low <= row.length.value <= row.length.high
     if found.degenerate.any():
         assert by_group["without loops"].texts == int((~found.degenerate).sum())
@@ -441,9 +423,7 @@ def test_text_that_the_target_did_not_write_is_not_replayed(tmp_path, models):
         check(nobody, draft, drafting())
 
 
-def test_outputs_that_lack_what_distilling_needs_are_refused(
-    tmp_path, models, greedy_store, prompt_file
-):
+def test_outputs_that_lack_what_distilling_needs_are_refused(tmp_path, models, greedy_store, prompt_file):
     with pytest.raises(UserError):
         open_stored(greedy_store.directory, models["draft"], batch_size=2, temperature=1.0)
     recorded(tmp_path / "t", models["target"], prompt_file)
@@ -477,9 +457,7 @@ def test_build_info_and_replay_as_typed(space, models, prompt_file):
     assert re.search("^chat +2 +8 ", shown, re.M)
 
 
-def test_replay_takes_the_target_from_the_store_and_the_draft_from_draft(
-    space, models, prompt_file
-):
+def test_replay_takes_the_target_from_the_store_and_the_draft_from_draft(space, models, prompt_file):
     """The workspace may have another target by now. If the target was moved, --target names it."""
     here = shutil.copytree(models["target"], space / "here")
     build = "outputs build --use replay --max-new-tokens 12 --out answers --prompt-file"

@@ -158,9 +158,7 @@ def first(name: str, value: float) -> Callable[[Shard], None]:
         (lambda shard: shard.update(other=shard["ids"]), "other"),
     ],
 )
-def test_arrays_that_no_target_has_given_are_refused_with_the_right_checksum(
-    change, array, made, tmp_path
-):
+def test_arrays_that_no_target_has_given_are_refused_with_the_right_checksum(change, array, made, tmp_path):
     with raises_option("shard-00000.safetensors", array):
         read_store(spoilt(made, tmp_path / "c", change))
 
@@ -197,23 +195,17 @@ def test_verify_finds_the_target_that_made_it_and_no_other(made, family_dirs, tm
 
 
 @pytest.mark.parametrize("kind", ["llama", "neox"])
-def test_what_is_seen_is_the_targets_own_whatever_the_memory(
-    kind, family_dirs, tokenizer_dir, tmp_path
-):
+def test_what_is_seen_is_the_targets_own_whatever_the_memory(kind, family_dirs, tokenizer_dir, tmp_path):
     """Any causal language model: the engine's, and one that transformers runs; in one pass, rows and parts of a row."""
     place = family_dirs["llama"] if kind == "llama" else save_neox(tmp_path / kind, tokenizer_dir)
     model = checkpoint.load_model(place, torch.float32).eval()
     rng = np.random.default_rng(0)
     ids, mask = rng.integers(3, 300, (5, 21)), rng.integers(0, 2, (5, 20)).astype(np.float32)
     with torch.no_grad():
-        log_p = model(torch.from_numpy(ids[:, :-1])).logits.log_softmax(-1)[
-            torch.from_numpy(mask) > 0
-        ]
+        log_p = model(torch.from_numpy(ids[:, :-1])).logits.log_softmax(-1)[torch.from_numpy(mask) > 0]
     came = log_p.gather(1, torch.from_numpy(ids[:, 1:][mask > 0])[:, None])[:, 0]
     for positions in (1000, 45, 7):
-        scored = LocalTarget(place, CPU, memory=positions * 16 * 307 / 1e9).score(
-            Batch(ids, mask), 8
-        )
+        scored = LocalTarget(place, CPU, memory=positions * 16 * 307 / 1e9).score(Batch(ids, mask), 8)
         assert_rounds(scored.logprobs, log_p.topk(8).values)
         assert_rounds(scored.token, came)
 
@@ -238,9 +230,7 @@ def same_lists(a: Path, b: Path) -> None:
             assert np.array_equal(mine[name], other[name])
         assert (mine["top_ids"] == other["top_ids"]).mean() > 0.99  # ties in fp16 apart
         for name in ("top_logprobs", "token_logprob", "rest_logprob"):
-            assert (
-                np.abs(mine[name].astype(np.float32) - other[name].astype(np.float32)).max() < 0.01
-            )
+            assert np.abs(mine[name].astype(np.float32) - other[name].astype(np.float32)).max() < 0.01
 
 
 def test_a_cache_from_a_server_is_that_of_the_target(small, made, family_dirs, text, tmp_path):
@@ -292,9 +282,7 @@ def test_a_served_teacher_looks_as_the_target_itself(small, made, family_dirs):
     assert_rounds(listed.log_p, log_p.topk(8).values)
     tail = 1 - log_p.gather(1, listed.ids).exp().sum(1)
     assert_rounds(listed.tail.exp(), tail)
-    nothing = ServedTeacher(small, 8, 307).distributions(
-        Batch(batch.ids, np.zeros_like(batch.mask))
-    )
+    nothing = ServedTeacher(small, 8, 307).distributions(Batch(batch.ids, np.zeros_like(batch.mask)))
     assert nothing.ids.shape == (0, 8)
 
 

@@ -15,9 +15,7 @@ from draftlab.target_outputs.store import HELDOUT, read_store
 from draftlab.training.run import read_log
 from draftlab.training.trainer import StepRecord
 
-PROMPTS = [{"prompt": f"return {i}"} for i in range(14)] + [
-    {"turns": ["if not line:", "self.path"]}
-] * 3
+PROMPTS = [{"prompt": f"return {i}"} for i in range(14)] + [{"turns": ["if not line:", "self.path"]}] * 3
 TRAINING = "--draft draft --steps 3 --batch-size 4 --eval-steps 3 --training-dtype float32"
 PROMPT_FILE = "--text target --prompt-file prompts.jsonl --max-new-tokens 12"
 DISTILL = f"distill {PROMPT_FILE} {TRAINING}"

@@ -60,10 +60,7 @@ def test_three_steps_in_a_row_end_the_run_with_the_last_good_checkpoint(tmp_path
     # the update of AdamW is about as large as the rate
     first = go(student(), tmp_path / "plain", settings=SETTINGS, stop=3)[-2:]
     second = go(student(), tmp_path / "low", settings=lower, stop=3)[-2:]
-    moved = [
-        max(float((x - y).abs().max()) for x, y in zip(a[1], b[1], strict=True))
-        for a, b in (first, second)
-    ]
+    moved = [max(float((x - y).abs().max()) for x, y in zip(a[1], b[1], strict=True)) for a, b in (first, second)]
     assert moved[1] < moved[0] / 5
 
 

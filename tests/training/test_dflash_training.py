@@ -114,9 +114,7 @@ def test_each_prediction_has_the_loss_and_gradient_that_its_place_in_the_block_g
     total.backward()
     wanted = {name: cast(Tensor, p.grad).clone() for name, p in student.named_parameters()}
 
-    def check(
-        ids: Tensor, mask: Tensor, states: Tensor, logits: Tensor, *rest: Tensor | None
-    ) -> None:
+    def check(ids: Tensor, mask: Tensor, states: Tensor, logits: Tensor, *rest: Tensor | None) -> None:
         student.zero_grad()
         teacher = TargetPass(Dense(logits[mask > 0], None), states)
         sums = objective(ids, mask, teacher, *rest)
@@ -135,10 +133,7 @@ def test_each_prediction_has_the_loss_and_gradient_that_its_place_in_the_block_g
     joined = torch.cat([ids[0], ids[1]]).unsqueeze(0)
     places = torch.cat([torch.arange(T + 1), torch.arange(T)]).unsqueeze(0)
     gap = torch.zeros(1, 1)
-    whole = {
-        name: torch.cat([tensor[:, :T], tensor[:, :1], tensor[:, T:]], 1)
-        for name, tensor in flat.items()
-    }
+    whole = {name: torch.cat([tensor[:, :T], tensor[:, :1], tensor[:, T:]], 1) for name, tensor in flat.items()}
     check(
         joined,
         torch.cat([mask[:1], gap, mask[1:]], 1),
@@ -185,8 +180,6 @@ def test_training_goes_on_with_a_head_as_it_was_written(trained, words, tmp_path
         ({"draft": "head"}, "--draft"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_before_weights_are_read(
-    words, tmp_path, given, named
-):
+def test_settings_that_do_not_fit_are_refused_before_weights_are_read(words, tmp_path, given, named):
     with raises_option(named):
         COMMANDS["distill"](**words | given, dry_run=True, out=tmp_path / "head")

@@ -65,9 +65,7 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("optimizer", "stop_after"), [("adamw", 1), ("adamw", 4), ("muon", 7)])
-def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(
-    tmp_path, teacher, optimizer, stop_after
-):
+def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(tmp_path, teacher, optimizer, stop_after):
     settings = altered(SETTINGS, optimizer=optimizer)
     whole, resumed = student(), student()
     expected = run(whole, teacher, tmp_path / "a", settings)
@@ -118,13 +116,7 @@ def first_gradients(
     model, seen = student(), {}
 
     def look(*_) -> None:
-        seen.update(
-            {
-                n: p.grad.clone()
-                for n, p in model.named_parameters()
-                if p.grad is not None and n not in seen
-            }
-        )
+        seen.update({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and n not in seen})
 
     handle = register_optimizer_step_pre_hook(look)
     try:
@@ -137,14 +129,10 @@ def first_gradients(
 @pytest.mark.parametrize("loss", ["fkl", "rkl", "jsd(0.5)", "ce"])
 def test_accumulating_over_micro_batches_is_the_same_step(tmp_path, teacher, loss):
     whole, *parts = (
-        first_gradients(
-            teacher, tmp_path / str(n), altered(SETTINGS, micro_batch_tokens=n), loss=loss
-        )
+        first_gradients(teacher, tmp_path / str(n), altered(SETTINGS, micro_batch_tokens=n), loss=loss)
         for n in (0, 1, 30)
     )
-    half = first_gradients(
-        teacher, tmp_path / "half", batches=RandomRows(2, 12, masked=True), loss=loss
-    )
+    half = first_gradients(teacher, tmp_path / "half", batches=RandomRows(2, 12, masked=True), loss=loss)
     assert len(whole) == 21
     for name, gradient in whole.items():
         # the longest sums are over the vocabulary
@@ -223,9 +211,7 @@ class Numbered:
 
 
 def test_texts_are_mixed_by_weight_and_each_is_read_in_turn():
-    mixed = MixedBatches.of(
-        {"data": Numbered(0), "draft": Numbered(1)}, {"data": 0.7, "draft": 0.3}, 100
-    )
+    mixed = MixedBatches.of({"data": Numbered(0), "draft": Numbered(1)}, {"data": 0.7, "draft": 0.3}, 100)
     seen = [tuple(mixed.batch(step).ids[0, :2]) for step in range(100)]
     for tag, share in ((0, 70), (1, 30)):
         assert [step for t, step in seen if t == tag] == list(range(share))
@@ -252,9 +238,7 @@ def test_the_drafts_own_text_depends_on_seed_step_and_weights_alone():
 @pytest.fixture
 def heard(number):
     """Yield a shell's background job starts with SIGINT ignored, nohup's with SIGHUP; training does not hear them."""
-    before = signal.signal(
-        number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-    )
+    before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     yield
     signal.signal(number, before)
 
@@ -265,9 +249,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, teacher, numbe
     whole, resumed = student(), student()
     run(whole, teacher, tmp_path / "a")
     settings = altered(SETTINGS, save_steps=100)
-    given = setup(
-        teacher, RandomRows(seq_len=12, masked=True), [RandomRows(seq_len=12).batch(10_000)]
-    )
+    given = setup(teacher, RandomRows(seq_len=12, masked=True), [RandomRows(seq_len=12).batch(10_000)])
     records = train(resumed, given, settings, tmp_path / "b")
     for record in records:
         if isinstance(record, StepRecord) and record.step == 5:

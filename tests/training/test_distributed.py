@@ -32,9 +32,7 @@ def launch(words: list[str], processes: int, where: Path, **environment: str) ->
     torchrun = f"-m torch.distributed.run --nproc_per_node {processes} --master_port {port}".split()
     done = subprocess.run(
         [sys.executable, *(torchrun if processes > 1 else []), *words],
-        env=os.environ
-        | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
-        | environment,
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"} | environment,
         cwd=where,
         capture_output=True,
         text=True,
@@ -44,9 +42,7 @@ def launch(words: list[str], processes: int, where: Path, **environment: str) ->
     return done.stdout
 
 
-def run(
-    out: Path, processes: int, *kinds: str, **environment: str
-) -> list[dict[str, torch.Tensor]]:
+def run(out: Path, processes: int, *kinds: str, **environment: str) -> list[dict[str, torch.Tensor]]:
     """Return the files that each kind of work wrote, in turn in the same processes. One process is this one."""
     if processes == 1:
         main(out, *kinds)
@@ -67,9 +63,7 @@ def assert_close(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
 
 
 def test_two_processes_compute_what_one_does(tmp_path):
-    alone, together = (
-        run(tmp_path / str(processes), processes, "train", "step", "skip") for processes in (1, 2)
-    )
+    alone, together = (run(tmp_path / str(processes), processes, "train", "step", "skip") for processes in (1, 2))
     assert together[-1]["skipped"].tolist() == [n in (2, 5) for n in range(1, 10)]
     for one in alone[:2]:
         assert any("log_odds" in name or "ffn" in name for name in one)
@@ -165,9 +159,7 @@ LAUNCHED = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "l
 def test_a_command_of_one_process_is_refused_in_several_by_each_of_them(rank, monkeypatch):
     for name, value in (LAUNCHED | {"RANK": rank, "MASTER_PORT": "29500"}).items():
         monkeypatch.setenv(name, value)
-    result = CliRunner().invoke(
-        app, ["score", "--draft", "tiny", "--target", "tiny", "--data", "stdlib"]
-    )
+    result = CliRunner().invoke(app, ["score", "--draft", "tiny", "--target", "tiny", "--data", "stdlib"])
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ")
     assert "WORLD_SIZE" in result.stderr
@@ -188,9 +180,7 @@ def test_variables_of_a_launcher_that_started_nothing_silence_nothing(stray, mon
     """An operator of a cluster sets some of them in the shell of a pod."""
     for name, value in stray.items():
         monkeypatch.setenv(name, value)
-    result = CliRunner().invoke(
-        app, ["prune", "--source", "nosuch", "--data", "stdlib", "--out", "x"]
-    )
+    result = CliRunner().invoke(app, ["prune", "--source", "nosuch", "--data", "stdlib", "--out", "x"])
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ")
     assert "nosuch" in result.stderr

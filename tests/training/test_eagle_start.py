@@ -52,23 +52,15 @@ def normalised(x: Tensor) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
-def started(
-    heads: int, kv_heads: int, head_dim: int, embedding: Tensor, found: Sample, **variant: Any
-) -> EagleHead:
+def started(heads: int, kv_heads: int, head_dim: int, embedding: Tensor, found: Sample, **variant: Any) -> EagleHead:
     torch.manual_seed(0)
-    student = EagleHead(
-        HeadShape(**SIZES | variant, heads=heads, kv_heads=kv_heads, head_dim=head_dim), embedding
-    )
+    student = EagleHead(HeadShape(**SIZES | variant, heads=heads, kv_heads=kv_heads, head_dim=head_dim), embedding)
     start_linear(student, found)
     return student
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(4, 4, 6), (4, 2, 12), (6, 3, 4), (4, 4, 10)]
-)
-def test_the_first_step_is_least_squares_of_the_rank_that_the_values_have(
-    case, heads, kv_heads, head_dim
-):
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 6), (4, 2, 12), (6, 3, 4), (4, 4, 10)])
+def test_the_first_step_is_least_squares_of_the_rank_that_the_values_have(case, heads, kv_heads, head_dim):
     """A text of one token attends to itself alone."""
     ids, embedding, found = case
     student = started(heads, kv_heads, head_dim, embedding, found)

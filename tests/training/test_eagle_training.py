@@ -47,9 +47,7 @@ def random(*size: int, seed: int = 0) -> Tensor:
 
 def random_head(**variant: Any) -> Head:
     config = HeadShape(**SIZES | {"norm_before_residual": False} | variant)
-    weights = {
-        name: 0.4 * random(*size, seed=i) for i, (name, size) in enumerate(config.sizes().items())
-    }
+    weights = {name: 0.4 * random(*size, seed=i) for i, (name, size) in enumerate(config.sizes().items())}
     ids = torch.randperm(V, generator=torch.Generator().manual_seed(1))[:W].sort().values
     return Head(config=config, weights=weights, ids=ids, embedding=random(V, D, seed=99))
 
@@ -62,13 +60,9 @@ def plain_of(head: Head) -> PlainHead:
         "head_dim": c.head_dim,
     }
     sizes |= {"rms_norm_eps": c.eps, "rope_parameters": c.rope}
-    weights = {
-        n.removeprefix("layers.0."): w.clone().requires_grad_() for n, w in head.weights.items()
-    }
+    weights = {n.removeprefix("layers.0."): w.clone().requires_grad_() for n, w in head.weights.items()}
     embedding = cast(Tensor, head.embedding)
-    return PlainHead(
-        sizes, weights, head.ids, embedding, c.norm_before_residual, c.norm_output, c.sliding_window
-    )
+    return PlainHead(sizes, weights, head.ids, embedding, c.norm_before_residual, c.norm_output, c.sliding_window)
 
 
 @pytest.fixture
@@ -123,18 +117,14 @@ def test_training_time_test_has_the_loss_and_gradients_of_a_plain_unrolling(text
     for row, t in mask.nonzero().tolist():
         p = torch.softmax(logits[row, t], -1)[head.ids]
         for step in range(L):
-            log_q = plain.chain(ids[row].tolist(), states[row], t - 1 - step, step + 1)[
-                step
-            ].log_softmax(-1)
+            log_q = plain.chain(ids[row].tolist(), states[row], t - 1 - step, step + 1)[step].log_softmax(-1)
             q = log_q.exp()
             alpha = torch.minimum(p, q).sum()
             label = (head.ids == ids[row, t + 1]).nonzero().flatten().tolist()
             ce = -log_q[label[0]] if label else torch.zeros(())
             fkl, acceptance[step] = (p * (p.log() - log_q)).sum(), acceptance[step] + alpha.detach()
             far = (-3 * alpha.detach()).exp()
-            value = {"fkl": fkl, "tvd": 1 - alpha}.get(
-                loss, 0.5 * (far * fkl + (1 - far) * (1 - alpha)) + 0.2 * ce
-            )
+            value = {"fkl": fkl, "tvd": 1 - alpha}.get(loss, 0.5 * (far * fkl + (1 - far) * (1 - alpha)) + 0.2 * ce)
             total = total + value / L
     total.backward()
     assert_rounds(found[:, 2], acceptance)
@@ -145,9 +135,7 @@ def test_training_time_test_has_the_loss_and_gradients_of_a_plain_unrolling(text
 
 def gpt2() -> PreTrainedModel:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=307, n_embd=64, n_layer=5, n_head=4, n_positions=64)
-    ).eval()
+    return GPT2LMHeadModel(GPT2Config(vocab_size=307, n_embd=64, n_layer=5, n_head=4, n_positions=64)).eval()
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2"])
@@ -161,9 +149,7 @@ def test_the_teacher_gives_the_states_and_probabilities_of_transformers(family):
     found = teacher.distributions(Batch(ids, mask))
     with torch.no_grad():
         wanted: Any = model(torch.from_numpy(ids[:, :-1]), output_hidden_states=True)
-    torch.testing.assert_close(
-        found.states, torch.cat([wanted.hidden_states[i] for i in layers], -1)
-    )
+    torch.testing.assert_close(found.states, torch.cat([wanted.hidden_states[i] for i in layers], -1))
     p = torch.softmax(wanted.logits / 1.5, -1)[torch.from_numpy(mask) > 0][:, draft_ids]
     dense = found.distributions
     logits = dense.logits(slice(None))
@@ -257,8 +243,6 @@ def test_a_head_learns_from_stored_outputs_of_the_target(words, tmp_path):
         ({"student": "eagle:ttt_steps=15", "seq_len": 16}, "too short"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_before_weights_are_read(
-    words, tmp_path, given, message
-):
+def test_settings_that_do_not_fit_are_refused_before_weights_are_read(words, tmp_path, given, message):
     with pytest.raises(UserError, match=message):
         COMMANDS["distill"](**words | given, dry_run=True, out=tmp_path / "head")

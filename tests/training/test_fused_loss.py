@@ -31,14 +31,10 @@ def naive(x: dict[str, Tensor], name: str, temperature: float) -> dict[str, Tens
         "acceptance": pair.alpha,
         "agreement": (y.argmax(-1) == z.argmax(-1)).to(ce),
     }
-    return {"each": watched["objective"]} | {
-        key: (x["weights"] * tensor).sum() for key, tensor in watched.items()
-    }
+    return {"each": watched["objective"]} | {key: (x["weights"] * tensor).sum() for key, tensor in watched.items()}
 
 
-def fused(
-    x: dict[str, Tensor], name: str, temperature: float, chunk: int, teacher: Teacher | None
-) -> Sums:
+def fused(x: dict[str, Tensor], name: str, temperature: float, chunk: int, teacher: Teacher | None) -> Sums:
     given = [x[key] for key in ("hidden", "head", "labels", "weights")]
     return fused_loss(*given, teacher, parse_loss(name), temperature, budget(x, chunk))
 
@@ -77,10 +73,7 @@ def test_heads_in_bf16_are_naive_in_bf16(name, autocast):
         wanted, found = naive(x, name, 1.0), fused(x, name, 1.0, 4, whole(x))
     assert found.objective.dtype == torch.float32
     assert_rounds(found.objective, wanted["objective"].float())
-    gradients = [
-        torch.autograd.grad(o, [x["hidden"], x["head"]])
-        for o in (found.objective, wanted["objective"])
-    ]
+    gradients = [torch.autograd.grad(o, [x["hidden"], x["head"]]) for o in (found.objective, wanted["objective"])]
     for there, here in zip(*gradients, strict=True):
         assert there.dtype == here.dtype
         assert float((there - here).norm() / here.norm()) < 1e-2
@@ -130,10 +123,7 @@ def test_a_listed_teacher_has_autograds_gradient_and_bounds_the_whole_one(name, 
     if name != "lk(3)":  # a mixture whose shares change with the atoms
         assert float(found.objective.detach()) <= float(dense["objective"].detach()) + 1e-9
     low = float(found.acceptance)
-    assert (
-        low - 1e-9 <= float(dense["acceptance"].detach()) <= low + float(found.slack) + 1e-9
-        or name == "ce"
-    )
+    assert low - 1e-9 <= float(dense["acceptance"].detach()) <= low + float(found.slack) + 1e-9 or name == "ce"
 
 
 def test_no_gradient_reaches_the_teacher_and_none_is_made_without_need():

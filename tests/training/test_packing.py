@@ -39,9 +39,7 @@ def gradients(model, teacher, batch: Batch) -> dict[str, torch.Tensor]:
     step = DistillStep(model, parse_loss("fkl"), 1.0)
     positions = None if batch.positions is None else torch.from_numpy(batch.positions)
     listed = teacher.distributions(batch)
-    step(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask), listed, positions)[
-        0, -1
-    ].backward()
+    step(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask), listed, positions)[0, -1].backward()
     named = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return named
@@ -52,14 +50,10 @@ def gradients(model, teacher, batch: Batch) -> dict[str, torch.Tensor]:
 def test_the_gradient_of_packed_sequences_is_theirs_apart(family, teacher):
     if family == "gpt2":
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=307, n_embd=64, n_layer=2, n_head=4, n_positions=128)
-        ).eval()
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=307, n_embd=64, n_layer=2, n_head=4, n_positions=128)).eval()
     else:
         model = build(family)
-    source = (
-        StoredTeacher(307) if teacher == "stored" else LocalTeacher(build("llama", 7), 307, CPU)
-    )
+    source = StoredTeacher(307) if teacher == "stored" else LocalTeacher(build("llama", 7), 307, CPU)
     assert OutputHead.of(model, 307).takes_packed
     assert source.takes_packed
     batch = answers()
@@ -87,9 +81,7 @@ def test_rows_of_answers_are_nearly_full(rows):
 @pytest.mark.parametrize(
     "model",
     [
-        MambaForCausalLM(
-            MambaConfig(vocab_size=307, hidden_size=32, num_hidden_layers=2, state_size=8)
-        ),
+        MambaForCausalLM(MambaConfig(vocab_size=307, hidden_size=32, num_hidden_layers=2, state_size=8)),
         BloomForCausalLM(BloomConfig(vocab_size=307, hidden_size=32, n_layer=2, n_head=4)),
     ],
     ids=["mamba", "bloom"],

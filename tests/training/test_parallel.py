@@ -55,9 +55,7 @@ def answers() -> Batch:
     return OFFSETS.drawn(Batch(rng.integers(3, 300, (6, 21)), mask).packed(), 0)
 
 
-@pytest.mark.parametrize(
-    ("family", "batch"), [*((family, drawn()) for family in FAMILIES), ("llama", answers())]
-)
+@pytest.mark.parametrize(("family", "batch"), [*((family, drawn()) for family in FAMILIES), ("llama", answers())])
 @torch.no_grad()
 def test_a_packed_pass_predicts_what_separate_passes_predict(family, batch):
     model, (rows, width) = build(family), batch.mask.shape
@@ -99,12 +97,8 @@ def test_an_offset_is_predicted_only_where_the_ones_before_it_are(share, floor):
         assert (kept.sum(1) <= (counted.sum(1) * max(share ** (j - 1), floor)).astype(int)).all()
         for row, start in zip(*np.nonzero(kept), strict=True):
             assert counted[row, start : start + j].all()
-    whole = offsets.drawn(
-        Batch(np.zeros((1, 201), dtype=np.int64), np.ones((1, 200), dtype=np.float32)), 7
-    ).depths
-    if (
-        share < 1
-    ):  # without ends, the shares are those wanted, up to positions near the end of the text
+    whole = offsets.drawn(Batch(np.zeros((1, 201), dtype=np.int64), np.ones((1, 200), dtype=np.float32)), 7).depths
+    if share < 1:  # without ends, the shares are those wanted, up to positions near the end of the text
         share_of_3 = (whole[0, :190] >= 3).mean()
         assert abs(share_of_3 - share**2) < 0.08
     assert np.array_equal(depths, offsets.drawn(batch, 7).depths)
@@ -123,9 +117,7 @@ def test_a_step_is_that_of_separate_passes(loss):
     batch, target, student = drawn(), build("llama", 9), build("llama", 1, num_hidden_layers=2)
     ids, mask = torch.from_numpy(batch.ids), torch.from_numpy(batch.mask)
     with torch.no_grad():
-        states = target.get_decoder()(
-            input_ids=ids[:, :-1], use_cache=False
-        ).last_hidden_state.flatten(0, 1)
+        states = target.get_decoder()(input_ids=ids[:, :-1], use_cache=False).last_hidden_state.flatten(0, 1)
         logits_p = target(input_ids=ids[:, :-1], use_cache=False).logits
     counted = mask.flatten().nonzero().squeeze(1)
     teacher = Dense(states[counted], target.get_output_embeddings().weight)
@@ -141,15 +133,11 @@ def test_a_step_is_that_of_separate_passes(loss):
             for offset in range(1, int(batch.depths[row, at]) + 1):
                 q = torch.softmax(ordinary(student, ids[row], at, offset), -1)
                 p = torch.softmax(logits_p[row, at + offset - 1], -1)
-                total = total + sum(
-                    weight * DIVERGENCES[name](p, q) for name, weight in loss.items()
-                )
+                total = total + sum(weight * DIVERGENCES[name](p, q) for name, weight in loss.items())
                 total = total - loss.get("ce", 0) * q[ids[row, at + offset]].log()
     total.backward()
     wanted = torch.cat([p.grad.flatten() for p in student.parameters()])
-    assert abs(float(sums[0, 5].detach() - total.detach())) < PASS_ROUNDING * abs(
-        float(total.detach())
-    )
+    assert abs(float(sums[0, 5].detach() - total.detach())) < PASS_ROUNDING * abs(float(total.detach()))
     assert (ours - wanted).norm() < PASS_ROUNDING * wanted.norm()
     with torch.no_grad():
         by_offset = step(ids, mask, teacher, depths=torch.from_numpy(batch.depths))

@@ -37,10 +37,7 @@ def measured(
     draft: Path, target: Path, batches: list[tuple[np.ndarray, np.ndarray]], temperature: float
 ) -> tuple[float, float]:
     """Return acceptance and cross-entropy of a draft on rows of ids with masks, with transformers alone in float32."""
-    models = [
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        for path in (draft, target)
-    ]
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (draft, target)]
     sums, tokens = np.zeros(2), 0.0
     for rows, mask in batches:
         ids, counted = torch.from_numpy(rows).long(), torch.from_numpy(mask) > 0
@@ -170,9 +167,7 @@ def test_training_has_no_dropout(family, checkpointing, tmp_path):
     model: PreTrainedModel = AutoModelForCausalLM.from_config(DROPPING[family])
     batch = RandomRows(seq_len=24).batch(0)
     ids = torch.from_numpy(batch.ids)
-    loss = torch.nn.functional.cross_entropy(
-        model.eval()(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten()
-    )
+    loss = torch.nn.functional.cross_entropy(model.eval()(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
     loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())

@@ -70,18 +70,14 @@ def test_a_model_expects_its_own_held_out_losses(space, mixture, family_dirs):
         windows = open_heldout(name, tokenizer, rows=4, seq_len=16, most_rows=16).batches
         ids = torch.cat([torch.from_numpy(batch.ids) for batch in windows]).long()
         with torch.no_grad():
-            assert found[name] == pytest.approx(
-                float(model(ids, labels=ids).loss), rel=PASS_ROUNDING
-            )
+            assert found[name] == pytest.approx(float(model(ids, labels=ids).loss), rel=PASS_ROUNDING)
 
 
 def test_a_single_source_has_nothing_to_reweigh(mixture, family_dirs):
     tokenizer = load_tokenizer(family_dirs["llama"])
     batches = open_batches("a.txt", tokenizer, rows=4, seq_len=16, steps=4, seed=0)
     with raises_option("--reweigh-steps"):
-        Reweighing(every=2, reference={"a.txt": 1.0}).start(
-            batches, family_dirs["llama"], torch.float32, Hardware()
-        )
+        Reweighing(every=2, reference={"a.txt": 1.0}).start(batches, family_dirs["llama"], torch.float32, Hardware())
     with raises_option("--reference-losses"):
         Reweighing(every=2, reference={"a.txt": 1.0}).start(
             open_batches(mixture, tokenizer, rows=4, seq_len=16, steps=4, seed=0),

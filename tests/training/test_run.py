@@ -130,9 +130,7 @@ def test_text_of_the_target_measures_tokens_per_pass(family_dirs, tmp_path):
         training_dtype="float32",
         device="cpu",
     )
-    opened = open_draft(
-        cast(Any, prepare(config, True).run).args[0], None, made(tmp_path / "state")
-    )
+    opened = open_draft(cast(Any, prepare(config, True).run).args[0], None, made(tmp_path / "state"))
     model, given = opened.module, opened.setup
     assert isinstance(given.length, TargetTextEvaluator)
     # the first token comes with the prefill
@@ -154,18 +152,12 @@ def read_log(output: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text(
-        "\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(100))
-    )
+    path.write_text("\n\n".join(f"def f{i}(x, y):\n    return [x + {i}, y * {i}]\n" * 8 for i in range(100)))
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("source", "vocab"), [("data=0.4,target=0.3,draft=0.3", None), ("cache", 150)]
-)
-def test_a_killed_command_writes_the_bytes_of_one_that_was_not(
-    source, vocab, text, family_dirs, tmp_path, monkeypatch
-):
+@pytest.mark.parametrize(("source", "vocab"), [("data=0.4,target=0.3,draft=0.3", None), ("cache", 150)])
+def test_a_killed_command_writes_the_bytes_of_one_that_was_not(source, vocab, text, family_dirs, tmp_path, monkeypatch):
     draft, target = family_dirs["llama"], family_dirs["llama_mha"]
     words = {"draft": str(draft), "steps": 6, "batch_size": 2, "training_dtype": "float32"}
     words |= {"eval_steps": 2, "save_steps": 2, "lr": 1e-2, "vocab": vocab}

@@ -18,9 +18,7 @@ from draftlab.training import eagle
 @pytest.fixture
 def words(family_dirs, tmp_path) -> dict[str, Any]:
     file = tmp_path / "text.txt"
-    file.write_text(
-        "\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40))
-    )
+    file.write_text("\n\n".join(f"def f{i}(line):\n    return [line, {i}]\n" * 60 for i in range(40)))
     given = {
         "target": str(family_dirs["llama"]),
         "data": str(file),

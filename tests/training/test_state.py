@@ -32,9 +32,7 @@ def training(seed: int = 0) -> Training:
     module = nn.Sequential(first, nn.BatchNorm1d(4), last)
     optimizers = [torch.optim.AdamW([first.weight]), torch.optim.SGD([first.bias], momentum=0.9)]
     prepared, *optimizers = accelerator.prepare(module, *optimizers)
-    return Training(
-        accelerator=accelerator, module=prepared, optimizers=optimizers, counters=[Best()]
-    )
+    return Training(accelerator=accelerator, module=prepared, optimizers=optimizers, counters=[Best()])
 
 
 def step(one: Training) -> list[float]:
@@ -70,9 +68,7 @@ def test_what_comes_back_goes_on_in_the_same_bits(tmp_path):
     wanted = [step(one), step(one)]
     other = training(7)
     assert other.restore(state) == 1
-    frozen = {
-        name: value for name, value in one.module.state_dict().items() if name.startswith("2.")
-    }
+    frozen = {name: value for name, value in one.module.state_dict().items() if name.startswith("2.")}
     other.module.load_state_dict(frozen, strict=False)  # the inputs' own
     assert [step(other), step(other)] == wanted
     assert vars(other.counters[0]) == {"metric": math.pi, "step": 1}
@@ -173,9 +169,7 @@ class Bomb:
 
 def test_code_in_a_checkpoint_is_not_run(state):
     ran = state.parent / "ran"
-    torch.save(
-        {"run": run_identity(state), "content": Bomb(ran)}, state / "step-00000001" / CONTENT
-    )
+    torch.save({"run": run_identity(state), "content": Bomb(ran)}, state / "step-00000001" / CONTENT)
     with raises_option(f"remove {state}"):
         training().restore(state)
     assert not ran.exists()

@@ -27,9 +27,7 @@ def test_a_loss_and_a_student_from_outside_train(site, family_dirs, tmp_path):
     ):
         refused = draftlab(site, *words, *given)
         assert (refused.returncode, named in refused.stderr) == (1, True), refused.stderr
-    ran = draftlab(
-        site, *words, "--student", "quiet:softness=1.5", "--loss", "0.5*squares + 0.5*fkl"
-    )
+    ran = draftlab(site, *words, "--student", "quiet:softness=1.5", "--loss", "0.5*squares + 0.5*fkl")
     assert ran.returncode == 0, ran.stderr
     # it is its own teacher
     assert json.loads(ran.stdout)["after"]["acceptance"] == pytest.approx(1, abs=0.01)

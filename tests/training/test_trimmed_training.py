@@ -17,9 +17,7 @@ from draftlab.training.losses import parse_loss
 HEAD = torch.tensor([0, 3, 4, 8, 9, 15, 22, 23, 30])
 
 
-def fused(
-    x: dict[str, Tensor], name: str, temperature: float, teacher: Dense | TopK, ids: Tensor = HEAD
-):
+def fused(x: dict[str, Tensor], name: str, temperature: float, teacher: Dense | TopK, ids: Tensor = HEAD):
     """Return the loss by the rows of the head that are in ids."""
     trimmed = TrimmedHead.of(ids, V)
     given = (
@@ -40,9 +38,7 @@ def divergence(name: str, p: Tensor, q: Tensor) -> Tensor:
     forward = (p * (p / q).log()).sum() + lost
     reverse = (q * (q / p).log()).sum() - lost
     m = 0.3 * p + 0.7 * q
-    mixed = 0.3 * ((p * (p / m).log()).sum() + (m - p).sum()) + 0.7 * (
-        (q * (q / m).log()).sum() + (m - q).sum()
-    )
+    mixed = 0.3 * ((p * (p / m).log()).sum() + (m - p).sum()) + 0.7 * ((q * (q / m).log()).sum() + (m - q).sum())
     share = torch.exp(-3 * alpha.detach())
     return {
         "ce": 0 * alpha,
@@ -65,9 +61,7 @@ def naive(x: dict[str, Tensor], name: str, temperature: float, ids: Tensor) -> d
     ):
         z, y = hidden @ x["head"][ids].T, teacher @ x["teacher_head"].T
         p, q = torch.softmax(y / temperature, 0)[ids], torch.softmax(z / temperature, 0)
-        ce = (
-            -torch.log_softmax(z, 0)[ids.tolist().index(label)] if label in ids else torch.zeros(())
-        )
+        ce = -torch.log_softmax(z, 0)[ids.tolist().index(label)] if label in ids else torch.zeros(())
         each = {
             "objective": divergence(name, p, q) + ce_weight * ce,
             "cross_entropy": ce,
@@ -97,9 +91,7 @@ def test_a_listed_teacher_that_lists_all_is_the_whole_one(name):
     assert low - 1e-9 <= float(wanted.acceptance) <= high + 1e-9
 
 
-@pytest.mark.parametrize(
-    ("draft", "target", "vocab"), [("trimmed", "whole", 150), ("whole", "trimmed", None)]
-)
+@pytest.mark.parametrize(("draft", "target", "vocab"), [("trimmed", "whole", 150), ("whole", "trimmed", None)])
 def test_a_head_is_trimmed_once_and_a_targets_never(draft, target, vocab, family_dirs, tmp_path):
     places = {"whole": family_dirs["llama"], "trimmed": tmp_path / "trimmed"}
     shutil.copytree(places["whole"], places["trimmed"])

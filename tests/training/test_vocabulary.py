@@ -28,9 +28,7 @@ def padded(model, rows: int):
         ("lm_head", model.lm_head),
     ):
         more = torch.full((rows, parameter.weight.shape[1]), 0.3)
-        model.get_submodule(name).weight = nn.Parameter(
-            torch.cat([parameter.weight.detach(), more])
-        )
+        model.get_submodule(name).weight = nn.Parameter(torch.cat([parameter.weight.detach(), more]))
     model.config.vocab_size = have + rows
     model.lm_head.out_features = have + rows
     return model
@@ -85,9 +83,7 @@ def probabilities(directory: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("draft_vocab", "temperature"), [(320, 0.8), (300, 0.0)])
-def test_speculation_with_a_head_of_another_size_is_lossless(
-    family_dirs, tmp_path, draft_vocab, temperature
-):
+def test_speculation_with_a_head_of_another_size_is_lossless(family_dirs, tmp_path, draft_vocab, temperature):
     shutil.copytree(family_dirs["llama"], tmp_path / "draft")
     resize(tmp_path / "draft", draft_vocab)
     target, draft = (load(d, torch.float32) for d in (family_dirs["llama"], tmp_path / "draft"))

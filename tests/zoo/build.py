@@ -134,9 +134,7 @@ def weights(facts: Facts, out: Path) -> dict[str, Tensor]:
 def _model(directory: Path, facts: Facts) -> PreTrainedModel:
     """Norms and biases matter in it too, and its logits are wide enough to have clear winners."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.from_pretrained(directory), dtype=torch.float32
-    ).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.08))
@@ -182,15 +180,10 @@ def _write(facts: Facts, out: Path, tensors: dict[str, Tensor]) -> None:
             torch.save(part, out / file)
         else:
             save_file(part, out / file, metadata={"format": "pt"})
-    theirs = {
-        name.removeprefix("model.").replace("self_attn.q_proj", "attention.wq"): t
-        for name, t in tensors.items()
-    }
+    theirs = {name.removeprefix("model.").replace("self_attn.q_proj", "attention.wq"): t for name, t in tensors.items()}
     if "consolidated" in facts.files:
         save_file(theirs, out / "consolidated.safetensors")
-        (out / "params.json").write_text(
-            json.dumps({"dim": small(facts).hidden, "n_layers": small(facts).layers})
-        )
+        (out / "params.json").write_text(json.dumps({"dim": small(facts).hidden, "n_layers": small(facts).layers}))
     if "original" in facts.files:
         (out / "original").mkdir()
         torch.save(theirs, out / "original/consolidated.00.pth")

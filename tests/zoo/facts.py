@@ -7,9 +7,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict
 
-File = Literal[
-    "single", "sharded", "bin", "consolidated", "original", "inv_freq", "tied_head", "masks", "bare"
-]
+File = Literal["single", "sharded", "bin", "consolidated", "original", "inv_freq", "tied_head", "masks", "bare"]
 YES = "yes"
 
 

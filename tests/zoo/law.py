@@ -52,9 +52,7 @@ class Outcome:
 
     @property
     def right(self) -> bool:
-        as_expected = (
-            self.works if self.expected == WORKS else not self.works and self.expected in self.words
-        )
+        as_expected = self.works if self.expected == WORKS else not self.works and self.expected in self.words
         return as_expected and not self.broken
 
     def line(self) -> str:
@@ -65,12 +63,8 @@ class Outcome:
 BRIEFLY = "--calibration-tokens 128 --seq-len 32"
 OUTPUTS = "outputs build --target M --num-sequences 4 --seq-len 32 --top-logprobs 8"
 PREDICT = "--k 1-2 --acceptance replay"
-SEARCH = (
-    "--outputs stored --prompt-file prompts.jsonl --layers 1,2 --k 2 --first-steps 1 --minutes 0.1"
-)
-ANSWERS = (
-    "outputs build --use replay --target M --num-prompts 2 --prompt-tokens 16 --max-new-tokens 24"
-)
+SEARCH = "--outputs stored --prompt-file prompts.jsonl --layers 1,2 --k 2 --first-steps 1 --minutes 0.1"
+ANSWERS = "outputs build --use replay --target M --num-prompts 2 --prompt-tokens 16 --max-new-tokens 24"
 
 
 def commands(facts: Facts, draft: str, pruned: bool) -> dict[str, str]:
@@ -173,9 +167,7 @@ def outcome(step: str, line: str, wanted: str) -> Outcome:
     left = set(os.listdir()) - before - {"runs"}
     if works:
         return Outcome(step, wanted, True, "", False)
-    one_line = (
-        result.exit_code == 1 and len(errors) == 1 and not left and "Traceback" not in result.stderr
-    )
+    one_line = result.exit_code == 1 and len(errors) == 1 and not left and "Traceback" not in result.stderr
     return Outcome(step, wanted, False, errors[0] if errors else result.stderr[-300:], not one_line)
 
 
@@ -188,9 +180,7 @@ def draft_for(facts: Facts) -> Facts:
     """Return a small LLaMA of the same tokenizer: the draft of what cannot be cut."""
     kind = {"merges.txt": "bytes", "tokenizer.model": "sentencepiece"}.get(facts.words, facts.words)
     ids = words.size(kind)  # type: ignore[arg-type]
-    sizes = Sizes(
-        layers=30, hidden=576, heads=9, kv=3, head=64, ffn=1536, vocab=ids, tokens=ids, context=8192
-    )
+    sizes = Sizes(layers=30, hidden=576, heads=9, kv=3, head=64, ffn=1536, vocab=ids, tokens=ids, context=8192)
     settings: dict[str, Any] = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     return Facts(
         hub="",

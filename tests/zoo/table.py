@@ -48,21 +48,12 @@ def page() -> str:
     ]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
     why = {facts.family: facts.why for facts in zoo().values() if facts.prune != YES}
-    return (
-        HEAD
-        + table
-        + "\n"
-        + IMPORT
-        + "\n".join(f"* {name}: {words}" for name, words in why.items())
-        + "\n"
-    )
+    return HEAD + table + "\n" + IMPORT + "\n".join(f"* {name}: {words}" for name, words in why.items()) + "\n"
 
 
 def _row(family: str, members: list[Facts]) -> tuple[str, ...]:
     first = members[0]
-    assert {(m.prune, m.runs, m.writes_gguf) for m in members} == {
-        (first.prune, first.runs, first.writes_gguf)
-    }
+    assert {(m.prune, m.runs, m.writes_gguf) for m in members} == {(first.prune, first.runs, first.writes_gguf)}
     names = ", ".join(m.hub + "*" * ("bin" in m.files) for m in members)
     engine = "the engine" if first.runs == YES else "transformers"
     return family, names, _yes(first.prune), "yes", engine, _yes(first.writes_gguf)

@@ -66,9 +66,7 @@ def write(words: Words, out: Path, *, chat: bool) -> None:
             "add_bos_token": True,
             "legacy": False,
         }
-        settings["added_tokens_decoder"] = _decoder(PIECES_SPECIAL, 0) | _decoder(
-            ADDED, size(words) - len(ADDED)
-        )
+        settings["added_tokens_decoder"] = _decoder(PIECES_SPECIAL, 0) | _decoder(ADDED, size(words) - len(ADDED))
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
@@ -111,9 +109,7 @@ def _pieces() -> Tokenizer:
         byte_fallback=True,
     )
     made = Tokenizer(model)
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     made.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -128,9 +124,7 @@ def _pieces() -> Tokenizer:
 
 
 def _framed(made: Tokenizer, bos: tuple[str, int]) -> Tokenizer:
-    made.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[bos]
-    )
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[bos])
     return made
 
 

@@ -126,7 +126,5 @@ def draft_path(text: str, name: str, default: Path | None) -> Path:
     if name:
         return hub.locate(name)
     if default is None:
-        raise UserError(
-            f"--drafter {text} needs a draft model; add draft=DIR to the drafter, or add --draft DIR"
-        )
+        raise UserError(f"--drafter {text} needs a draft model; add draft=DIR to the drafter, or add --draft DIR")
     return default

@@ -30,9 +30,7 @@ class DFlashDrafter(StatesDrafter[DFlash]):
         """Read the target's states of the prompts into the head's cache."""
         self.read_states(texts)
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         last, count = self.begin(texts, count)
         logits = self.head.block_logits(last, self.width, self.cache)[:, :count]
         return draw_each(logits, uniform, sampling, self.vocab)

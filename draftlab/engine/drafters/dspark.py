@@ -23,16 +23,12 @@ class DSparkDrafter(DFlashDrafter):
     tokens are drafted.
     """
 
-    def __init__(
-        self, target: Llama | HFDecoder, head: DSpark, least_confidence: float = 0
-    ) -> None:
+    def __init__(self, target: Llama | HFDecoder, head: DSpark, least_confidence: float = 0) -> None:
         super().__init__(target, head)
         self.dspark, self.least_confidence = head, least_confidence
 
     @torch.inference_mode()
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         token, count = self.begin(texts, count)
         block = self.dspark.block(token, self.width, self.cache)
         sampler = Sampler(sampling.unlimited(), self.vocab)

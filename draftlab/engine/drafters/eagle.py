@@ -33,9 +33,7 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
         """Read the target's states at all positions of the prompts. The first draft reads the last position again."""
         self.last_logits(texts)
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         logits, state = self.last_logits(texts)
         sampler = self.sampler(sampling.unlimited(), self.vocab)
         return Draft.chain(*self.head.draft(logits, self.cache, uniform, sampler, state))
@@ -53,9 +51,7 @@ class EagleDrafter(StatesDrafter[EagleLlama]):
         row = torch.arange(len(texts), device=self.head.device)
         return logits[row, at - at.min()], states[row, at].unsqueeze(1)
 
-    def run(
-        self, texts: TokenIds, starts: list[int], states: Tensor, filler: int = 0
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run(self, texts: TokenIds, starts: list[int], states: Tensor, filler: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Run the head over T positions of each text from its start on. The cache then ends with the texts.
 
         Args:
@@ -101,9 +97,7 @@ class EaglePasses(HeadPasses):
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         cache, width = self.head.new_cache(rows, capacity), self.head.fc.shape[1]
-        cache.layer_states = LayerStates(
-            self.head.layer_ids, self.head.embed.new_zeros(rows, capacity, width)
-        )
+        cache.layer_states = LayerStates(self.head.layer_ids, self.head.embed.new_zeros(rows, capacity, width))
         return cache
 
     def forward(self, ids: Tensor, cache: Cache, last: int = 0, tree: Tree | None = None) -> Tensor:

@@ -21,9 +21,7 @@ class FallbackDrafter(Drafter):
     accepted less often. None: both drafters have the same limit.
     """
 
-    def __init__(
-        self, first: Drafter, second: Drafter, vocab: int, second_tokens: int | None = None
-    ) -> None:
+    def __init__(self, first: Drafter, second: Drafter, vocab: int, second_tokens: int | None = None) -> None:
         self.first, self.second, self.vocab, self.second_tokens = (
             first,
             second,
@@ -43,9 +41,7 @@ class FallbackDrafter(Drafter):
         for drafter in (self.first, self.second):
             drafter.prefill(texts)
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         first = self.first.propose(texts, count, sampling, uniform)
         if all(first.counts):
             return first

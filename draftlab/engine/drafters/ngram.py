@@ -32,9 +32,7 @@ class Match:
     kind: MatchKind
 
 
-def suffix_matches(
-    ids: np.ndarray, after: np.ndarray, text: np.ndarray, longest: int
-) -> Iterator[np.ndarray]:
+def suffix_matches(ids: np.ndarray, after: np.ndarray, text: np.ndarray, longest: int) -> Iterator[np.ndarray]:
     """Yield the positions in ids [N] after the occurrences of a text's last 1, 2, ... tokens, while there are any.
 
     Args:
@@ -77,9 +75,7 @@ class TextDrafter(Drafter):
     def draft(self, text: list[int], count: int) -> list[int]:
         """Return at most `count` tokens to follow a text."""
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         drafts = [self.draft(text, count) for text in texts]
         width = max(map(len, drafts))
         ids = [draft + [0] * (width - len(draft)) for draft in drafts]
@@ -138,9 +134,7 @@ class NgramSimpleDrafter(TextDrafter):
     def reset(self, rows: int, capacity: int) -> None:
         self.most = 0
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         self.most = max(self.most, count)  # K: only near the end of a text, `count` is smaller
         return super().propose(texts, count, sampling, uniform)
 

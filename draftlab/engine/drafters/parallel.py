@@ -22,9 +22,7 @@ class ParallelDrafter(ModelDrafter):
         super().__init__(model, vocab)
         self.token = mask_token(model)
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         logits = offset_logits(self, self.token, texts, count)
         return draw_each(logits, uniform, sampling, self.vocab)
 
@@ -60,6 +58,4 @@ def drafts_in_parallel(model: Decoder) -> bool:
 
 def model_drafter(model: Decoder, vocab: int | None) -> ModelDrafter:
     """Return a drafter for a draft model: a ParallelDrafter for a parallel draft, else a ModelDrafter."""
-    return (
-        ParallelDrafter(model, vocab) if drafts_in_parallel(model) else ModelDrafter(model, vocab)
-    )
+    return ParallelDrafter(model, vocab) if drafts_in_parallel(model) else ModelDrafter(model, vocab)

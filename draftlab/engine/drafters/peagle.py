@@ -18,9 +18,7 @@ from draftlab.sampling import SamplingParams
 class PEagleDrafter(EagleDrafter):
     """Drafts a chain with one pass of a P-EAGLE head."""
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         assert self.head.mask is not None  # model/peagle.py sets it
         token, state = self.head.mask
         starts, places = self.new_positions(texts)

@@ -69,9 +69,7 @@ class Masks(nn.Module):
         self.source, self.shape = source, shape
         self.sizes = mask_sizes(source, shape)
         rng = torch.Generator().manual_seed(seed)
-        start = {
-            n: 5 + 0.01 * torch.randn(s.rows, s.size, generator=rng) for n, s in self.sizes.items()
-        }
+        start = {n: 5 + 0.01 * torch.randn(s.rows, s.size, generator=rng) for n, s in self.sizes.items()}
         self.log_odds = nn.ParameterDict(start)
         self.multipliers = nn.ParameterDict({name: torch.zeros(2) for name in self.sizes})
         self.progress = 1.0  # share of the run that is done
@@ -144,9 +142,7 @@ class Masks(nn.Module):
         share: Factor that multiplies the final target sparsity. It rises to 1 during the warm-up.
         """
         return {
-            name: 1
-            - keep_probability(self._odds(name)).mean(-1)
-            - share * (1 - size.target / size.size)
+            name: 1 - keep_probability(self._odds(name)).mean(-1) - share * (1 - size.target / size.size)
             for name, size in self.sizes.items()
         }
 
@@ -163,9 +159,7 @@ class Masks(nn.Module):
             hidden = (hidden > 0).float() + (hidden - hidden.detach())
         by_group = shaped("heads", s.layers, s.kv_heads, s.heads // s.kv_heads)
         heads = shaped("kv_heads", s.layers, s.kv_heads, 1) * by_group
-        return Values(
-            hidden, shaped("layers", s.layers), heads.flatten(1), shaped("ffn", s.layers, s.ffn)
-        )
+        return Values(hidden, shaped("layers", s.layers), heads.flatten(1), shaped("ffn", s.layers, s.ffn))
 
 
 def sample(log_odds: Tensor) -> Tensor:

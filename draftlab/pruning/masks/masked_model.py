@@ -32,9 +32,7 @@ def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
             name = path[path.find("model.layers.") :] if "model.layers." in path else path
             layer, part = layer_of(name), name.rsplit(".", 1)[-1]
             if part == "embed_tokens":
-                hook = module.register_forward_hook(
-                    lambda _, args, out: out * masks.values.hidden.to(out.dtype)
-                )
+                hook = module.register_forward_hook(lambda _, args, out: out * masks.values.hidden.to(out.dtype))
                 undo.enter_context(hook)
             elif part in NORMS and "hidden" in masks.sizes:
                 module.forward = _masked_norm(module, masks, eps)
@@ -62,11 +60,7 @@ class Folded(TensorView):
         out = hidden * self.z.layers[layer].to(tensor.device)
         if tensor.ndim == 1:
             return (tensor * out).to(tensor.dtype)
-        columns = (
-            self.z.heads[layer].repeat_interleave(self.shape.head_dim)
-            if role == "o"
-            else self.z.ffn[layer]
-        )
+        columns = self.z.heads[layer].repeat_interleave(self.shape.head_dim) if role == "o" else self.z.ffn[layer]
         return (tensor * out[:, None] * columns.to(tensor.device)).to(tensor.dtype)
 
 
@@ -85,9 +79,7 @@ def _masked_norm(norm: nn.Module, masks: Masks, eps: float) -> Callable[[Tensor]
     return forward
 
 
-def _masked_linear(
-    linear: nn.Linear, masks: Masks, part: str, layer: int
-) -> Callable[[Tensor], Tensor]:
+def _masked_linear(linear: nn.Linear, masks: Masks, part: str, layer: int) -> Callable[[Tensor], Tensor]:
     """Return the forward function of an o_proj or down_proj with masked inputs and outputs.
 
     The inputs of o_proj belong to heads, and the inputs of down_proj to neurons. The outputs are hidden dimensions.

@@ -75,12 +75,8 @@ def prune_by_masks(cut: Prune, training: MaskTraining) -> PrunedDraft:
     state = claimed_state(cut.output, read)
     keep, basis, weights, trained = _select(source, cut.shape, cut.text, training, state)
     if not is_main_process():
-        return PrunedDraft(
-            source=source.shape, shape=cut.shape, keep=keep, agreement=None, disk_bytes=0
-        )
-    pruned = cut.write(
-        keep, basis, weights, skipped_steps=trained.skipped_steps, lr_from_step=trained.lr_from_step
-    )
+        return PrunedDraft(source=source.shape, shape=cut.shape, keep=keep, agreement=None, disk_bytes=0)
+    pruned = cut.write(keep, basis, weights, skipped_steps=trained.skipped_steps, lr_from_step=trained.lr_from_step)
     remove_state(state)
     return pruned
 
@@ -140,6 +136,4 @@ def _untie(student: PreTrainedModel) -> None:
 def _trained_weights(source: Source, training: MaskTraining, state: Path) -> Mapping[str, Tensor]:
     if training.lr is None:
         return source.weights
-    return source.with_head(
-        {name: tensor.to(source.dtype) for name, tensor in best_weights(state, "student").items()}
-    )
+    return source.with_head({name: tensor.to(source.dtype) for name, tensor in best_weights(state, "student").items()})

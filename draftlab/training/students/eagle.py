@@ -12,9 +12,7 @@ from draftlab.errors import UserError
 if TYPE_CHECKING:
     from draftlab.training.run import Distillation, OpenStudent
 
-LARGEST_DEFAULT = (
-    32_000  # largest default number of draft ids, as in heads of SafeAILab and speculators
-)
+LARGEST_DEFAULT = 32_000  # largest default number of draft ids, as in heads of SafeAILab and speculators
 
 Layers = Annotated[list[NonNegativeInt] | None, split_at("+")]
 
@@ -82,9 +80,7 @@ class EagleStudent(HeadStudent):
                 f"use --seq-len {self.ttt_steps + 2} or more"
             )
         if job.draft is not None and job.vocab:
-            raise UserError(
-                f"--draft {job.draft} already decides the ids of the head; leave --vocab out"
-            )
+            raise UserError(f"--draft {job.draft} already decides the ids of the head; leave --vocab out")
         from draftlab.training.eagle import head_of
 
         head_of(self, job)

@@ -62,6 +62,4 @@ class ParallelStudent(DraftSpec):
                 f"--student {self.text}: the mask token {token} is not an id of the vocabulary; choose token=ID from 0 "
                 f"to {vocab - 1}"
             )
-        return Offsets(
-            count=self.tokens, token=token, share=self.share, floor=self.floor, seed=job.loop.seed
-        )
+        return Offsets(count=self.tokens, token=token, share=self.share, floor=self.floor, seed=job.loop.seed)

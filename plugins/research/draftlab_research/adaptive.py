@@ -67,15 +67,9 @@ class AdaptiveSpec(DraftModelSpec, OutputsSpec):
                 "--mode eager"
             )
         model = None if self.heads else context.load_draft(self.text, self.draft)
-        inner: Stoppable = (
-            self._head().head_drafter(context)
-            if model is None
-            else ModelDrafter(model, context.vocab)
-        )
+        inner: Stoppable = self._head().head_drafter(context) if model is None else ModelDrafter(model, context.vocab)
         prompts = [prompt.tolist() for prompt, _ in calibration_texts(context, self.outputs)]
-        note(
-            f"{self.text}: decoding {len(prompts)} prompts to learn when to copy and when to draft"
-        )
+        note(f"{self.text}: decoding {len(prompts)} prompts to learn when to copy and when to draft")
         steps, draft_ms = recorded(context, inner, prompts, most, self.prompt_lookup_max)
         verify_ms = pass_ms(context, {"target": target}, range(1, most + 2))["target"]
         policy = learn(steps, verify_ms, draft_ms)

@@ -32,17 +32,13 @@ def calibration_texts(context: DrafterContext, outputs: str) -> list[Text]:
         return texts[:: max(1, len(texts) // STORED_TEXTS)][:STORED_TEXTS]
     count, length, max_tokens = CALIBRATION
     stream = context.corpus(context.data, 64 * count * length).astype(np.int64)
-    prompts = [
-        stream[at : at + length].tolist() for at in range(0, 64 * count * length, 64 * length)
-    ][:count]
+    prompts = [stream[at : at + length].tolist() for at in range(0, 64 * count * length, 64 * length)][:count]
     sampling = replace(context.sampling, max_tokens=max_tokens, seed=1)
     completions = output_tokens(decode(context.target, prompts, sampling))
     return [(np.array(p), np.array(c)) for p, c in zip(prompts, completions, strict=True)]
 
 
-def pass_ms(
-    context: DrafterContext, models: dict[str, Llama], widths: Sequence[int]
-) -> dict[str, list[float]]:
+def pass_ms(context: DrafterContext, models: dict[str, Llama], widths: Sequence[int]) -> dict[str, list[float]]:
     """Return the median milliseconds of a pass of each model at each width (tokens fed), after 96 cached tokens."""
     grid = Grid(widths=widths, batches=[1], contexts=[96], prompts=[], repeats=PASSES, after=())
     curves = measure_passes(models, grid, clock=context.clock)

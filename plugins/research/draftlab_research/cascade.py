@@ -44,6 +44,4 @@ class CascadeSpec(DraftModelSpec, NgramSpec):
             inner = NgramSpec.build(self, context).drafter
         else:
             inner = LatestLookupDrafter(PROMPT_LOOKUP_MAX)
-        return context.run(
-            CascadeDrafter(model, context.vocab, inner, self.inner_tokens), model=model
-        )
+        return context.run(CascadeDrafter(model, context.vocab, inner, self.inner_tokens), model=model)

@@ -33,9 +33,7 @@ def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
     target = hub.locate(config.target)
     heads, weights = read(config.heads, target), checkpoint.Weights(target)
     k = len(heads)  # every head drafts one token
-    shared_head = weights[
-        "lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"
-    ]
+    shared_head = weights["lm_head.weight" if "lm_head.weight" in weights else "model.embed_tokens.weight"]
     tensors: dict[str, torch.Tensor] = {f"blocks.{i}.layers.0.weight": heads[i] for i in range(k)}
     tensors["lm_heads.0.weight"] = shared_head
     dtype = devices.dtype_name(heads.dtype)
@@ -51,9 +49,7 @@ def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    settings = json.dumps(
-        {"method": "medusa", "model": "$here", "num_speculative_tokens": k}
-    ).replace('"', '\\"')
+    settings = json.dumps({"method": "medusa", "model": "$here", "num_speculative_tokens": k}).replace('"', '\\"')
     script = [
         "#!/bin/sh",
         'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)',
@@ -68,9 +64,7 @@ def export_medusa(config: ExportMedusaConfig, output: Output) -> Outcome:
         (work / "serve.sh").write_text("\n".join(script))
         output.record(work, k=k)
     path = str(output.out)
-    return Outcome(
-        path=output.out, show=[f"serve with: sh {path}/serve.sh", path], data={"path": path, "k": k}
-    )
+    return Outcome(path=output.out, show=[f"serve with: sh {path}/serve.sh", path], data={"path": path, "k": k})
 
 
 if __name__ == "__main__":

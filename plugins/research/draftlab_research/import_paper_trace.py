@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 class ImportPaperTraceConfig(OutputConfig):
-    file: Path = option(
-        help="Trace file, which has a tensor([[...]]) of token ids for each prompt.", argument=True
-    )
+    file: Path = option(help="Trace file, which has a tensor([[...]]) of token ids for each prompt.", argument=True)
     prompt_file: Path = option(help="JSON-lines file with the prompts of the trace.")
     target: str = option(help="Checkpoint or directory that has the tokenizer of the target.")
     name: str = option("llama-65b", "Name of the target that wrote the texts, for the record.")
@@ -52,9 +50,7 @@ def _write(config: ImportPaperTraceConfig, output: Output) -> "Manifest":
     directory = hub.locate_tokenizer(config.target)
     tokenizer, eos = checkpoint.load_tokenizer(directory), checkpoint.eos_token_ids(directory)
     prompts = file_prompts(config.prompt_file, tokenizer, count=None)
-    outputs, longest = trace_outputs(
-        config.file, prompts.rows, vocab=logits_of(directory), eos_ids=eos
-    )
+    outputs, longest = trace_outputs(config.file, prompts.rows, vocab=logits_of(directory), eos_ids=eos)
     manifest = Manifest(
         source="paper",
         target=config.name,

@@ -45,17 +45,11 @@ def search_layers(
     """
     greedy = sampling.temperature == 0
     own = [] if greedy else score_tokens(target, texts, target.shape.vocab, sampling)
-    log_p = (
-        [np.zeros(len(completion)) for _, completion in texts]
-        if greedy
-        else [text.logprobs for text in own]
-    )
+    log_p = [np.zeros(len(completion)) for _, completion in texts] if greedy else [text.logprobs for text in own]
 
     def rate(layers: tuple[int, ...]) -> LayerSet:
         scored = score_tokens(skip_layers(target, layers), texts, target.shape.vocab, sampling)
-        chances = [
-            expected.chances(text.logprobs, p) for text, p in zip(scored, log_p, strict=True)
-        ]
+        chances = [expected.chances(text.logprobs, p) for text, p in zip(scored, log_p, strict=True)]
         sets = []
         for k in range(1, MAX_K + 1):
             tokens, passes = expected.tokens_per_pass(chances, k).sum(0)

@@ -31,9 +31,7 @@ class LayerSkipSpec(OutputsSpec):
     @model_validator(mode="after")
     def _ascending(self) -> Self:
         if self.layers != sorted(set(self.layers)):
-            raise ValueError(
-                f"layers must be in ascending order, without repeats, but are {self.layers}"
-            )
+            raise ValueError(f"layers must be in ascending order, without repeats, but are {self.layers}")
         if self.layers and self.outputs:
             raise ValueError("give layers or outputs, not both")
         return self
@@ -86,16 +84,12 @@ class LayerSkipSpec(OutputsSpec):
         from draftlab_research.layer_search import search_layers
 
         layers = target.shape.layers
-        one_layer = with_mode(
-            skip_layers(target, [0]), context.mode, target.weights_dtype == "int8"
-        )
+        one_layer = with_mode(skip_layers(target, [0]), context.mode, target.weights_dtype == "int8")
         ms = pass_ms(context, {"all": target, "one": one_layer}, [1])
         all_ms, one_ms = ms["all"][0], ms["one"][0]
         layer_ms = (all_ms - one_ms) / (layers - 1)
         texts = calibration_texts(context, self.outputs)
-        sets = search_layers(
-            target, texts, context.sampling, lambda n: (one_ms + (n - 1) * layer_ms) / all_ms
-        )
+        sets = search_layers(target, texts, context.sampling, lambda n: (one_ms + (n - 1) * layer_ms) / all_ms)
         best = max(sets, key=lambda candidate: candidate.speedup)
         note(
             f"{self.text}: the draft keeps {len(best.layers)} of {layers} layers, "

@@ -38,9 +38,7 @@ class MedusaStudent(StudentSpec):
         from draftlab.model import llama
 
         if set(job.text.shares) != {"data"} or job.answers is not None:
-            raise UserError(
-                "--text: Medusa heads train only on data; leave --text out, and give the data with --data"
-            )
+            raise UserError("--text: Medusa heads train only on data; leave --text out, and give the data with --data")
         assert job.target is not None  # a head reads the target's states
         llama.check_supported(job.target)  # in decoding, heads read states of draftlab's own engine
 

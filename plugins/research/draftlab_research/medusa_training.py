@@ -71,9 +71,7 @@ class FrozenTarget:
         """Return the last hidden states, [B, T, D], of token ids [B, T]."""
         if self.last_ids.device != ids.device or not torch.equal(self.last_ids, ids):
             self.last_ids = ids
-            self.last_states = self.model.get_decoder()(
-                input_ids=ids, use_cache=False
-            ).last_hidden_state
+            self.last_states = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         return self.last_states
 
     @property
@@ -115,9 +113,7 @@ class Heads(nn.Module):
         return torch.stack(shifted, 1).flatten(0, 1)[: len(ids)]
 
     def get_decoder(self) -> Any:
-        return lambda input_ids, use_cache: BaseModelOutput(
-            last_hidden_state=cast(Any, self.states(input_ids))
-        )
+        return lambda input_ids, use_cache: BaseModelOutput(last_hidden_state=cast(Any, self.states(input_ids)))
 
     def get_output_embeddings(self) -> nn.Module:
         return self.target.head
@@ -142,9 +138,7 @@ class SelfTeacher:
         ids = torch.from_numpy(batch.ids[:: self.count, :-1]).to(self.target.model.device)
         states = self.target(ids).repeat_interleave(self.count, 0)  # [B N, T, D]
         counted = torch.from_numpy(batch.mask).flatten().nonzero().squeeze(1).to(states.device)
-        return Dense(
-            states.flatten(0, 1)[counted], self.target.head.get_parameter("weight").detach()
-        )
+        return Dense(states.flatten(0, 1)[counted], self.target.head.get_parameter("weight").detach())
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +190,7 @@ def heads_setup(student: Heads, batches: Batches, heldout: HeldOut) -> TrainingS
 
 
 @torch.no_grad()
-def evaluate_heads(
-    student: Heads, weights: Mapping[str, Tensor], setup: TrainingSetup
-) -> list[dict[str, float]]:
+def evaluate_heads(student: Heads, weights: Mapping[str, Tensor], setup: TrainingSetup) -> list[dict[str, float]]:
     """Return the held-out acceptance and agreement of each head, in [0, 1], teacher-forced.
 
     Agreement is the share of tokens at which head and target have the same argmax.
@@ -217,11 +209,6 @@ def evaluate_heads(
                 torch.from_numpy(batch.ids).to(student.device),
                 torch.from_numpy(mask).to(student.device),
             )
-            sums[k] += exact(
-                step(ids, counted, teacher.distributions(Batch(batch.ids, mask)))[0]
-            ).cpu()
+            sums[k] += exact(step(ids, counted, teacher.distributions(Batch(batch.ids, mask)))[0]).cpu()
             tokens[k] += float(mask.sum())
-    return [
-        {"acceptance": float(s[2] / n), "agreement": float(s[4] / n)}
-        for s, n in zip(sums, tokens, strict=True)
-    ]
+    return [{"acceptance": float(s[2] / n), "agreement": float(s[4] / n)} for s, n in zip(sums, tokens, strict=True)]

@@ -36,9 +36,7 @@ class NgramSpec(OutputsSpec):
     @model_validator(mode="after")
     def _has_one_corpus(self) -> Self:
         if self.outputs and self.data:
-            raise ValueError(
-                "data and outputs both name the corpus; leave one of these options out"
-            )
+            raise ValueError("data and outputs both name the corpus; leave one of these options out")
         return self
 
     @property

@@ -75,9 +75,7 @@ def smallest_rho(p: Tensor, q: Tensor, n: int) -> float:
     return high
 
 
-def _descend(
-    p: Tensor, tokens: Tokens, select: Callable[[Tensor, list[int]], tuple[int | None, Tensor]]
-) -> Verdict:
+def _descend(p: Tensor, tokens: Tokens, select: Callable[[Tensor, list[int]], tuple[int | None, Tensor]]) -> Verdict:
     node = 0
     while children := tokens.children(node):
         child, residual = select(p[node], children)

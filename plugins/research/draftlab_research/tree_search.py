@@ -47,9 +47,7 @@ def parents_of(
         accepted: Expected number of tokens that a step emits.
         """
         drafts, read = (levels, 1) if offsets is None else (1, accepted + levels - 1)
-        return drafts * np.interp(read, widths, ms["draft"]) + np.interp(
-            tokens + 1, widths, ms["target"]
-        )
+        return drafts * np.interp(read, widths, ms["draft"]) + np.interp(tokens + 1, widths, ms["target"])
 
     parents, speed = fastest_tree(share, step_ms, RANKS, nodes, depth)
     gain, shares = speed * ms["target"][0], ", ".join(f"{share((rank,)):.2f}" for rank in range(3))
@@ -60,19 +58,11 @@ def parents_of(
     return parents
 
 
-def _path_shares(
-    spec: SearchedTreeSpec, context: DrafterContext, model: Llama, offsets: int | None
-) -> PathShare:
+def _path_shares(spec: SearchedTreeSpec, context: DrafterContext, model: Llama, offsets: int | None) -> PathShare:
     """Return a PathShare from calibration texts. For a parallel draft, whole paths are counted."""
     texts = calibration_texts(context, spec.outputs)
     if offsets is not None:
-        scored = score_offsets(
-            model, texts, context.vocab, context.sampling, offsets, mask_token(model)
-        )
+        scored = score_offsets(model, texts, context.vocab, context.sampling, offsets, mask_token(model))
         return observed([text.ranks for text in scored], offsets)
-    ranks = np.concatenate(
-        [text.ranks for text in score_tokens(model, texts, context.vocab, context.sampling)]
-    )
-    return independent(
-        [float(((ranks == rank).sum() + 1) / (len(ranks) + RANKS)) for rank in range(RANKS)]
-    )
+    ranks = np.concatenate([text.ranks for text in score_tokens(model, texts, context.vocab, context.sampling)])
+    return independent([float(((ranks == rank).sum() + 1) / (len(ranks) + RANKS)) for rank in range(RANKS)])

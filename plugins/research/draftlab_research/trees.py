@@ -36,9 +36,7 @@ class WidthsSpec(DrafterSpec):
     def _is_a_tree(self) -> Self:
         tokens = sum(math.prod(self.widths[: i + 1]) for i in range(len(self.widths)))
         if tokens > MAX_TREE_TOKENS:
-            raise ValueError(
-                f"widths must give a tree of at most {MAX_TREE_TOKENS} tokens, but are {self.widths}"
-            )
+            raise ValueError(f"widths must give a tree of at most {MAX_TREE_TOKENS} tokens, but are {self.widths}")
         return self
 
     @property
@@ -128,9 +126,7 @@ class TreeSpec(DynamicTreeSpec, SearchedTreeSpec, DraftModelSpec):
         model = context.own_engine(self, context.load_draft(self.text, self.draft))
         if self.topk is not None:
             reader = TreeDrafter(model, context.vocab, (0,), "top")
-            return context.run(
-                DynamicTreeDrafter(reader, self.topk, self.depth), model=model, ks=[self.nodes or 0]
-            )
+            return context.run(DynamicTreeDrafter(reader, self.topk, self.depth), model=model, ks=[self.nodes or 0])
         parents = parents_of(self, context, model)
         return context.run(
             TreeDrafter(model, context.vocab, parents, self.siblings),

@@ -30,9 +30,7 @@ PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 9
 TOPK, DEPTH, NODES = 3, 3, 7
 
 
-def plain_tree(
-    log_q: Callable[[list[int]], Tensor], topk: int, depth: int, nodes: int
-) -> set[tuple[int, ...]]:
+def plain_tree(log_q: Callable[[list[int]], Tensor], topk: int, depth: int, nodes: int) -> set[tuple[int, ...]]:
     """Return the paths of EAGLE-2's tree, computed as the paper describes.
 
     log_q: Function from a path to the draft's log-probabilities of the next token, [V].
@@ -100,11 +98,7 @@ def test_a_draft_models_tree_is_the_papers_of_every_row(models):
     for row, text in enumerate(PROMPTS):
 
         def log_q(path: list[int], text: list[int] = text) -> Tensor:
-            return (
-                models["plain"]
-                .forward_uncached(torch.tensor([[*text, *path]]), 1)[0, -1]
-                .log_softmax(-1)
-            )
+            return models["plain"].forward_uncached(torch.tensor([[*text, *path]]), 1)[0, -1].log_softmax(-1)
 
         assert paths(draft, row) == plain_tree(log_q, TOPK, DEPTH, NODES)
 
@@ -144,26 +138,20 @@ def test_a_heads_tree_is_the_papers_of_every_row(models):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_rows_with_trees_of_their_own_write_what_the_target_writes_alone(models, kind, temperature):
     sampling = SamplingParams(max_tokens=24, temperature=temperature, seed=1)
-    steps = list(
-        speculative_decode(models["target"], drafter_of(models, kind), PROMPTS, NODES, sampling)
-    )
+    steps = list(speculative_decode(models["target"], drafter_of(models, kind), PROMPTS, NODES, sampling))
     together = output_tokens(steps)
     if temperature == 0:
         assert together == output_tokens(decode(models["target"], PROMPTS, sampling))
         assert kind == "draft" or sum(step.accepted > 1 for step in steps) > 0
     for i, prompt in enumerate(PROMPTS):
         drafter = drafter_of(models, kind)
-        alone = speculative_decode(
-            models["target"], drafter, [prompt], NODES, sampling, numbers=[i]
-        )
+        alone = speculative_decode(models["target"], drafter, [prompt], NODES, sampling, numbers=[i])
         assert output_tokens(alone)[0] == together[i]
 
 
 def test_one_child_each_is_the_greedy_chain(models):
     draft = proposed(drafter_of(models, "head", topk=1), models["target"], PROMPTS, DEPTH)
-    chain = proposed(
-        EagleDrafter(models["target"], models["head"]), models["target"], PROMPTS, DEPTH
-    )
+    chain = proposed(EagleDrafter(models["target"], models["head"]), models["target"], PROMPTS, DEPTH)
     assert torch.equal(draft.ids, chain.ids)
     assert [list(draft.parents_of(row)) for row in range(3)] == [[0, 1, 2]] * 3
 
@@ -197,9 +185,7 @@ class Markov(Decoder):
     device = torch.device("cpu")
 
     def new_cache(self, rows: int, capacity: int) -> Any:
-        return llama.Cache(
-            torch.zeros(1, rows, 1, capacity, 1), torch.zeros(1, rows, 1, capacity, 1)
-        )
+        return llama.Cache(torch.zeros(1, rows, 1, capacity, 1), torch.zeros(1, rows, 1, capacity, 1))
 
     def forward(self, ids: Tensor, cache: Any, last: int = 0, tree: Tree | None = None) -> Tensor:
         cache.used = [used + ids.shape[1] for used in cache.used]
@@ -209,17 +195,13 @@ class Markov(Decoder):
 @pytest.mark.parametrize(("topk", "nodes"), [(1, 2), (2, 4), (3, 5)])
 def test_every_outcome_enumerated_is_the_targets_distribution(topk, nodes):
     rng = torch.Generator().manual_seed(0)
-    p = table(
-        [torch.softmax(2 * torch.randn(4, generator=rng, dtype=torch.float64), 0) for _ in range(5)]
-    )
+    p = table([torch.softmax(2 * torch.randn(4, generator=rng, dtype=torch.float64), 0) for _ in range(5)])
     q = torch.softmax(2 * torch.randn(4, 4, generator=rng, dtype=torch.float64), 1)
 
     def drafting(chance: object) -> Tokens:
         drafter = DynamicTreeDrafter(TreeDrafter(Markov(q), None, (0,), "top"), topk, 2)
         drafter.reset(1, 20)
-        draft = drafter.propose(
-            [[1, 2]], nodes, SamplingParams(temperature=1.0), torch.zeros(1, nodes)
-        )
+        draft = drafter.propose([[1, 2]], nodes, SamplingParams(temperature=1.0), torch.zeros(1, nodes))
         assert draft.q is None
         return Tokens(ids=draft.ids[0].tolist(), parents=draft.parents_of(0))
 

@@ -31,9 +31,7 @@ PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 9
 def head(family_dirs: dict[str, Path]) -> Head:
     config = eagle.head_config(family_dirs["llama"], None, 120)
     generator = torch.Generator().manual_seed(0)
-    weights = {
-        name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()
-    }
+    weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
     return Head(config=config, weights=weights, ids=torch.arange(0, 240, 2), embedding=None)
 
 
@@ -46,9 +44,7 @@ def target(request: pytest.FixtureRequest, family_dirs: dict[str, Path]) -> llam
 def drafter_of(head: Head, target: llama.Llama) -> Any:
     model = EagleLlama(head, target.embed, Path("head"))
     modes: dict[type, Mode] = {NativeLlama: "native", CudaGraphLlama: "graphs"}
-    return recording(
-        EagleDrafter, target, eagle_llama.with_mode(model, modes.get(type(target), "eager"))
-    )
+    return recording(EagleDrafter, target, eagle_llama.with_mode(model, modes.get(type(target), "eager")))
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +73,11 @@ def test_a_wide_tree_accepts_and_leaves_the_text_as_it_is(head, target):
     """When a branch is accepted, the target states that the head reads next must move to the positions of the cache."""
     sampling = SamplingParams(max_tokens=24)
     told = drafter_of(head, target)
-    steps = list(
-        speculative_decode(
-            target, EagleTreeDrafter(told, full_tree([40, 2]), "top"), PROMPTS, 120, sampling
-        )
-    )
+    steps = list(speculative_decode(target, EagleTreeDrafter(told, full_tree([40, 2]), "top"), PROMPTS, 120, sampling))
     written = output_tokens(steps)
     assert written == output_tokens(decode(target, PROMPTS, sampling))
     assert sum(step.accepted for step in steps) > 0
-    for row, text in enumerate(
-        prompt + more for prompt, more in zip(PROMPTS, written, strict=True)
-    ):
+    for row, text in enumerate(prompt + more for prompt, more in zip(PROMPTS, written, strict=True)):
         cache, read = target.new_cache(1, 64), len(text) - 1
         cache.layer_states = LayerStates((1, 2, 4), torch.zeros(1, 64, 3 * 64))
         target.forward(torch.tensor([text]), cache)
@@ -100,9 +90,7 @@ def test_replay_expects_what_greedy_decoding_with_trees_counts(near_head, k):
     target, head = near_head
     sampling = SamplingParams(max_tokens=40)
     texts = output_tokens(decode(target, PROMPTS, sampling))
-    pairs = [
-        (np.array(prompt), np.array(text)) for prompt, text in zip(PROMPTS, texts, strict=True)
-    ]
+    pairs = [(np.array(prompt), np.array(text)) for prompt, text in zip(PROMPTS, texts, strict=True)]
     scored = score_chains(target, head, pairs, 307, sampling, 5)
     widths = [3, 2, 1][: min(3, k)]
     drafter = EagleTreeDrafter(EagleDrafter(target, head), full_tree(widths), "top")
@@ -112,10 +100,7 @@ def test_replay_expects_what_greedy_decoding_with_trees_counts(near_head, k):
         accepted, at, ranks = [], 0, score.ranks[1:]
         while at < len(ranks):
             depth = 0
-            while (
-                depth < min(len(widths), len(ranks) - at - 1)
-                and ranks[at + depth, depth] < widths[depth]
-            ):
+            while depth < min(len(widths), len(ranks) - at - 1) and ranks[at + depth, depth] < widths[depth]:
                 depth += 1
             accepted.append(depth)
             at += depth + 1

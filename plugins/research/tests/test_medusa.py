@@ -63,25 +63,18 @@ def test_heads_of_zero_repeat_the_token_that_the_target_chose_last(target, k, ro
     ends = [p + f for p, f in zip(PROMPTS, found, strict=False)]
     for texts, draft in drafter.seen:
         going = [row for row, one in enumerate(texts) if len(one) < len(ends[row])]
-        assert all(
-            draft.ids[row].tolist() == [texts[row][-1]] * draft.ids.shape[1] for row in going
-        )
+        assert all(draft.ids[row].tolist() == [texts[row][-1]] * draft.ids.shape[1] for row in going)
 
 
 def test_the_engine_drafts_what_the_heads_say_of_transformers_states(family_dirs, target):
     drafter = recording(MedusaDrafter, target, random_heads())
-    output_tokens(
-        speculative_decode(target, drafter, PROMPTS, HEADS, SamplingParams(max_tokens=16))
-    )
+    output_tokens(speculative_decode(target, drafter, PROMPTS, HEADS, SamplingParams(max_tokens=16)))
     trunk = FrozenTarget(build("llama"))
     head = cast(Any, trunk.model.get_output_embeddings())
     for texts, draft in drafter.seen[:4]:
         for row, one in enumerate(texts):
             state = trunk(torch.tensor([one]))[0, -2]
-            wanted = [
-                head(torch.nn.functional.silu(w @ state) + state).argmax().item()
-                for w in random_heads()
-            ]
+            wanted = [head(torch.nn.functional.silu(w @ state) + state).argmax().item() for w in random_heads()]
             assert draft.ids[row].tolist() == wanted[: draft.ids.shape[1]]
 
 
@@ -123,9 +116,7 @@ def words(family_dirs: dict[str, Path], text: Path, **more: object) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def trained(
-    family_dirs: dict[str, Path], text: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def trained(family_dirs: dict[str, Path], text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("medusa") / "heads"
     COMMANDS["distill"](**words(family_dirs, text), out=out)
     return out
@@ -133,9 +124,7 @@ def trained(
 
 def test_training_lowers_the_loss_of_heads_and_leaves_the_target_alone(family_dirs, text, tmp_path):
     before = (family_dirs["llama"] / "model.safetensors").read_bytes()
-    outcome = COMMANDS["distill"](
-        **words(family_dirs, text, steps=30, lr=2e-3, eval_steps=30), out=tmp_path / "heads"
-    )
+    outcome = COMMANDS["distill"](**words(family_dirs, text, steps=30, lr=2e-3, eval_steps=30), out=tmp_path / "heads")
     found = cast(Any, outcome.data)
     assert found["after"]["loss"] < found["before"]["loss"]
     assert [set(one) for one in found["heads"]] == [{"acceptance", "agreement"}] * 2
@@ -160,18 +149,14 @@ def test_heads_of_a_step_in_parts_are_those_of_the_whole_step(trained, family_di
     COMMANDS["distill"](**asked, out=tmp_path / "heads")
     found, wanted = (load_file(folder / medusa.WEIGHTS) for folder in (tmp_path / "heads", trained))
     for name, weight in wanted.items():
-        torch.testing.assert_close(
-            found[name], weight, rtol=0, atol=0.01 * float(weight.abs().max())
-        )
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=0.01 * float(weight.abs().max()))
 
 
 def test_what_was_written_is_read_and_decodes_as_the_target(trained, family_dirs, target):
     heads = medusa.read(trained, family_dirs["llama"])
     assert heads.shape == (2, HIDDEN, HIDDEN)
     sampling = SamplingParams(max_tokens=16)
-    found = output_tokens(
-        speculative_decode(target, MedusaDrafter(target, heads), PROMPTS, 2, sampling)
-    )
+    found = output_tokens(speculative_decode(target, MedusaDrafter(target, heads), PROMPTS, 2, sampling))
     assert found == output_tokens(decode(target, PROMPTS, sampling))
 
 
@@ -223,9 +208,7 @@ def test_a_level_of_a_tree_has_the_most_probable_tokens_of_its_head(target):
 @pytest.fixture
 def heads(family_dirs: dict[str, Path], tmp_path: Path) -> Path:
     (tmp_path / "heads").mkdir()
-    medusa.write(
-        tmp_path / "heads", {str(i): w for i, w in enumerate(random_heads(1))}, family_dirs["llama"]
-    )
+    medusa.write(tmp_path / "heads", {str(i): w for i, w in enumerate(random_heads(1))}, family_dirs["llama"])
     return tmp_path / "heads"
 
 
@@ -269,9 +252,7 @@ def test_medusas_target_takes_ids_of_its_own_device():
     with FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros(1, 4, dtype=torch.long, device="cuda")
         asked: list[torch.Tensor] = []
-        target.model.get_decoder = lambda: (
-            lambda input_ids, **_: asked.append(input_ids) or Output(input_ids)
-        )  # type: ignore[method-assign]
+        target.model.get_decoder = lambda: lambda input_ids, **_: asked.append(input_ids) or Output(input_ids)  # type: ignore[method-assign]
         target(ids)
     assert len(asked) == 1
 

@@ -42,9 +42,7 @@ def test_sampled_tokens_have_the_probability_after_temperature():
     assert_rounds(scored.logprobs, np.log(q[np.arange(len(text)), text] / q.sum(1)))
 
 
-def test_the_corpus_is_the_stored_answers_after_the_end_of_their_prompts(
-    context, stored, monkeypatch
-):
+def test_the_corpus_is_the_stored_answers_after_the_end_of_their_prompts(context, stored, monkeypatch):
     monkeypatch.setattr(context, "data", "nothing that could be read")
     texts = [[*each.prompt[-1:], *each.ids] for each in read_store(stored).outputs]
     model = built(context, f"ngram:order=2,outputs={stored}").drafter.model

@@ -36,17 +36,13 @@ def test_a_trace_of_the_papers_scripts_replays_as_the_recorded_one(tmp_path, fam
     }
     COMMANDS["outputs build"](**asked, max_new_tokens=24, out=tmp_path / "store")
     stored = read_store(tmp_path / "store")
-    settings = Drafting(
-        k=8, rule=DecodingRule("rejection"), dtype=torch.float32, device=torch.device("cpu")
-    )
+    settings = Drafting(k=8, rule=DecodingRule("rejection"), dtype=torch.float32, device=torch.device("cpu"))
     wanted = replay_draft(stored, drafter_of(draft), settings).chances()
     texts = [output.ids.tolist() for output in stored.outputs]
     with_prompts = [[*output.prompt.tolist(), *output.ids.tolist()] for output in stored.outputs]
     for name, written in (("alone", texts), ("with-prompts", with_prompts)):
         file, out = paper_file(tmp_path / name, written), tmp_path / f"{name}-store"
-        outcome = import_paper_trace(
-            file=file, prompt_file=prompts, target=str(target), name="big", out=out
-        )
+        outcome = import_paper_trace(file=file, prompt_file=prompts, target=str(target), name="big", out=out)
         assert outcome.data["sequences"] == 3
         found = replay_draft(read_store(out), drafter_of(draft), settings).chances()
         for a, b in zip(found, wanted, strict=True):

@@ -41,34 +41,24 @@ def steps_of(seed: int, **given: Any) -> Steps:
     return Steps(**drawn | given)
 
 
-def speed(
-    steps: Steps, copied: np.ndarray, drafted: np.ndarray, ms: np.ndarray, each: float
-) -> float:
+def speed(steps: Steps, copied: np.ndarray, drafted: np.ndarray, ms: np.ndarray, each: float) -> float:
     """Return the tokens per millisecond of steps that copy `copied` tokens, or draft `drafted` tokens if that is 0.
 
     copied, drafted: Numbers of tokens, [S]. ms: Milliseconds of a target pass, [K + 1]. each: Milliseconds to draft a
     token.
     """
-    tokens = np.where(
-        copied > 0, np.minimum(steps.copied, copied), np.minimum(steps.accepted, drafted)
-    )
-    return (1 + tokens).sum() / (
-        ms[np.where(copied > 0, copied, drafted)] + (copied == 0) * drafted * each
-    ).sum()
+    tokens = np.where(copied > 0, np.minimum(steps.copied, copied), np.minimum(steps.accepted, drafted))
+    return (1 + tokens).sum() / (ms[np.where(copied > 0, copied, drafted)] + (copied == 0) * drafted * each).sum()
 
 
 @pytest.mark.parametrize("each", [0.5, 2.0, 4.0])
 def test_no_fixed_number_of_tokens_and_no_threshold_is_faster(each):
     steps, ms = steps_of(0), 10 + 0.6 * np.arange(K + 1)
     policy = learn(steps, ms.tolist(), each)
-    copied = np.array(
-        [policy.copied_tokens(*pair, K) for pair in zip(steps.kind, steps.length, strict=True)]
-    )
+    copied = np.array([policy.copied_tokens(*pair, K) for pair in zip(steps.kind, steps.length, strict=True)])
     drafted = policy.drafted_tokens(steps.confidence) * (policy.draft_gain > 0)
     assert policy.speed == pytest.approx(speed(steps, copied, drafted, ms, each))
-    for shortest, tokens, k in itertools.product(
-        range(1, LENGTHS + 2), range(1, K + 1), range(K + 1)
-    ):
+    for shortest, tokens, k in itertools.product(range(1, LENGTHS + 2), range(1, K + 1), range(K + 1)):
         fixed = np.where(steps.length >= shortest, tokens, 0)
         assert speed(steps, fixed, np.full(COUNT, k), ms, each) < policy.speed
     for floor in EDGES:  # stop at low confidence, as confidence-stop does

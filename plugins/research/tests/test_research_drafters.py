@@ -94,22 +94,14 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
     noisy = models["noisy"]
     return {
         "ngram": lambda: NgramDrafter(ngrams),
-        "unsure": lambda: ConfidenceStopDrafter(
-            noisy, VOCAB, ConfidenceStopSpec.of(threshold=0.3).stops
-        ),
-        "entropy": lambda: ConfidenceStopDrafter(
-            noisy, VOCAB, EntropyStopSpec.of(threshold=1.0).stops
-        ),
+        "unsure": lambda: ConfidenceStopDrafter(noisy, VOCAB, ConfidenceStopSpec.of(threshold=0.3).stops),
+        "entropy": lambda: ConfidenceStopDrafter(noisy, VOCAB, EntropyStopSpec.of(threshold=1.0).stops),
         "staged": lambda: CascadeDrafter(noisy, VOCAB, NgramDrafter(ngrams), 2),
         "staged model": lambda: CascadeDrafter(noisy, VOCAB, ModelDrafter(noisy, VOCAB), 3),
         "skip": lambda: ModelDrafter(skip_layers(models["target"], [0, 2]), VOCAB),
         "medusa": lambda: MedusaDrafter(models["target"], HEADS),
-        "offsets sampled": lambda: ParallelTreeDrafter(
-            models["parallel"], VOCAB, (0, 0, 1, 1, 2, 3), "sampled"
-        ),
-        "offsets distinct": lambda: ParallelTreeDrafter(
-            models["parallel"], VOCAB, (0, 0, 1, 1, 2, 3), "distinct"
-        ),
+        "offsets sampled": lambda: ParallelTreeDrafter(models["parallel"], VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
+        "offsets distinct": lambda: ParallelTreeDrafter(models["parallel"], VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
         "eagle tree": lambda: eagle_tree(models["target"]),
         "tree top": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "top"),
         "tree sampled": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
@@ -185,12 +177,8 @@ class Always(Drafter):
     def reset(self, rows: int, capacity: int) -> None:
         pass
 
-    def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
-        return Draft(
-            ids=torch.full((len(texts), count), self.token), q=None, counts=[count] * len(texts)
-        )
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+        return Draft(ids=torch.full((len(texts), count), self.token), q=None, counts=[count] * len(texts))
 
 
 def test_an_unsure_model_keeps_the_token_that_it_is_unsure_of(models):
@@ -225,9 +213,7 @@ def pair_statistic(target: Tensor, drafter: Drafter, rule=None, n: int = 500) ->
     counts = torch.zeros(3, 3)
     for seed in range(n):
         sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=6)
-        tokens = output_tokens(
-            speculative_decode(Bigrams(target), drafter, [[2]], 4, sampling, rule=rule)
-        )[0]
+        tokens = output_tokens(speculative_decode(Bigrams(target), drafter, [[2]], 4, sampling, rule=rule))[0]
         counts[tokens[1], tokens[2]] += 1
     expected = n * torch.einsum("a,ab,bc->bc", p[2], p, p)
     return float(((counts - expected) ** 2 / expected).sum())
@@ -252,8 +238,7 @@ def test_chi_square_rejects_a_tree_whose_q_is_not_what_it_sampled(monkeypatch):
     monkeypatch.setattr(tree, "draw_child", claims)
     assert pair_statistic(TARGET, TreeDrafter(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top")) > CRITICAL
     assert (
-        pair_statistic(TARGET, TreeDrafter(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top"), match)
-        < CRITICAL
+        pair_statistic(TARGET, TreeDrafter(Bigrams(DRAFT), 3, (0, 0, 1, 2), "top"), match) < CRITICAL
     )  # the match rule does not use q
 
 
@@ -299,19 +284,13 @@ def test_no_tree_of_five_tokens_keeps_more():
 
     every = [()]
     for n in range(5):
-        every = [
-            (*tree, parent) for tree in every for parent in range(n + 1) if tree.count(parent) < 3
-        ]
-    assert best_tree(independent(ranked), 3, 5, 5)[1] == pytest.approx(
-        max(kept(tree) for tree in every)
-    )
+        every = [(*tree, parent) for tree in every for parent in range(n + 1) if tree.count(parent) < 3]
+    assert best_tree(independent(ranked), 3, 5, 5)[1] == pytest.approx(max(kept(tree) for tree in every))
 
 
 def test_the_fastest_tree_is_a_chain_where_width_costs_and_wide_where_levels_cost():
     share = independent([0.7, 0.2, 0.05])
-    assert fastest_tree(
-        share, lambda depth, nodes, tokens: 1 + 0.01 * depth + 0.5 * nodes, 3, 8, 8
-    )[0] == (0,)
+    assert fastest_tree(share, lambda depth, nodes, tokens: 1 + 0.01 * depth + 0.5 * nodes, 3, 8, 8)[0] == (0,)
     wide, _ = fastest_tree(share, lambda depth, nodes, tokens: 1 + 5.0 * depth, 3, 8, 8)
     assert max(node_depths(wide)) < 8
     long, _ = fastest_tree(share, lambda depth, nodes, tokens: 1.0, 3, 8, 8)
@@ -336,20 +315,14 @@ def test_the_best_tree_over_offsets_keeps_most_of_the_texts_that_it_was_found_in
         for ranks in texts:
             for start in range(len(ranks)):
                 node, age = 0, 0
-                while (
-                    start + age < len(ranks)
-                    and age < 3
-                    and (node, ranks[start + age, age]) in children
-                ):
+                while start + age < len(ranks) and age < 3 and (node, ranks[start + age, age]) in children:
                     node, age = children[node, ranks[start + age, age]], age + 1
                 total += age
         return total
 
     every = [()]
     for n in range(5):
-        every = [
-            (*tree, parent) for tree in every for parent in range(n + 1) if tree.count(parent) < 3
-        ]
+        every = [(*tree, parent) for tree in every for parent in range(n + 1) if tree.count(parent) < 3]
     parents, tokens = best_tree(observed(texts, 3), 3, 5, 3)
     starts = sum(map(len, texts))
     assert kept(parents) == max(map(kept, every))
@@ -360,9 +333,7 @@ def test_skipping_no_layer_is_the_target_and_shares_its_weights(models):
     target = models["target"]
     same = skip_layers(target, range(3))
     ids = torch.tensor([PROMPTS[1]])
-    assert torch.equal(
-        same.forward(ids, same.new_cache(1, 9)), target.forward(ids, target.new_cache(1, 9))
-    )
+    assert torch.equal(same.forward(ids, same.new_cache(1, 9)), target.forward(ids, target.new_cache(1, 9)))
     assert same.blocks[0].o.data_ptr() == target.blocks[0].o.data_ptr()
     with pytest.raises(ValueError, match="of 3"):
         skip_layers(target, [0, 3])
@@ -378,15 +349,11 @@ def test_the_search_leaves_out_the_layer_that_does_nothing(tmp_path):
     target = llama.load(tmp_path, torch.float32)
     texts = [
         (np.array(p), np.array(w))
-        for p, w in zip(
-            PROMPTS, output_tokens(decode(target, PROMPTS, SamplingParams())), strict=True
-        )
+        for p, w in zip(PROMPTS, output_tokens(decode(target, PROMPTS, SamplingParams())), strict=True)
     ]
     found = list(search_layers(target, texts, SamplingParams(), lambda layers: layers / 3))
     assert found[0].layers == (0, 2)
-    assert found[0].tokens_per_pass == pytest.approx(
-        found[0].k + 1
-    )  # all drafted tokens are accepted
+    assert found[0].tokens_per_pass == pytest.approx(found[0].k + 1)  # all drafted tokens are accepted
     assert [len(x.layers) for x in found] == [2, 1]
 
 
@@ -399,9 +366,7 @@ class RightForFirst(Drafter):
     def reset(self, rows: int, capacity: int) -> None:
         self.start: int | None = None
 
-    def propose(
-        self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: Sequence[list[int]], count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         self.start = len(texts[0]) if self.start is None else self.start
         read = len(texts[0]) - self.start
         right = (self.follows[read:] + [0] * count)[:count]

@@ -58,9 +58,7 @@ def heads(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     return f"medusa:heads={folder}"
 
 
-def test_every_drafter_decodes_what_the_target_would(
-    context, heads, eagle_head, parallel_draft, stored
-):
+def test_every_drafter_decodes_what_the_target_would(context, heads, eagle_head, parallel_draft, stored):
     asked = [
         *CHAINS,
         *OWN_ENGINE,
@@ -69,17 +67,12 @@ def test_every_drafter_decodes_what_the_target_would(
         f"adaptive:heads={eagle_head}",
     ]
     asked += [f"parallel-tree:draft={parallel_draft},{size}" for size in ("nodes=3", "widths=2x1")]
-    asked += [
-        f"eagle-tree:heads={eagle_head},{shape}"
-        for shape in ("widths=2x1", "topk=2,depth=2,nodes=4")
-    ]
+    asked += [f"eagle-tree:heads={eagle_head},{shape}" for shape in ("widths=2x1", "topk=2,depth=2,nodes=4")]
     assert {parse_drafter(text).kind for text in asked} == set(DRAFTERS.plugins)
     check_output(context, {text: built(context, text) for text in asked})
 
 
-def test_drafters_that_learn_from_what_the_target_wrote_decode_as_it_does(
-    context, stored, parallel_draft, monkeypatch
-):
+def test_drafters_that_learn_from_what_the_target_wrote_decode_as_it_does(context, stored, parallel_draft, monkeypatch):
     monkeypatch.setattr(context, "data", "nothing that could be read")
     kinds = (
         "ngram:order=2,",
@@ -117,9 +110,7 @@ def test_the_best_tree_over_offsets_is_that_of_the_targets_own_texts(
     way = built(context, f"parallel-tree:draft={parallel_draft},nodes=9,outputs={stored}")
     assert isinstance(way.drafter, ParallelTreeDrafter)
     assert way.drafter.parents.count(0) == 1
-    assert (
-        max(node_depths(way.drafter.parents)) <= 4
-    )  # number of offsets that the draft was trained for
+    assert max(node_depths(way.drafter.parents)) <= 4  # number of offsets that the draft was trained for
     assert way.ks == [len(way.drafter.parents)]
     assert "and 3: 1.00, 0.00, 0.00" in capsys.readouterr().err
 
@@ -163,9 +154,7 @@ def test_an_error_in_a_drafter_names_its_option(text, option):
         parse_drafter(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"), [("layer-skip:layers=0+9", "0 to 4"), ("cascade:order=9", "order=9")]
-)
+@pytest.mark.parametrize(("text", "words"), [("layer-skip:layers=0+9", "0 to 4"), ("cascade:order=9", "order=9")])
 def test_what_does_not_fit_the_target_is_said_before_it_is_loaded(text, words):
     with pytest.raises(UserError, match=f"--drafter {re.escape(text)}: .*{words}"):
         parse_drafter(text).check(facts())
@@ -224,10 +213,7 @@ def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_di
         expected = output_tokens(decode(target, PROMPTS[:1], sampling))
         for text in CHAINS:
             drafter = built(work, text).drafter
-            assert (
-                output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 2, sampling))
-                == expected
-            )
+            assert output_tokens(speculative_decode(target, drafter, PROMPTS[:1], 2, sampling)) == expected
 
 
 @pytest.mark.parametrize(

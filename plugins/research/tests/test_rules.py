@@ -73,9 +73,7 @@ def test_what_is_emitted_is_the_targets_at_the_extremes(name, case):
     assert error(table(p), drafting(table(q), parents), rule) < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("rule", "drafting"), [(recursive, sampled), (recursive, distinct), (k_sequential, sampled)]
-)
+@pytest.mark.parametrize(("rule", "drafting"), [(recursive, sampled), (recursive, distinct), (k_sequential, sampled)])
 def test_six_tokens_three_drafts(rule, drafting):
     rng = torch.Generator().manual_seed(3)
     p, q = torch.rand(2, 6, generator=rng, dtype=torch.float64).pow(2)
@@ -159,9 +157,7 @@ def test_rho_solves_spectrs_equation():
     p, q, n = ROWS[0], DRAFTS[0], 3
     rho = rules.smallest_rho(p, q, n)
     beta = torch.minimum(q, p / rho).sum()
-    assert float(1 - (1 - beta) ** n) == pytest.approx(
-        float(rho * beta), abs=rounding(torch.float32, 1000, 1)
-    )
+    assert float(1 - (1 - beta) ** n) == pytest.approx(float(rho * beta), abs=rounding(torch.float32, 1000, 1))
 
 
 def test_rounding_never_makes_an_impossible_token():

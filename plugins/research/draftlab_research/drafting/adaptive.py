@@ -89,9 +89,7 @@ class PolicyDraft(Drafter):
         if self.policy.draft_gain > 0:
             self.inner.prefill(texts)
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         if self.policy.draft_gain <= 0:
             return Draft.empty(len(texts), uniform.device)
         stopping = StoppingSampler(sampling.unlimited(), self.inner.vocab, PolicyStop(self.policy))
@@ -120,9 +118,7 @@ def recorded(
     seconds: list[float] = []  # seconds per drafted token, for each step
     for prompt in prompts:
         recorder.confidence.clear()
-        steps = list(
-            speculative_decode(context.target, drafter, [prompt], k, sampling, context.clock)
-        )
+        steps = list(speculative_decode(context.target, drafter, [prompt], k, sampling, context.clock))
         text, at = np.array([*prompt, *(id for step in steps for id in step.tokens)]), len(prompt)
         confidence = iter(recorder.confidence)
         for step in steps:
@@ -135,12 +131,8 @@ def recorded(
             if step.drafted == len(following) == k:
                 rows.append((*_match(before, following, longest), drafted, step.accepted))
     if not rows:
-        raise UserError(
-            f"--drafter adaptive: no calibration text has room for {k} drafted tokens; lower --k"
-        )
-    kind, length, copied, confidence, accepted = (
-        np.array(column) for column in zip(*rows, strict=True)
-    )
+        raise UserError(f"--drafter adaptive: no calibration text has room for {k} drafted tokens; lower --k")
+    kind, length, copied, confidence, accepted = (np.array(column) for column in zip(*rows, strict=True))
     found = Steps(kind=kind, length=length, copied=copied, confidence=confidence, accepted=accepted)
     return found, 1e3 * float(np.median(seconds))
 

@@ -20,9 +20,7 @@ class CascadeDrafter(ModelDrafter):
     inner_tokens: Number of tokens that the inner drafter drafts for each pass of the draft model.
     """
 
-    def __init__(
-        self, model: Decoder, vocab: int | None, inner: Drafter, inner_tokens: int
-    ) -> None:
+    def __init__(self, model: Decoder, vocab: int | None, inner: Drafter, inner_tokens: int) -> None:
         self.inner, self.inner_tokens = inner, inner_tokens
         super().__init__(model, vocab)
 
@@ -34,35 +32,22 @@ class CascadeDrafter(ModelDrafter):
         super().prefill(texts)
         self.inner.prefill(texts)
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         tokens: list[list[int]] = [[] for _ in texts]
         q: list[list[Tensor]] = [[] for _ in texts]
         draws = self._draws(uniform)  # [B, K, 2 inner_tokens + 1]
         while min(done := list(map(len, tokens)), default=count) < count:
             u = draws[torch.arange(len(done)), [min(n, count - 1) for n in done]]
             # a row that already has `count` tokens is fed without them, so that it stays within the cache
-            so_far = [
-                text + (more if len(more) < count else [])
-                for text, more in zip(texts, tokens, strict=True)
-            ]
-            inner = self.inner.propose(
-                so_far, self.inner_tokens, sampling, u[:, : self.inner_tokens]
-            )
+            so_far = [text + (more if len(more) < count else []) for text, more in zip(texts, tokens, strict=True)]
+            inner = self.inner.propose(so_far, self.inner_tokens, sampling, u[:, : self.inner_tokens])
             fed = [text + more for text, more in zip(so_far, inner.ids.tolist(), strict=True)]
             logits = fit_vocab(self.last_logits(fed, last=inner.ids.shape[1] + 1), self.vocab)
-            verified = verify_batch(
-                logits, inner, inner.counts, sampling, u[:, self.inner_tokens :]
-            )
+            verified = verify_batch(logits, inner, inner.counts, sampling, u[:, self.inner_tokens :])
             for row, (_, emitted) in enumerate(verified):
                 if done[row] < count:
                     tokens[row] += emitted
-                    q[row] += (
-                        []
-                        if sampling.temperature == 0
-                        else [distribution(logits[row, : len(emitted)], sampling)]
-                    )
+                    q[row] += [] if sampling.temperature == 0 else [distribution(logits[row, : len(emitted)], sampling)]
         return Draft.chain(
             torch.tensor([row[:count] for row in tokens], device=uniform.device),
             torch.stack([torch.cat(rows)[:count] for rows in q]) if q[0] else None,
@@ -77,9 +62,7 @@ class CascadeDrafter(ModelDrafter):
         """
         width = 2 * self.inner_tokens + 1
         draws = [
-            torch.rand(
-                len(row), width, generator=torch.Generator().manual_seed(int(row[0] * (1 << 24)))
-            )
+            torch.rand(len(row), width, generator=torch.Generator().manual_seed(int(row[0] * (1 << 24))))
             for row in uniform.cpu()
         ]
         return torch.stack(draws).to(uniform)

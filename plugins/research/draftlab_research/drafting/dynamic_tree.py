@@ -38,9 +38,7 @@ class DynamicTreeDrafter(Drafter):
     def prefill(self, texts: TokenIds) -> None:
         self.reader.prefill(texts)
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         # [B, candidates read in the last pass, V]
         logits = fit_vocab(self.reader.last_logits(texts), self.reader.vocab)
         rows, value = len(texts), logits.new_zeros(len(texts), 1, dtype=torch.float32)
@@ -55,18 +53,14 @@ class DynamicTreeDrafter(Drafter):
         for level in range(self.depth):
             if level:
                 logits = self.reader.read(texts, ids, _rows(parents))[:, -number.shape[1] :]
-            best = (
-                logits.float().log_softmax(-1).clamp_max(0).topk(min(self.topk, logits.shape[-1]))
-            )
+            best = logits.float().log_softmax(-1).clamp_max(0).topk(min(self.topk, logits.shape[-1]))
             values = (value.unsqueeze(-1) + best.values).flatten(1)
             tokens, children = best.indices.flatten(1), best.values.shape[-1]
             first = 1 + sum(kept.shape[1] for kept, *_ in levels)
             levels.append((tokens, values, number.repeat_interleave(children, 1)))
             value, chosen = values.topk(min(self.topk, values.shape[1]))
             parents = torch.cat([parents, read.gather(1, chosen // children)], 1)
-            read = (torch.arange(value.shape[1], device=value.device) + len(ids) + 1).expand(
-                rows, -1
-            )
+            read = (torch.arange(value.shape[1], device=value.device) + len(ids) + 1).expand(rows, -1)
             number, ids = first + chosen, [*ids, *tokens.gather(1, chosen).unbind(1)]
         # drop the cached positions after the text, which hold the tree
         self.reader.cache.used = [len(text) for text in texts]
@@ -90,9 +84,7 @@ def _most_valuable(tokens: Tensor, values: Tensor, parents: Tensor, count: int) 
     place.scatter_(1, chosen + 1, numbers)
     kept = place.gather(1, parents.gather(1, chosen))
     counts = [chosen.shape[1]] * len(tokens)
-    return Draft(
-        ids=tokens.gather(1, chosen), q=None, counts=counts, parents=_rows(kept), rule=recursive
-    )
+    return Draft(ids=tokens.gather(1, chosen), q=None, counts=counts, parents=_rows(kept), rule=recursive)
 
 
 def _rows(parents: Tensor) -> list[tuple[int, ...]]:

@@ -52,8 +52,6 @@ class EagleTreeDrafter(TreeDrafter):
         rows = torch.arange(len(texts), device=self.head.device).unsqueeze(1)
         # the head's state at the parent of each drafted token, [B, drafted tokens, D]
         beside = self.states[rows, torch.tensor(parents, device=self.head.device)]
-        logits, states = self.head.step(
-            torch.stack(ids, 1), beside, self.cache, last=len(ids), tree=tree
-        )
+        logits, states = self.head.step(torch.stack(ids, 1), beside, self.cache, last=len(ids), tree=tree)
         self.states = torch.cat([self.state, states], 1)
         return torch.cat([self.first, logits], 1)

@@ -66,9 +66,7 @@ class MedusaDrafter(Drafter):
         self.states = self.target.new_layer_states(cache, (self.target.shape.layers,))
         cache.layer_states = self.states
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         # the target has not read the last token yet, so its last state belongs to the second-to-last token
         at = [len(text) - 2 for text in texts]
         read = self.states.states[torch.arange(len(at)), at].to(self.heads)

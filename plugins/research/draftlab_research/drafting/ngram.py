@@ -61,23 +61,17 @@ class NgramModel:
     def __init__(self, ids: np.ndarray, vocab: int, order: int) -> None:
         """Count the n-grams of a corpus, ids [N] with N >= order. Raises ValueError: contexts_fit() is False."""
         if not contexts_fit(vocab, order):
-            raise ValueError(
-                f"contexts of {order - 1} tokens do not fit into 64 bits with a vocabulary of {vocab} ids"
-            )
+            raise ValueError(f"contexts of {order - 1} tokens do not fit into 64 bits with a vocabulary of {vocab} ids")
         self.vocab = vocab
         grams = np.lib.stride_tricks.sliding_window_view(ids.astype(np.uint64), order)
         self.orders: list[Order] = []
         counts = np.ones(len(grams))
         for _ in range(order - 1):
-            ngrams, first = _order(
-                _numbers(grams[:, :-1], vocab), grams[:, -1].astype(np.int64), counts
-            )
+            ngrams, first = _order(_numbers(grams[:, :-1], vocab), grams[:, -1].astype(np.int64), counts)
             self.orders.append(ngrams)
             # each distinct longer n-gram counts once
             grams, counts = (grams[first][:, 1:], np.ones(len(first)))
-        unigrams = (
-            np.bincount(grams[:, 0].astype(np.int64), minlength=vocab).astype(np.float64) + 1e-3
-        )
+        unigrams = np.bincount(grams[:, 0].astype(np.int64), minlength=vocab).astype(np.float64) + 1e-3
         self.unigrams = unigrams / unigrams.sum()
 
     def probabilities(self, text: Sequence[int]) -> np.ndarray:
@@ -100,23 +94,12 @@ class NgramDrafter(Drafter):
     def __init__(self, model: NgramModel) -> None:
         self.model = model
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
-        rows = [
-            self._row(text, count, sampling, u)
-            for text, u in zip(texts, uniform.cpu(), strict=True)
-        ]
-        q = (
-            None
-            if sampling.temperature == 0
-            else torch.stack([q for _, q in rows]).to(uniform.device)
-        )
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
+        rows = [self._row(text, count, sampling, u) for text, u in zip(texts, uniform.cpu(), strict=True)]
+        q = None if sampling.temperature == 0 else torch.stack([q for _, q in rows]).to(uniform.device)
         return Draft.chain(torch.tensor([ids for ids, _ in rows], device=uniform.device), q)
 
-    def _row(
-        self, text: list[int], count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> tuple[list[int], Tensor]:
+    def _row(self, text: list[int], count: int, sampling: SamplingParams, uniform: Tensor) -> tuple[list[int], Tensor]:
         context, q = text[-len(self.model.orders) :], []
         for i in range(count):
             p = self.model.probabilities(context)
@@ -146,9 +129,7 @@ def score_ngrams(
     return scored
 
 
-def _order(
-    contexts: np.ndarray, followers: np.ndarray, counts: np.ndarray
-) -> tuple[Order, np.ndarray]:
+def _order(contexts: np.ndarray, followers: np.ndarray, counts: np.ndarray) -> tuple[Order, np.ndarray]:
     """Return the n-grams of one length as an Order, and the index of the first occurrence of each distinct n-gram.
 
     Args:

@@ -17,16 +17,12 @@ from draftlab_research.drafting.tree import Siblings, TreeDrafter, draft_levels
 class ParallelTreeDrafter(TreeDrafter):
     """A parallel draft that drafts a tree of fixed shape in one pass. Tokens of a level come from the same logits."""
 
-    def __init__(
-        self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings
-    ) -> None:
+    def __init__(self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings) -> None:
         """Create the drafter. Arguments: See TreeDrafter. Raises UserError: the model is not a parallel draft."""
         super().__init__(model, vocab, parents, siblings)
         self.token = mask_token(model)
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         parents, levels = self.parents[:count], self.levels[:count]
         logits = fit_vocab(offset_logits(self, self.token, texts, max(levels)), self.vocab)
         return draft_levels(logits, parents, self.siblings, sampling, uniform)

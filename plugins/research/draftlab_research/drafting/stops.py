@@ -26,9 +26,7 @@ class ConfidenceStopDrafter(ModelDrafter):
         super().__init__(model, vocab)
         self.stops = stops
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         logits = self.last_logits(texts)[:, -1]
         stopping = StoppingSampler(sampling.unlimited(), self.vocab, self.stops)
         # Decoder.draft runs pass by pass; a CUDA graph of all passes could not stop early

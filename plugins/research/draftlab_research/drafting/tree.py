@@ -34,9 +34,7 @@ class TreeDrafter(ModelDrafter):
     always takes the most probable tokens.
     """
 
-    def __init__(
-        self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings
-    ) -> None:
+    def __init__(self, model: Decoder, vocab: int | None, parents: Sequence[int], siblings: Siblings) -> None:
         """Create the drafter. Raises ValueError: parents are not sorted by level."""
         self.parents = tuple(parents)
         self.siblings: Siblings = siblings
@@ -45,9 +43,7 @@ class TreeDrafter(ModelDrafter):
             raise ValueError(f"parents must be sorted by level: {parents}")
         super().__init__(model, vocab)
 
-    def propose(
-        self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor
-    ) -> Draft:
+    def propose(self, texts: TokenIds, count: int, sampling: SamplingParams, uniform: Tensor) -> Draft:
         parents, levels = self.parents[:count], self.levels[:count]
         logits = fit_vocab(self.last_logits(texts), self.vocab)  # [B, nodes of finished levels, V]
 
@@ -142,9 +138,7 @@ def draft_levels(
     logits: Logits of each level, [B, levels, V].
     """
     levels = node_depths(parents)
-    return draft_tree(
-        parents, siblings, sampling, uniform, lambda token, _: logits[:, levels[token] - 1]
-    )
+    return draft_tree(parents, siblings, sampling, uniform, lambda token, _: logits[:, levels[token] - 1])
 
 
 def full_tree(widths: Sequence[int]) -> tuple[int, ...]:
@@ -192,15 +186,11 @@ def observed(texts: Sequence[np.ndarray], depth: int) -> PathShare:
     shares: dict[tuple[int, ...], float] = {}
     for level in range(1, depth + 1):
         prefixes, counts = np.unique(starts[:, :level], axis=0, return_counts=True)
-        shares |= dict(
-            zip(map(tuple, prefixes.tolist()), (counts / len(starts)).tolist(), strict=True)
-        )
+        shares |= dict(zip(map(tuple, prefixes.tolist()), (counts / len(starts)).tolist(), strict=True))
     return lambda path: shares.get(path, 0.0)
 
 
-def best_tree(
-    share: PathShare, siblings: int, nodes: int, depth: int
-) -> tuple[tuple[int, ...], float]:
+def best_tree(share: PathShare, siblings: int, nodes: int, depth: int) -> tuple[tuple[int, ...], float]:
     """Return the parents of the tree with the most expected tokens per target pass, and that number of tokens.
 
     The number includes the token of the target. The tree has at most `nodes` drafted tokens, `siblings` children per
@@ -237,11 +227,7 @@ def fastest_tree(
     a tree's depth, number of drafted tokens and expected tokens per target pass to the milliseconds of drafting and
     verifying the tree.
     """
-    trees = [
-        best_tree(share, siblings, n, d)
-        for n in range(1, nodes + 1)
-        for d in range(1, min(n, depth) + 1)
-    ]
+    trees = [best_tree(share, siblings, n, d) for n in range(1, nodes + 1) for d in range(1, min(n, depth) + 1)]
 
     def speed(tree: tuple[tuple[int, ...], float]) -> float:
         parents, tokens = tree

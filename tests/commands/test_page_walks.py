@@ -116,9 +116,15 @@ def test_servings_commands_go_through(chat_model):
     drafting = SmallVLLM(target, tokenizer, frozenset(), draft=draft, longest=512)
     with running(plain) as url, running(drafting) as drafting_url:
         names = {
-            "MODEL": chatty, "SMALLER": chatty, "SIBLING": sibling, "DRAFT": sibling, "HEAD": head,
-            "replay/SIBLING": "replay/sibling", "http://localhost:8000": url, "http://localhost:8001": drafting_url,
-        }  # fmt: skip
+            "MODEL": chatty,
+            "SMALLER": chatty,
+            "SIBLING": sibling,
+            "DRAFT": sibling,
+            "HEAD": head,
+            "replay/SIBLING": "replay/sibling",
+            "http://localhost:8000": url,
+            "http://localhost:8001": drafting_url,
+        }
         for words in typed("docs/serving.md"):
             if words[0] == "auto" and "--dry-run" not in words:
                 continue

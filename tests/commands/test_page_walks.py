@@ -96,7 +96,7 @@ def test_the_tutorials_laptop_walk_goes_through(tmp_path, monkeypatch):
     config = json.loads(Path("runs/distill-3x128/config.json").read_text())
     assert (config["num_hidden_layers"], config["hidden_size"]) == (3, 128)
     scores = [json.loads(file.read_text()) for file in Path("runs").rglob("score.json")]
-    assert len(scores) == 3
+    assert len(scores) == 4
     assert {score["conditions"]["threads"] for score in scores} == {1}
     assert Path("report.html").exists()
     assert Path("runs/export-distill-3x128-transformers/assist.py").exists()

@@ -19,9 +19,7 @@ import draftlab
 
 draft = draftlab.prune(source="tiny", layers=3, width=128, data="stdlib", out="runs/cut")
 draft = draftlab.distill(draft=draft.path, target="tiny", data="stdlib", steps=20, out="runs/draft")
-score = draftlab.score(
-    target="tiny", draft=[draft.path], data="stdlib", k="1-3", num_prompts=4, out="runs/score"
-)
+score = draftlab.score(target="tiny", draft=[draft.path], data="stdlib", k="1-3", num_prompts=4, out="runs/score")
 print(score.speedup, score.interval)
 ```
 
@@ -45,7 +43,7 @@ def page() -> str:
 def section(name: str) -> str:
     function = getattr(draftlab, name)
     parameters = [shown(each) for each in inspect.signature(function).parameters.values()]
-    call = textwrap.fill(", ".join(parameters), 100, initial_indent="    ", subsequent_indent="    ")
+    call = textwrap.fill(", ".join(parameters), 120, initial_indent="    ", subsequent_indent="    ")
     result = next(iter(get_args(returns := inspect.signature(function).return_annotation)), returns)
     lines = [
         f"## draftlab.{name}",

@@ -177,7 +177,7 @@ def layer_config(kind: type["PreTrainedConfig"], content: Mapping[str, Any]) -> 
     return kind(**known)
 
 
-def sizes_of(layer: Any) -> dict[str, Any]:
+def sizes_of(layer: PreTrainedConfig) -> dict[str, Any]:
     """Return the fields of HeadSizes that are in LAYER_FIELDS. layer: transformers' configuration of the layers."""
     sizes = {field: getattr(layer, name) for field, name in LAYER_FIELDS.items()}
     return sizes | {"context": context_of(layer.to_dict())}

@@ -1,6 +1,8 @@
 """--drafter: options are checked before anything is loaded, and drafters are built from them."""
 
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from helpers.built import PROMPTS, built, check_devices, check_output
 from transformers import OPTConfig, OPTForCausalLM
 
+import draftlab
 from draftlab.drafters.base import DRAFTERS, parse_drafter
 from draftlab.drafters.context import DrafterContext
 from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
@@ -17,6 +20,7 @@ from draftlab.model.decoder import CPU, Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.throughput import measure_throughput
+from draftlab.training.students.base import STUDENTS
 
 ASKED = [
     "prompt-lookup:prompt_lookup_max=2",
@@ -39,6 +43,18 @@ def test_every_drafter_decodes_what_the_target_would(context, eagle_head, dflash
     asked += ["suffix", f"suffix:outputs={stored},max_spec_factor=2"]
     assert {parse_drafter(text).kind for text in asked} == set(DRAFTERS.builtin)
     check_output(context, {text: built(context, text) for text in asked})
+
+
+@pytest.mark.parametrize(("decorator", "registry"), [("drafter", DRAFTERS), ("student", STUDENTS)])
+def test_the_registry_lists_every_kind_with_its_module(decorator, registry):
+    """Names are listed without an import, so a module that the list lacks would never be found."""
+    root = Path(draftlab.__file__).parent
+    found = {
+        name: ".".join(file.relative_to(root.parent).with_suffix("").parts)
+        for file in root.rglob("*.py")
+        for name in re.findall(rf'^@{decorator}\("([\w-]+)"', file.read_text(), re.MULTILINE)
+    }
+    assert found == dict(registry.builtin)
 
 
 def test_a_rule_of_ones_choice_is_the_one_that_verifies(context):

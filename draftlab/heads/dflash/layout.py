@@ -92,7 +92,7 @@ def check(folder: Path, target: Path) -> DFlashShape:
     return read_shape(folder, target, "dflash")[0]
 
 
-def read_shape(folder: Path, target: Path, kind: str) -> tuple[DFlashShape, Any, Mapping[str, object]]:
+def read_shape(folder: Path, target: Path, kind: str) -> tuple[DFlashShape, Qwen3Config, Mapping[str, object]]:
     """Return a head's sizes, transformers' configuration of its layers, and the content of its config.json.
 
     kind: The kind that the head must have, "dflash" or "dspark".
@@ -152,7 +152,7 @@ def write(folder: Path, content: Mapping[str, object], weights: Mapping[str, Ten
     save_finite(folder / WEIGHTS, {name: weight.cpu().contiguous() for name, weight in weights.items()})
 
 
-def _from_json(content: Mapping[str, Any], config: Any, folder: Path) -> DFlashShape:
+def _from_json(content: Mapping[str, Any], config: Qwen3Config, folder: Path) -> DFlashShape:
     """Return the sizes of a head from the content of its config.json. config: transformers' config of its layers.
 
     Raises:

@@ -104,19 +104,19 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenStudent
     target = job.target
     assert target is not None  # a head reads the target's states
     head = head_of(spec, job)
-    begun = None if job.draft is None else layout.read(job.draft, target, torch.float32)
+    previous = None if job.draft is None else layout.read(job.draft, target, torch.float32)
     batches, heldout = texts_of(job, target, state)
-    ids, coverage = _draft_ids(head, begun, batches, job.loop.steps, target, state)
+    ids, coverage = _draft_ids(head, previous, batches, job.loop.steps, target, state)
     note(f"the {len(ids):,} draft ids cover {coverage:.2%} of the training tokens")
     teacher = open_teacher(job, head.layer_ids, ids)
-    student = start_head(head, begun, teacher, batches, job.loop, job.text.seq_len, state)
+    student = start_head(head, previous, teacher, batches, job.loop, job.text.seq_len, state)
     chain = spec.ttt_steps
     setup = chain_setup(job, student, teacher, batches, heldout, chain)
 
     def write(work: Path, state: Path) -> dict[str, object]:
         """Write the head of the best evaluation, in SpecForge's layout."""
         weights = student.best_weights(state, target)
-        embedding = None if begun is None else begun.embedding
+        embedding = None if previous is None else previous.embedding
         trained = Head(config=head, weights=weights, ids=teacher.ids, embedding=embedding)
         layout.write(work, trained, "native", target=target, k=chain)
         return {"coverage": coverage}
@@ -125,12 +125,12 @@ def open_head(spec: EagleStudent, job: Distillation, state: Path) -> OpenStudent
 
 
 def _draft_ids(
-    head: HeadShape, begun: Head | None, batches: Batches, steps: int, target: Path, state: Path
+    head: HeadShape, previous: Head | None, batches: Batches, steps: int, target: Path, state: Path
 ) -> tuple[Tensor, float]:
     """Return the token ids that the head predicts, and the share of the training tokens that are among them.
 
-    A new head predicts the most frequent ids of the training text. If `begun` is set, the head keeps the ids of
-    `begun`. The ids are stored in the directory `state`.
+    A new head predicts the most frequent ids of the training text. If `previous` is set, the head keeps the ids of
+    `previous`. The ids are stored in the directory `state`.
 
     Raises:
         UserError: There are more special tokens than ids that the head predicts.
@@ -140,9 +140,9 @@ def _draft_ids(
         if head.draft_vocab == head.vocab:
             return {"ids": torch.arange(head.vocab), "coverage": 1.0}
         texts = [batch.ids[:, 1:][batch.mask > 0] for batch in map(batches.batch, range(steps))]
-        if begun is not None:
-            coverage = float(np.isin(np.concatenate(texts), begun.ids.numpy()).mean())
-            return {"ids": begun.ids, "coverage": coverage}
+        if previous is not None:
+            coverage = float(np.isin(np.concatenate(texts), previous.ids.numpy()).mean())
+            return {"ids": previous.ids, "coverage": coverage}
         ids, coverage = frequent_ids(texts, head.draft_vocab, head.vocab, special_ids(target))
         return {"ids": torch.tensor(ids), "coverage": coverage}
 
@@ -152,29 +152,29 @@ def _draft_ids(
 
 def start_head(
     head: HeadShape,
-    begun: Head | None,
+    previous: Head | None,
     teacher: HeadTeacher,
     batches: Batches,
     loop: Loop,
     seq_len: int,
     state: Path,
 ) -> EagleHead:
-    """Return the head to train: `begun`, or a new head with initial weights from least squares (see start.py).
+    """Return the head to train: `previous`, or a new head with initial weights from least squares (see start.py).
 
     The initial weights are stored in the directory `state`, so that a resumed run starts from the same weights.
     """
     torch.manual_seed(loop.seed)
-    if begun is None:
+    if previous is None:
         student = EagleHead(head, teacher.embedding)
         what = "computing the head's initial weights by least squares"
     else:
-        student = EagleHead.of(begun, teacher.embedding)
+        student = EagleHead.of(previous, teacher.embedding)
         what = "measuring the target's states"
     student.to(teacher.device)
 
     def find() -> dict[str, Tensor]:
         sampled = sample(teacher, batches, loop, seq_len, what)
-        if begun is not None:
+        if previous is not None:
             start_again(student, sampled)
         else:
             start_linear(student, sampled)

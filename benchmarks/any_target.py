@@ -29,18 +29,18 @@ import typer
 from transformers import PreTrainedModel
 
 from benchmarks import environment
-from draftlab.config.kinds import parse_drafter
-from draftlab.engine.drafters.context import DrafterContext
-from draftlab.engine.drafters.dflash import DFlashDrafter
-from draftlab.engine.drafters.dspark import DSparkDrafter
-from draftlab.engine.drafters.ngram import LatestLookupDrafter
+from draftlab.drafters.base import parse_drafter
+from draftlab.drafters.context import DrafterContext
+from draftlab.drafters.lookup import LatestLookupDrafter
 from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
+from draftlab.heads.dflash.decoder import DFlash
+from draftlab.heads.dflash.drafter import DFlashDrafter
+from draftlab.heads.dflash.layout import DFlashShape
 from draftlab.model import checkpoint, llama, modes
 from draftlab.model.decoder import Decoder
-from draftlab.model.dflash import DFlash, DFlashShape
-from draftlab.model.dspark import DSpark, DSparkShape
 from draftlab.sampling import SamplingParams
+from draftlab_research.dspark import DSpark, DSparkDrafter, DSparkShape
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "any_target.json"

@@ -29,7 +29,7 @@ from draftlab import intervals
 from draftlab.config.shared import ChatMode
 from draftlab.console import note
 from draftlab.data.prompts import Prompts, load_prompts
-from draftlab.engine.drafters.ngram import LatestLookupDrafter
+from draftlab.drafters.lookup import LatestLookupDrafter
 from draftlab.engine.generate import Drafter, ModelDrafter, speculative_decode
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, hf

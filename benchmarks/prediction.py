@@ -26,7 +26,7 @@ from draftlab.commands.distill import distill
 from draftlab.commands.prune import prune
 from draftlab.console import note
 from draftlab.data import heldout_prompts
-from draftlab.engine.drafters.parallel import model_drafter
+from draftlab.drafters.parallel import model_drafter
 from draftlab.latency import predict as predicting
 from draftlab.latency.cost_model import CostModel, Profile, expected_tokens
 from draftlab.latency.machine_state import device_name

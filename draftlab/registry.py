@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from draftlab.errors import UserError, did_you_mean, one_line
@@ -20,15 +21,25 @@ class Registry(Generic[Kind]):
     point in `group`. The name of the entry point is the name of the kind, and its value is the module.
     """
 
-    def __init__(self, group: str, what: str, builtin: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        group: str,
+        what: str,
+        builtin: Mapping[str, str],
+        elsewhere: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Make a registry.
 
         Args:
             group: Group of the entry points of plug-ins.
             what: Noun for a kind in errors, such as "drafter".
             builtin: Modules of draftlab's own kinds, by the name of the kind.
+            elsewhere: Packages of further kinds, by the name of the kind. An error names the package if it is missing.
         """
-        self.group, self.what, self.builtin = group, what, builtin
+        self.group = group
+        self.what = what
+        self.builtin = builtin
+        self.elsewhere = elsewhere
         self.kinds: dict[str, Kind] = {}
 
     def register(self, name: str) -> Callable[[AnyKind], AnyKind]:
@@ -91,6 +102,11 @@ class Registry(Generic[Kind]):
             import_module(self.builtin[name])
         elif name not in self.kinds and offered:
             self._load(offered[0], where)
+        if name not in self.kinds and name in self.elsewhere:
+            raise UserError(
+                f"{where}: the {self.what} {name!r} is in the package {self.elsewhere[name]}, which is not installed; "
+                "install it, or use another kind"
+            )
         if name not in self.kinds:
             raise UserError(f"{where}: there is no {self.what} {name!r}{did_you_mean(name, self.names())}")
         return self.kinds[name]

@@ -18,7 +18,6 @@ from draftlab.config.base import (
     advanced_option,
     option,
 )
-from draftlab.config.kinds import DRAFTERS, STUDENTS, Student
 from draftlab.config.outputs import check_store
 from draftlab.config.shared import (
     CheckpointSettings,
@@ -28,12 +27,14 @@ from draftlab.config.shared import (
     Vocab,
 )
 from draftlab.console import note, note_if_slow
+from draftlab.drafters.base import DRAFTERS
 from draftlab.errors import UserError, about, did_you_mean
 from draftlab.model import hub
 from draftlab.model.hub import ROW_FILES, has_suffix
 from draftlab.output import Output
 from draftlab.registry import CROSS_ENTROPY, LOSSES
 from draftlab.shell import typed
+from draftlab.training.students.base import STUDENTS, Student
 from draftlab.trust import check_address
 
 if TYPE_CHECKING:

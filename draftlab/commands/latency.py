@@ -373,9 +373,9 @@ def _acceptance(text: str, max_tokens: int) -> "Workload":
         UserError: The file is missing or cannot be read, or the number is impossible.
     """
     from draftlab.latency.cost_model import alpha_for
-    from draftlab.latency.workload import constant_workload, workload_of_replay, workload_of_score
+    from draftlab.latency.workload import constant_workload, workload_of_score
     from draftlab.results.score import read_score
-    from draftlab.target_outputs.replay import read_replay
+    from draftlab.scoring.replay import read_replay, workload_of_replay
 
     assumed = re.fullmatch(r"([0-9.]+)(?:@([1-9]\d*))?", text)
     if assumed and not Path(text).exists():

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from draftlab.commands.base import Job, Outcome, command, fill
-from draftlab.config.kinds import DRAFTERS
-from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig, ReplayConfig
-from draftlab.config.server_rules import check_served
+from draftlab.commands.replay_settings import ReplayConfig
+from draftlab.config.outputs import OutputsBuildConfig, OutputsInfoConfig
 from draftlab.config.shared import ServerSettings, newest_draft
 from draftlab.console import note, note_if_slow
+from draftlab.drafters.base import DRAFTERS, check_served
 from draftlab.errors import UserError, about
 from draftlab.model import hub
 from draftlab.output import Output
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from draftlab.data.prompts import Prompts
     from draftlab.intervals import Interval
     from draftlab.sampling import SamplingParams
+    from draftlab.scoring.replay import AcceptanceRow, Replay
     from draftlab.target_outputs.build import Rows, TargetAnswers
-    from draftlab.target_outputs.replay import AcceptanceRow, Replay
     from draftlab.target_outputs.store import Manifest
     from draftlab.target_outputs.targets import StoreVerification, Target
 
@@ -329,7 +329,7 @@ def prepare_replay(config: ReplayConfig, weights: bool) -> "Job[dict[str, tuple[
             not fit the outputs.
     """
     from draftlab.model import devices
-    from draftlab.target_outputs.replay import Drafting, check, drafter_of, replay, rows_of
+    from draftlab.scoring.replay import Drafting, check, drafter_of, replay, rows_of
     from draftlab.target_outputs.store import read_store
 
     store = read_store(config.directory)

@@ -147,7 +147,7 @@ def _serve(fastest: "Ranked") -> str:
     the target alone. There is no command if the drafter has weights, if the score was measured on a server, if the
     measurement is doubtful, or if the name of the target is unknown.
     """
-    from draftlab.config.kinds import parse_drafter
+    from draftlab.drafters.base import parse_drafter
     from draftlab.results.report import target_named
 
     score = fastest.score

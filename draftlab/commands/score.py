@@ -20,9 +20,9 @@ from draftlab.config.base import (
     numbers,
     option,
 )
-from draftlab.config.kinds import DRAFTERS, Drafter
-from draftlab.config.server_rules import ServerRule, check_served, chosen_rule
+from draftlab.config.server_rules import ServerRule, chosen_rule
 from draftlab.console import note, note_if_slow
+from draftlab.drafters.base import DRAFTERS, Drafter, check_served
 from draftlab.errors import UserError, about, did_you_mean
 from draftlab.intervals import tokens_per_second
 from draftlab.model import hub

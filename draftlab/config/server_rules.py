@@ -6,7 +6,6 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from draftlab.config.kinds import DrafterSpec
 from draftlab.errors import UserError, did_you_mean
 from draftlab.registry import SERVERS
 from draftlab.sampling import FILTERS, Filter, SamplingParams
@@ -60,7 +59,7 @@ def rule_of(name: str) -> DecodingRule:
     Raises:
         UserError: There is no such server or variant.
     """
-    server, variant = _split(name)
+    server, variant = server_of(name)
     where = "--server-rule"
     rules = SERVERS.get(server or name, where).rules
     if variant not in rules:
@@ -69,23 +68,7 @@ def rule_of(name: str) -> DecodingRule:
     return rules[variant]
 
 
-def check_served(spec: DrafterSpec, server_rule: str | None) -> None:
-    """Check that the server of --server-rule has this drafter. draftlab's own drafters are not checked.
-
-    Raises:
-        UserError: The drafter is one of other servers.
-    """
-    if server_rule is None or not spec.served_by:
-        return
-    server, _ = _split(server_rule)
-    if server not in spec.served_by:
-        raise UserError(
-            f"--drafter {spec.text}: {server} has no {spec.kind}; it is that of "
-            f"{', '.join(sorted(spec.served_by))}; use another --drafter or --server-rule"
-        )
-
-
-def _split(name: str) -> tuple[str, str]:
+def server_of(name: str) -> tuple[str, str]:
     """Return the server and the variant in a name for --server-rule."""
     if name in SERVERS.names():
         return name, ""

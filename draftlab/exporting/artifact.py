@@ -12,14 +12,16 @@ import torch
 
 from draftlab.acceptance.token_logprobs import TokenLogprobs, score_offsets, score_tokens
 from draftlab.config.base import MAX_K
-from draftlab.config.kinds import DRAFTERS
+from draftlab.drafters.context import ReplayContext
 from draftlab.errors import UserError
 from draftlab.exporting import gguf, hf, trials
 from draftlab.exporting.gguf import DEFAULT_CONTEXT
 from draftlab.exporting.verify import TargetTexts
-from draftlab.model import checkpoint, devices, eagle, hub, modes, parallel
+from draftlab.heads.base import HeadSizes, head_kind
+from draftlab.heads.eagle3 import layout
+from draftlab.heads.eagle3.layout import HeadShape
+from draftlab.model import checkpoint, devices, hub, modes, parallel
 from draftlab.model.decoder import Decoder
-from draftlab.model.eagle import HeadShape, HeadSizes
 from draftlab.model.hf_files import read_head_ids
 from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape
@@ -28,7 +30,6 @@ from draftlab.model.tokenizer import check_embeds, common_vocabulary, first_diff
 from draftlab.quantities import format_number
 from draftlab.servers.kinds import Artifact, DraftKind, Finding, ServerKind, error, ok, warning
 from draftlab.shell import typed
-from draftlab.target_outputs.replay import ReplayContext
 
 UNMEASURED_K = "a default; draftlab score finds the fastest K"
 # characters with which tokenizers mark a leading space in a token
@@ -327,9 +328,9 @@ class PublishedHead:
         """Open the head at `path` for a target. kind: Kind of the head's drafter, as --drafter names it."""
         self.path, self.target = path, target
         self.config: Mapping[str, Any] = config
-        self.spec: Any = DRAFTERS.get(kind, "head").of(heads=str(path))
+        self.spec = head_kind(kind).of(heads=str(path))
         self.served_by: frozenset[str] | None = self.spec.served_by
-        self.sizes: Any = sizes
+        self.sizes = sizes
         self.layer_ids: Sequence[int] = sizes.layer_ids
         self.vocab = self.target_vocab = sizes.vocab
 
@@ -375,9 +376,9 @@ class PublishedHead:
             )
 
     def trial(self, prompts: Sequence[list[int]], device: torch.device) -> list[Finding]:
-        target: Any = modes.load(self.target, torch.float32, device)
-        head = self.spec.load(self.path, self.target, target, device)
-        return [trials.check_acceptance(target, self.spec.drafter(target, head), prompts)]
+        target = self.spec.readable(modes.load(self.target, torch.float32, device))
+        drafter = self.spec.load_drafter(self.target, target, device)
+        return [trials.check_acceptance(target, drafter, prompts)]
 
     def scores(self, directory: Path, form: Form, texts: TargetTexts, device: torch.device) -> list[TokenLogprobs]:
         """See DraftModel.scores."""
@@ -393,7 +394,7 @@ class PublishedHead:
             advance=lambda done: None,
         )
         with hf.as_quantized(directory, form.outtype) as head:
-            scores: list[TokenLogprobs] = type(self.spec).of(heads=str(head)).acceptance(replay)
+            scores = type(self.spec).of(heads=str(head)).acceptance(replay)
         return [score.at(texts.k) for score in scores]
 
 
@@ -407,16 +408,17 @@ class HeadArtifact(PublishedHead):
     def __init__(self, path: Path, target: Path, head: HeadShape, config: Mapping[str, Any]) -> None:
         super().__init__(path, target, "eagle", head, config)
         self.served_by: frozenset[str] | None = None
+        self.eagle = head
         self.head: HeadShape | None = head
         self.shape: Shape | None = head.shape
         self.most = head.most
 
     def _norm(self) -> str:
-        parts = self.sizes.optional_parts
+        parts = self.eagle.optional_parts
         return f"computed with {', '.join(parts)}" if parts else "plain EAGLE-3"
 
     def findings(self) -> Iterator[Finding]:
-        eagle.read(self.path, self.target, checkpoint.stored_dtype(self.path))
+        layout.read(self.path, self.target, checkpoint.stored_dtype(self.path))
         yield from super().findings()
 
     def refuse(self, form: Form) -> None:
@@ -437,18 +439,18 @@ class HeadArtifact(PublishedHead):
 
     def write(self, folder: Path, form: Form, k: int, verifier: str) -> list[str]:
         dtype = form.dtype or checkpoint.stored_dtype(self.path)
-        head = eagle.read(self.path, self.target, dtype)
-        eagle.write(folder, head, form.layout, target=self.target, k=k, verifier=verifier)
+        head = layout.read(self.path, self.target, dtype)
+        layout.write(folder, head, form.layout, target=self.target, k=k, verifier=verifier)
         return []
 
     def write_gguf(self, directory: Path, file: Path, qtype: str) -> gguf.Written:
-        return gguf.write_head(directory, self.target, self.sizes, file, qtype)
+        return gguf.write_head(directory, self.target, self.eagle, file, qtype)
 
     def summary(self, directory: Path, form: Form) -> str:
         *first, last = map(str, self.layer_ids)
         layers = f"{', '.join(first)} and {last}" if first else last
         return (
-            f"{format_number(self.sizes.params() / 1e6, 4)}M parameters; "
+            f"{format_number(self.eagle.params() / 1e6, 4)}M parameters; "
             f"reads the target's hidden states after {layers} layers; "
             f"predicts {self.sizes.draft_vocab:,} of the target's {self.sizes.vocab:,} ids; {self._norm()}."
         )
@@ -469,10 +471,11 @@ def open_checkable(path: Path, target: Path, weights: bool = True) -> Checkable:
     """
     kind, config = hub.known_head(path), checkpoint.read_config(path)
     if kind == "eagle":
-        return HeadArtifact(path, target, eagle.check(path, target, weights), config)
+        return HeadArtifact(path, target, layout.check(path, target, weights), config)
     if kind is not None:
-        head: Any = DRAFTERS.get(kind, "head")
-        return PublishedHead(path, target, kind, head.read(path, target), config)
+        sizes = head_kind(kind).read(path, target)
+        assert isinstance(sizes, HeadSizes)  # as in all heads that hub.known_head knows
+        return PublishedHead(path, target, kind, sizes, config)
     if config.get(parallel.PARD_TOKEN) is not None:
         return ParallelDraft(path, target)
     return DraftModel(path, target)

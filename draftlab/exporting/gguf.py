@@ -14,8 +14,8 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.exporting.gguf_rope import EVERY_TENSOR, ROPE_FACTORS, Rope, read_rope
 from draftlab.exporting.gguf_tokenizer import GGUFTokenizer, read_tokenizer
+from draftlab.heads.eagle3.layout import HeadShape
 from draftlab.model import checkpoint
-from draftlab.model.eagle import HeadShape
 from draftlab.model.llama import sliding_window
 from draftlab.model.shape import Shape
 from draftlab.quantities import format_bytes

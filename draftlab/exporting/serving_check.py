@@ -18,10 +18,10 @@ from draftlab.errors import UserError
 from draftlab.exporting import verify
 from draftlab.exporting.artifact import Checkable, Form
 from draftlab.exporting.verify import NothingDrafted, TargetTexts, Verification
+from draftlab.heads.base import MOST_DRAFTED
 from draftlab.intervals import FEWEST
 from draftlab.model import checkpoint, modes
 from draftlab.model.decoder import Decoder
-from draftlab.model.eagle import MOST_DRAFTED
 from draftlab.model.sentencepiece import PROBES
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from draftlab.config.kinds import DRAFTERS
 from draftlab.console import note, progress
+from draftlab.drafters.base import DRAFTERS
 from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
 from draftlab.errors import UserError
 from draftlab.latency.cost_model import Profile, active_params, write_profile

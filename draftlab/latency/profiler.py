@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from draftlab.drafters.lookup import TextDrafter
+from draftlab.drafters.passes import HeadPasses
 from draftlab.engine.clocks import Clock
-from draftlab.engine.drafters.ngram import TextDrafter
-from draftlab.engine.drafters.states import HeadPasses
 from draftlab.engine.generate import speculative_decode
 from draftlab.engine.timing import Chain, Rounds, Task, memory_sweep, summarize
 from draftlab.latency.cost_model import Point, SteadyPoint

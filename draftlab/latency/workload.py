@@ -5,7 +5,6 @@ R texts of at most n tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,9 +12,6 @@ from draftlab.acceptance.expected import Texts, texts_of
 from draftlab.errors import UserError
 from draftlab.results.decoding import Generation
 from draftlab.results.score import Score
-
-if TYPE_CHECKING:  # needs torch
-    from draftlab.target_outputs.replay import Replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,18 +82,6 @@ def constant_workload(alpha: float, *, tokens: int, prompt_tokens: int) -> Workl
     The prefill emits the first of the text's tokens.
     """
     return Workload(texts=texts_of([np.full(tokens - 1, alpha)]), prompt_tokens=np.array([prompt_tokens]))
-
-
-def workload_of_replay(replay: "Replay") -> Workload:
-    """Return the texts of a replay, with the acceptance probabilities that the replay computed."""
-    return Workload(
-        texts=replay.padded(),
-        prompt_tokens=np.array([text.prompt_tokens for text in replay.texts]),
-        kind=replay.kind,
-        model=(replay.draft, replay.draft_sha256),
-        conversations=replay.conversations,
-        selection=replay.selection,
-    )
 
 
 def workload_of_score(score: Score) -> Workload:

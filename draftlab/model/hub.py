@@ -33,7 +33,7 @@ EMBEDDED = Path(__file__).parents[1] / "embedded"
 # configuration and tokenizer
 PLAIN = ["*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 TIMEOUT_SECONDS = 3
-HEADS = ("eagle", "peagle", "dflash", "dspark")  # kinds of heads that draftlab supports
+HEADS = ("eagle", "peagle", "dflash", "dspark")  # kinds of heads that draftlab or its plug-in supports
 # fields of config.json that may have the mask token's id; vLLM reads any of them
 MASK_FIELDS = {"mask_token_id", "pard_token", "ptd_token_id"}
 IMPORTED = (

@@ -138,7 +138,7 @@ class Block:
 class Llama(Decoder):
     """A LLaMA-like model that runs in draftlab's own engine, with a static cache."""
 
-    hidden_norm: Tensor | None = None  # only EAGLE-3 heads have it, see eagle_llama.py
+    hidden_norm: Tensor | None = None  # only EAGLE-3 heads have it, see heads/eagle3/decoder.py
     norm_before_residual = False  # only EAGLE-3 heads set it
     # sliding window: number of latest tokens that attention reads, including the current token; None: all tokens
     window: int | None = None

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
-from draftlab.model.decoder import Tree
+from draftlab.model.decoder import Decoder, Tree
+from draftlab.model.llama import Llama
 
 # keys of config.json; only draftlab writes pard_offsets
 PARD_TOKEN = "pard_token"
@@ -152,3 +153,14 @@ def unused_id(directory: Path, vocab: int) -> int:
         f"{directory}: the tokenizer has no unused id for the mask token; choose an id with --student "
         "parallel:token=ID or --student dflash:mask_token_id=ID"
     )
+
+
+def mask_token(model: Decoder) -> int:
+    """Return the mask token of a parallel draft. Raises UserError: the model is not a parallel draft."""
+    token = model.pard_token if isinstance(model, Llama) else None
+    if token is None:
+        raise UserError(
+            "the draft is not a parallel draft, because config.json has no pard_token; train a parallel draft with "
+            "draftlab distill --student parallel"
+        )
+    return token

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from draftlab.config.kinds import DrafterSpec, RunFacts
 from draftlab.config.server_rules import DecodingRule
 from draftlab.console import note
 from draftlab.data import turns
 from draftlab.data.prompts import Prompts
+from draftlab.drafters.base import DrafterSpec, RunFacts
 from draftlab.errors import UserError, about
 from draftlab.exporting.hf import as_quantized, parse_quantized_name
 from draftlab.model import Mode, checkpoint, devices, hub, llama, parallel

@@ -18,12 +18,13 @@ import torch
 from pydantic import TypeAdapter
 
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_tokens
-from draftlab.config.kinds import DrafterSpec
 from draftlab.console import note, progress
-from draftlab.engine.drafters.context import DrafterRun
-from draftlab.engine.drafters.parallel import drafts_in_parallel
+from draftlab.drafters.base import DrafterSpec
+from draftlab.drafters.context import DrafterRun, ReplayContext
+from draftlab.drafters.parallel import drafts_in_parallel
 from draftlab.engine.verify import rule_named
 from draftlab.errors import UserError
+from draftlab.heads.base import HeadSpec
 from draftlab.intervals import tokens_per_second
 from draftlab.latency.cost_model import CostModel
 from draftlab.latency.machine_state import steady_clock, steady_step_clock
@@ -49,9 +50,9 @@ from draftlab.scoring.prediction import (
     k_without,
     predicted,
 )
+from draftlab.scoring.replay import drafter_of
 from draftlab.scoring.throughput import OTHER_PLAIN, PLAIN, Arm, LiveTiming, TimedArms
 from draftlab.sequential import is_decided, levels, looks_of
-from draftlab.target_outputs.replay import ReplayContext, drafter_of
 
 ROUNDS = 8  # rounds in which single passes are timed
 # what an interrupted run leaves: the latencies of all models, and predictions by the name of the drafter
@@ -297,7 +298,7 @@ class QuickTiming:
             return False
         if run.model is not None:
             return isinstance(run.model, Llama)
-        return spec.name in self.heads or not hasattr(spec, "heads")
+        return spec.name in self.heads or not isinstance(spec, HeadSpec)
 
     def _context(
         self,

@@ -10,11 +10,12 @@ import torch
 from torch.nn import functional as F
 
 from draftlab.console import note, note_if_slow, progress
+from draftlab.drafters.context import DrafterContext, DrafterRun
+from draftlab.drafters.parallel import drafts_in_parallel, model_drafter
 from draftlab.engine.batch_generate import answer_turns
-from draftlab.engine.drafters.context import DrafterContext, DrafterRun
-from draftlab.engine.drafters.parallel import drafts_in_parallel, model_drafter
 from draftlab.engine.verify import rule_named
 from draftlab.exporting.hf import parse_quantized_name
+from draftlab.heads.base import HeadSpec
 from draftlab.intervals import ALPHA
 from draftlab.latency.machine_state import (
     CoreTime,
@@ -482,9 +483,9 @@ def _heads(comparison: Comparison, models: Models) -> dict[str, Decoder]:
     found: dict[str, Decoder] = {}
     target = models.eager(comparison.target)
     for spec in comparison.drafters:
-        folder = getattr(spec, "heads", None)
-        if folder is not None and spec.replays and spec.is_priced():
-            found[spec.name] = spec.passes_of(Path(folder), comparison.target, target, comparison.engine.mode)
+        if isinstance(spec, HeadSpec) and spec.replays and spec.is_priced():
+            model = spec.readable(target)
+            found[spec.name] = spec.passes_of(Path(spec.heads), comparison.target, model, comparison.engine.mode)
     return found
 
 

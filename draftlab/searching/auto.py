@@ -13,15 +13,16 @@ from typing import Any
 
 import yaml
 
-from draftlab.config.kinds import StudentSpec
-from draftlab.drafters.eagle import EagleSpec
 from draftlab.drafters.fallback import FALLBACK_LOOKUP_MAX, FallbackSpec
 from draftlab.errors import UserError
+from draftlab.heads.eagle3.drafter import EagleSpec
+from draftlab.heads.eagle3.student import EagleStudent
 from draftlab.model import checkpoint, devices, hub
 from draftlab.model.modes import resolve_mode
 from draftlab.results.report import html
 from draftlab.results.score import Score, read_score, score_files
 from draftlab.runs.atomic import write_atomic
+from draftlab.scoring.replay import read_replay, rows_of
 from draftlab.searching import verdict
 from draftlab.searching.plan import (
     ANSWER_TOKENS,
@@ -45,9 +46,8 @@ from draftlab.searching.plan import (
 )
 from draftlab.searching.schedule import NoCheapShape, StepRunner, number, read_search, record_of
 from draftlab.searching.verdict import Arm, Round, Scores, TrainingRounds, Verdict
-from draftlab.target_outputs.replay import read_replay, rows_of
+from draftlab.training.students.base import StudentSpec
 from draftlab.training.students.draft import OrdinarySpec
-from draftlab.training.students.eagle import EagleStudent
 from draftlab.training.students.parallel import ParallelStudent
 
 PLAN = "plan.json"

@@ -16,14 +16,15 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 
-from draftlab.config.kinds import DRAFTERS, DrafterSpec
 from draftlab.console import note_if_slow
 from draftlab.dates import run_date
+from draftlab.drafters.base import DRAFTERS, DrafterSpec
 from draftlab.engine.timing import bandwidth_gbs, matmul_tflops
 from draftlab.errors import UserError
 from draftlab.exporting import gguf
 from draftlab.exporting.artifact import DraftModel, HeadArtifact, open_artifact, refusals
-from draftlab.model import checkpoint, devices, eagle, hub
+from draftlab.heads.eagle3 import layout
+from draftlab.model import checkpoint, devices, hub
 from draftlab.model.shape import Shape, resolve
 from draftlab.model.size import ApproximateSize, read_size
 from draftlab.model.tokenizer import different_tokenizers
@@ -547,7 +548,7 @@ def _unsuitable(request: Request) -> dict[str, str]:
     except UserError as error:
         no_cut = f"the target cannot be pruned: {error}"
     try:
-        head = eagle.head_config(target, None, max(1, vocab // 4), norm_before_residual=False)
+        head = layout.head_config(target, None, max(1, vocab // 4), norm_before_residual=False)
         no_head = _refused(HeadArtifact(target, target, head, {}), server)
     except UserError as error:
         no_head = str(error)

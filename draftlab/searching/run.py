@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 
 from draftlab.acceptance.expected import chain
-from draftlab.config.kinds import StudentSpec
 from draftlab.console import note
 from draftlab.latency.cost_model import CostModel, read_profile
 from draftlab.latency.predict import best_k
 from draftlab.latency.scaling_law import ScalingLaw, read_law
-from draftlab.latency.workload import Workload, workload_of_replay
+from draftlab.latency.workload import Workload
 from draftlab.model import hub
 from draftlab.model.hf_files import max_model_len
 from draftlab.model.shape import Shape, resolve, write_shape_file
@@ -29,6 +28,7 @@ from draftlab.output import Output
 from draftlab.results.ranking import rank
 from draftlab.results.score import read_score
 from draftlab.runs.atomic import remove_state
+from draftlab.scoring.replay import read_replay, workload_of_replay
 from draftlab.searching.schedule import (
     MAX_PASS_SHARE,
     MAX_WIDE_SHARE,
@@ -47,7 +47,7 @@ from draftlab.searching.schedule import (
     write_search,
 )
 from draftlab.target_outputs.build import REPLAY_BATCH
-from draftlab.target_outputs.replay import read_replay
+from draftlab.training.students.base import StudentSpec
 from draftlab.training.students.draft import OrdinarySpec
 from draftlab.training.students.parallel import ParallelStudent
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
-from draftlab.config.kinds import DrafterSpec
+from draftlab.drafters.base import DrafterSpec
 from draftlab.drafters.model import DraftModelSpec
 from draftlab.errors import UserError
 from draftlab.exporting.run import target_name

@@ -31,7 +31,6 @@ from draftlab.shell import typed
 from draftlab.trust import printable
 
 if TYPE_CHECKING:
-    from draftlab.model.eagle import HeadShape
     from draftlab.model.shape import Shape
 
 LARGEST_ID = 1 << 24
@@ -196,6 +195,25 @@ def error(about: str, text: str, fix: str = "") -> Finding:
     return Finding("error", about, text, fix)
 
 
+class ServedHead(Protocol):
+    """The sizes of an EAGLE-3 head that the checks of a ServerKind read.
+
+    Args:
+        layer_ids: Layers of the target whose states the head reads. Id i is the residual stream after i layers.
+        sliding_window: Number of latest tokens that the head's attention reads; None for all.
+        optional_parts: Names of the head's options that some servers do not support.
+    """
+
+    @property
+    def layer_ids(self) -> Sequence[int]: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def sliding_window(self) -> int | None: ...
+    @property
+    def optional_parts(self) -> list[str]: ...
+
+
 class Artifact(Protocol):
     """A draft model or an EAGLE-3 head with its target, in the form that the checks of a ServerKind read.
 
@@ -214,10 +232,12 @@ class Artifact(Protocol):
     target: Path
     config: Mapping[str, Any]
     shape: "Shape | None"
-    head: "HeadShape | None"
     vocab: int
     target_vocab: int
     in_parallel: bool
+
+    @property
+    def head(self) -> ServedHead | None: ...
 
     def difference(self) -> str | None:
         """Return text that names a token in which draft and target differ, or None if their vocabularies are equal."""
@@ -270,8 +290,8 @@ class Launch:
         k: Number of tokens to draft per step.
         reason: Reason for this K.
         file: Name of the draft's GGUF file in the script's folder. "" if the draft is a directory.
-        layer_ids: Layers of the target that a head reads, see eagle.HeadShape.
-        sliding_window: Window of a head, see eagle.HeadShape.
+        layer_ids: Layers of the target that a head reads, see ServedHead.
+        sliding_window: Window of a head, see ServedHead.
         heterogeneous: Whether draft and target have different vocabularies.
         own_target: Whether config.json of the head names its target and K, as in speculators' layout.
         limit: What users of the server must know about the draft's context, or "".
@@ -327,7 +347,7 @@ class ServerKind:
     # largest allowed difference between the draft's and the target's number of logits
     vocab_slack = 0
     heads = ""  # how the server loads an EAGLE-3 head; empty: the server cannot
-    # fields in eagle.OPTIONAL_PARTS that the server computes
+    # names in ServedHead.optional_parts that the server computes
     head_parts: ClassVar[frozenset[str]] = frozenset()
     one_stream = False  # whether the server decodes only one prompt at a time
 
@@ -377,11 +397,11 @@ class ServerKind:
         """Check a draft model, apart from its vocabulary, and yield the problems on this server."""
         yield from ()
 
-    def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
+    def check_head(self, artifact: Artifact, head: ServedHead) -> Iterator[Finding]:
         """Check a head that draftlab has exported for this server, and yield the problems."""
         yield from ()
 
-    def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
+    def check_stored_head(self, artifact: Artifact, head: ServedHead) -> Iterator[Finding]:
         """Check config.json of a head that was not exported, and yield the problems that an export would fix."""
         yield from ()
 

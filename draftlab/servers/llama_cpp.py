@@ -7,7 +7,7 @@ computes none for tokens of a step that drafted, and none for tokens that leave 
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 from draftlab.config.server_rules import DecodingRule
@@ -26,6 +26,7 @@ from draftlab.servers.kinds import (
     Launch,
     RowError,
     ServedCompletion,
+    ServedHead,
     ServerKind,
     ServerTrial,
     error,
@@ -33,9 +34,6 @@ from draftlab.servers.kinds import (
     shell_script,
     warning,
 )
-
-if TYPE_CHECKING:
-    from draftlab.model.eagle import HeadShape
 
 # number of weights in a block that shares a scale: plain types, K types
 BLOCK = 32
@@ -94,7 +92,7 @@ class LlamaCpp(ServerKind):
             if odd:
                 return
 
-    def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
+    def check_head(self, artifact: Artifact, head: ServedHead) -> Iterator[Finding]:
         if len(head.layer_ids) != 3:
             text = f"supports heads that read three layers, but this head reads {len(head.layer_ids)}"
             yield error(self.name, text, "train a head with three layer_ids")

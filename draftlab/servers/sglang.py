@@ -6,7 +6,7 @@ SGLANG_RETURN_ORIGINAL_LOGPROB=1. Seeds need --enable-deterministic-inference.
 
 import shlex
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from draftlab.config.server_rules import DecodingRule
 from draftlab.results.decoding import Counters
@@ -22,6 +22,7 @@ from draftlab.servers.kinds import (
     Launch,
     PromptLogprobs,
     ServedCompletion,
+    ServedHead,
     ServerKind,
     check_head_dim,
     error,
@@ -30,9 +31,6 @@ from draftlab.servers.kinds import (
     unknown_architecture,
 )
 from draftlab.servers.vllm import NO_PENALTIES
-
-if TYPE_CHECKING:
-    from draftlab.model.eagle import HeadShape
 
 FLASHINFER_HEADS = (64, 128, 256)
 COLDEST = 1e-6  # SGLang decodes greedily at lower temperatures
@@ -63,7 +61,7 @@ class SGLang(ServerKind):
             fix = "start the server with --attention-backend triton"
             yield from check_head_dim(self.name, artifact.shape.head_dim, FLASHINFER_HEADS, fix, "with flashinfer")
 
-    def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
+    def check_stored_head(self, artifact: Artifact, head: ServedHead) -> Iterator[Finding]:
         layers = (artifact.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
         export = f"draftlab export --to {self.name}"
         if "speculators_model_type" in artifact.config:

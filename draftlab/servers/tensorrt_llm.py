@@ -2,21 +2,18 @@
 
 import shlex
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from draftlab.servers.kinds import (
     SCRIPT_DIRECTORY,
     Artifact,
     Finding,
     Launch,
+    ServedHead,
     ServerKind,
     error,
     server,
     shell_script,
 )
-
-if TYPE_CHECKING:
-    from draftlab.model.eagle import HeadShape
 
 DECODING_TYPES = {"parallel draft": "PARD", "EAGLE-3 head": "Eagle3"}
 
@@ -28,7 +25,7 @@ class TensorRTLLM(ServerKind):
         "loads the directory as it is, with the layers in its options, which draftlab export --to tensorrt-llm writes"
     )
 
-    def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
+    def check_stored_head(self, artifact: Artifact, head: ServedHead) -> Iterator[Finding]:
         if "speculators_model_type" in artifact.config:
             fix = f"draftlab export --to {self.name} writes SpecForge's layout, which TensorRT-LLM reads"
             yield error(self.name, "does not read speculators' layout", fix)

@@ -22,6 +22,7 @@ from draftlab.servers.kinds import (
     PromptLogprobs,
     SampleMethod,
     ServedCompletion,
+    ServedHead,
     ServerKind,
     ServerTrial,
     check_head_dim,
@@ -33,7 +34,6 @@ from draftlab.servers.kinds import (
 )
 
 if TYPE_CHECKING:
-    from draftlab.model.eagle import HeadShape
     from draftlab.model.shape import Shape
 
 TOKEN_PREFIX = "token_id:"  # prefix of tokens with return_tokens_as_token_ids
@@ -120,10 +120,10 @@ class VLLM(ServerKind):
             text = "ignores fc_norm of a P-EAGLE head in speculators' layout, and refuses its tensors"
             yield error(self.name, text, "train the head with norm_before_fc")
 
-    def check_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
+    def check_head(self, artifact: Artifact, head: ServedHead) -> Iterator[Finding]:
         yield from check_head_dim(self.name, head.head_dim, CPU_HEADS, "run vLLM on a GPU", "on CPUs")
 
-    def check_stored_head(self, artifact: Artifact, head: "HeadShape") -> Iterator[Finding]:
+    def check_stored_head(self, artifact: Artifact, head: ServedHead) -> Iterator[Finding]:
         export = f"draftlab export --to {self.name}"
         if "speculators_model_type" in artifact.config:
             if "norm_before_residual" not in artifact.config:

@@ -12,7 +12,6 @@ from accelerate import tracking
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
-from draftlab.config.kinds import StudentSpec
 from draftlab.console import note, progress
 from draftlab.errors import UserError
 from draftlab.output import Output
@@ -21,6 +20,7 @@ from draftlab.runs.atomic import append_line, check_space, remove_state, write_a
 from draftlab.runs.provenance import LOG_FILE
 from draftlab.training.checkpointer import process_state, select_device
 from draftlab.training.loop import Hardware, Loop
+from draftlab.training.students.base import StudentSpec
 from draftlab.training.trainer import Constraint, EvalRecord, StepRecord, TrainingSetup, train
 
 if TYPE_CHECKING:

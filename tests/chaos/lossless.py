@@ -16,12 +16,12 @@ from scipy.stats import chi2
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.drafters.parallel import ParallelDrafter
+from draftlab.drafters.parallel import ParallelDrafter
 from draftlab.engine.generate import Draft, Drafter, output_tokens, speculative_decode
+from draftlab.heads.eagle3.decoder import EagleLlama
+from draftlab.heads.eagle3.drafter import EagleDrafter
+from draftlab.heads.eagle3.layout import Head, HeadShape
 from draftlab.model import llama
-from draftlab.model.eagle import Head, HeadShape
-from draftlab.model.eagle_llama import EagleLlama
 from draftlab.sampling import SamplingParams
 
 DRAFTERS = ("eagle", "parallel")

@@ -15,12 +15,14 @@ from typer.testing import CliRunner
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
 from draftlab.config.base import LARGEST, bound
-from draftlab.config.kinds import DRAFTERS, STUDENTS, parse_kind
+from draftlab.config.kinds import parse_kind
 from draftlab.data import parse_mixture
+from draftlab.drafters.base import DRAFTERS
 from draftlab.errors import UserError
 from draftlab.registry import Registry
 from draftlab.training.losses import parse_loss
 from draftlab.training.reweighing import parse_reference
+from draftlab.training.students.base import STUDENTS
 
 MODES = yaml.safe_load((Path(__file__).parents[1] / "files/every_option.yaml").read_text())
 NEVER = ("nan", "inf", "-inf", "-1", "1" + "0" * 30, "1e30", "text")

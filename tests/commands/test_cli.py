@@ -16,8 +16,8 @@ from helpers.typed import call
 from draftlab import cli, data
 from draftlab.commands import COMMANDS
 from draftlab.commands.distill import DistillConfig
+from draftlab.commands.replay_settings import ReplayConfig
 from draftlab.commands.score import ScoreConfig
-from draftlab.config.outputs import ReplayConfig
 from draftlab.errors import UserError
 from draftlab.model import native_cpu
 from draftlab.model.shape import parse_numbers

@@ -27,7 +27,7 @@ from draftlab.data.prompts import file_prompts, load_prompts
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
 from draftlab.results.score import read_score
-from draftlab.target_outputs.replay import read_replay
+from draftlab.scoring.replay import read_replay
 from draftlab.target_outputs.store import read_store
 
 SYSTEM = {"role": "system", "content": "return"}

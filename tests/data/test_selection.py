@@ -17,8 +17,8 @@ from draftlab.errors import UserError
 from draftlab.exporting.trials import trial_prompts
 from draftlab.model import checkpoint
 from draftlab.results.score import read_score
+from draftlab.scoring.replay import read_replay
 from draftlab.searching.prompts import PromptSplit
-from draftlab.target_outputs.replay import read_replay
 from draftlab.target_outputs.store import HELDOUT, read_manifest, read_store
 from draftlab.training.checkpointer import load_or_make
 from draftlab.training.evaluate import TargetTextEvaluator

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.dflash_heads import DSPARK, NATIVE, written
+from helpers.dflash_heads import NATIVE, written
 from helpers.head_texts import random_weights
-from helpers.peagle_heads import PEAGLE
-from helpers.peagle_heads import written as written_peagle
 
 from draftlab.commands import COMMANDS
-from draftlab.engine.drafters.context import DrafterContext
-from draftlab.model import dspark, eagle, modes
+from draftlab.drafters.context import DrafterContext
+from draftlab.heads.eagle3 import layout
+from draftlab.heads.eagle3.layout import Head
+from draftlab.model import modes
 from draftlab.model.decoder import Decoder
-from draftlab.model.eagle import Head
 from draftlab.sampling import SamplingParams
 
 
@@ -66,25 +65,13 @@ def dflash_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def dspark_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a random DSpark head."""
-    return written(tmp_path_factory.mktemp("dspark") / "head", family_dirs["llama"], DSPARK, dspark)
-
-
-@pytest.fixture(scope="module")
-def peagle_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a random P-EAGLE head."""
-    return written_peagle(tmp_path_factory.mktemp("peagle") / "head", family_dirs["llama"], PEAGLE)
-
-
-@pytest.fixture(scope="module")
 def eagle_head(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a random EAGLE-3 head."""
     folder = tmp_path_factory.mktemp("eagle")
-    config = eagle.head_config(family_dirs["llama"], None, 100)
+    config = layout.head_config(family_dirs["llama"], None, 100)
     weights = random_weights(config.sizes(), 0, 0.1)
     head = Head(config=config, weights=weights, ids=torch.arange(100), embedding=None)
-    eagle.write(folder, head, "native", target=family_dirs["llama"], k=2)
+    layout.write(folder, head, "native", target=family_dirs["llama"], k=2)
     return folder
 
 

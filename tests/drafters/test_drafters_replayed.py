@@ -19,7 +19,7 @@ from helpers.replay_laws import (  # noqa: F401
 )
 
 from draftlab.acceptance.token_logprobs import score_tokens
-from draftlab.config.kinds import DRAFTERS, parse_drafter
+from draftlab.drafters.base import DRAFTERS, parse_drafter
 from draftlab.engine.generate import output_tokens, speculative_decode
 from draftlab.model import checkpoint
 from draftlab.model.hf_decoder import HFDecoder
@@ -36,15 +36,15 @@ COPIES = [
 
 
 def test_replay_of_greedy_text_counts_the_live_steps_of_every_kind(
-    work, eagle_head, peagle_head, dflash_head, dspark_head, parallel_draft, stored
+    work, eagle_head, dflash_head, parallel_draft, stored
 ):
     work = in_mode(work, int8=False)  # the fastest
     asked = [*MODEL_KINDS, *COPIES]
     asked += [f"parallel:draft={parallel_draft}", f"fallback:draft={parallel_draft}"]
     asked += [f"suffix:outputs={stored},max_spec_factor=2"]
-    rarely = [f"eagle:heads={eagle_head}", f"peagle:heads={peagle_head}"]
+    rarely = [f"eagle:heads={eagle_head}"]
     rarely += [f"eagle:heads={eagle_head},prompt_lookup_max=3,draft_tokens=1"]
-    rarely += [f"dflash:heads={dflash_head}", f"dspark:heads={dspark_head}"]
+    rarely += [f"dflash:heads={dflash_head}"]
     assert {parse_drafter(text).kind for text in asked + rarely} == set(DRAFTERS.builtin)
     for text in asked:
         assert parse_drafter(text).replays

@@ -1,24 +1,26 @@
 """--drafter: options are checked before anything is loaded, and drafters are built from them."""
 
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.built import PROMPTS, built, check_output
-from helpers.second_device import DEVICE, SecondDevice
+from helpers.built import PROMPTS, built, check_devices, check_output
 from transformers import OPTConfig, OPTForCausalLM
 
-from draftlab.config.kinds import DRAFTERS, parse_drafter
-from draftlab.engine.drafters.context import DrafterContext
+import draftlab
+from draftlab.drafters.base import DRAFTERS, parse_drafter
+from draftlab.drafters.context import DrafterContext
 from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
 from draftlab.engine.verify import match
 from draftlab.errors import UserError
-from draftlab.model import checkpoint, modes
 from draftlab.model.decoder import CPU, Decoder
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.throughput import measure_throughput
+from draftlab.training.students.base import STUDENTS
 
 ASKED = [
     "prompt-lookup:prompt_lookup_max=2",
@@ -30,22 +32,29 @@ ASKED = [
 ]
 
 
-def test_every_drafter_decodes_what_the_target_would(
-    context, eagle_head, peagle_head, dflash_head, dspark_head, parallel_draft, stored
-):
+def test_every_drafter_decodes_what_the_target_would(context, eagle_head, dflash_head, parallel_draft, stored):
     asked = [*ASKED, "fallback:draft_tokens=1,min_match=3x1x5"]
     asked += [
         f"parallel:draft={parallel_draft}",
         f"eagle:heads={eagle_head}",
-        f"peagle:heads={peagle_head}",
         f"dflash:heads={dflash_head}",
-        f"dspark:heads={dspark_head}",
-        f"dspark:heads={dspark_head},least_confidence=0.3",
     ]
     asked += [f"eagle:heads={eagle_head},prompt_lookup_max=3,draft_tokens=1"]
     asked += ["suffix", f"suffix:outputs={stored},max_spec_factor=2"]
     assert {parse_drafter(text).kind for text in asked} == set(DRAFTERS.builtin)
     check_output(context, {text: built(context, text) for text in asked})
+
+
+@pytest.mark.parametrize(("decorator", "registry"), [("drafter", DRAFTERS), ("student", STUDENTS)])
+def test_the_registry_lists_every_kind_with_its_module(decorator, registry):
+    """Names are listed without an import, so a module that the list lacks would never be found."""
+    root = Path(draftlab.__file__).parent
+    found = {
+        name: ".".join(file.relative_to(root.parent).with_suffix("").parts)
+        for file in root.rglob("*.py")
+        for name in re.findall(rf'^@{decorator}\("([\w-]+)"', file.read_text(), re.MULTILINE)
+    }
+    assert found == dict(registry.builtin)
 
 
 def test_a_rule_of_ones_choice_is_the_one_that_verifies(context):
@@ -117,34 +126,11 @@ def test_chains_are_drafted_for_and_by_models_of_transformers(context, family_di
 
 
 def test_drafts_and_heads_keep_their_device_beside_a_target_of_transformers(
-    context, family_dirs, parallel_draft, eagle_head, dflash_head, dspark_head
+    context, family_dirs, parallel_draft, eagle_head, dflash_head
 ):
     """A target that accelerate spreads is read on the CPU; drafts and heads are elsewhere."""
-    place = family_dirs["llama"]
-    target = HFDecoder(checkpoint.load_model(place, torch.float32).eval())
     asked = ["model", "fallback", f"parallel:draft={parallel_draft}", f"eagle:heads={eagle_head}"]
-    asked += [f"dflash:heads={dflash_head}", f"dspark:heads={dspark_head},least_confidence=0.01"]
-    sampling = SamplingParams(max_tokens=12, temperature=1.0)
-
-    def texts(device: torch.device) -> list[list[list[int]]]:
-        work = DrafterContext(
-            target,
-            place,
-            lambda path: modes.load(path, torch.float32, device),
-            family_dirs["qwen3"],
-            data=context.data,
-            sampling=sampling,
-            ks=[3],
-            mode="eager",
-            clock=time.process_time,
-            device=device,
-        )
-        drafters = [built(work, text).drafter for text in asked]
-        return [output_tokens(speculative_decode(target, drafter, PROMPTS, 3, sampling)) for drafter in drafters]
-
-    expected = texts(CPU)
-    with SecondDevice():
-        assert texts(DEVICE) == expected
+    check_devices(context, family_dirs, [*asked, f"dflash:heads={dflash_head}"])
 
 
 def test_a_drafter_says_what_it_reads():

@@ -11,7 +11,7 @@ BROKEN = {
     "needs_more": ("import a_package_that_is_not_there", "a_package_that_is_not_there"),
     "registers_nothing": ("", "'registers-nothing'"),
     "lacks_build": (
-        "from draftlab.drafters import DrafterSpec, drafter\n@drafter('lacks-build')\nclass Spec(DrafterSpec): ...",
+        "from draftlab.drafters import base\n@base.drafter('lacks-build')\nclass Spec(base.DrafterSpec): ...",
         "no method build()",
     ),
 }

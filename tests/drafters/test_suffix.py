@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from helpers.drafter_laws import check_greedy, check_rows, save_models
 
-from draftlab.config.kinds import parse_drafter
-from draftlab.engine.drafters.suffix import Memory, SuffixDrafter
+from draftlab.drafters.base import parse_drafter
+from draftlab.drafters.suffix import Memory, SuffixDrafter
 
 # drafts of arctic-inference 0.3.0 (its C++ tree, by its own bindings) for random texts of twelve tokens
 # in which no two tokens followed equally often: the order of equals is that of its lists

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftlab.config.server_rules import SERVER_RULES, DecodingRule, chosen_rule
-from draftlab.engine.drafters.ngram import LatestLookupDrafter
+from draftlab.drafters.lookup import LatestLookupDrafter
 from draftlab.engine.generate import (
     Draft,
     ModelDrafter,

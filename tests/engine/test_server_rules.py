@@ -26,7 +26,8 @@ from transformers import (
 from transformers.generation import candidate_generator
 
 from draftlab.config.server_rules import SERVER_RULES, rule_of
-from draftlab.engine.drafters.ngram import NgramGpuDrafter, NgramSimpleDrafter, PromptLookupDrafter
+from draftlab.drafters.lookup import PromptLookupDrafter
+from draftlab.drafters.ngram import NgramGpuDrafter, NgramSimpleDrafter
 from draftlab.engine.verify import distribution, verify_rows
 from draftlab.errors import UserError
 from draftlab.sampling import SamplingParams

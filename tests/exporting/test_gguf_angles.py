@@ -18,7 +18,8 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftlab.exporting import gguf
-from draftlab.model import eagle
+from draftlab.heads.eagle3 import layout
+from draftlab.heads.eagle3.layout import Head
 
 THETA, HEAD_DIM, ORIGINAL, CONTEXT = 10000.0, 12, 64, 256
 POSITIONS = torch.tensor([[0, 1, 7, 40, 63, 64, 120, 255]])
@@ -157,17 +158,17 @@ def test_thetas_by_layer_type_are_refused(family_dirs, tmp_path):
 def head(family_dirs, tmp_path) -> Path:
     """Return an EAGLE-3 head of the small llama."""
     target = family_dirs["llama"]
-    config = eagle.head_config(target, None, 40)
+    config = layout.head_config(target, None, 40)
     weights = {name: torch.zeros(size) for name, size in config.sizes().items()}
     folder = tmp_path / "head"
     folder.mkdir()
-    whole = eagle.Head(config=config, weights=weights, ids=torch.arange(40), embedding=None)
-    eagle.write(folder, whole, "native", target=target, k=3)
+    whole = Head(config=config, weights=weights, ids=torch.arange(40), embedding=None)
+    layout.write(folder, whole, "native", target=target, k=3)
     return folder
 
 
 def write_head(folder: Path, target: Path, file: Path) -> None:
-    gguf.write_head(folder, target, eagle.check(folder, target), file, "f32")
+    gguf.write_head(folder, target, layout.check(folder, target), file, "f32")
 
 
 @pytest.mark.parametrize("name", [name for name in SCALINGS if "longrope" not in name])

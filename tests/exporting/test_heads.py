@@ -17,11 +17,13 @@ from helpers.small_files import edit, write_prompts, write_rows
 from helpers.typed import call
 from safetensors.torch import load_file, save_file
 
-from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.exporting import verify
 from draftlab.exporting.artifact import Form, check_files, open_artifact
-from draftlab.model import eagle, eagle_llama, llama
+from draftlab.heads.base import TargetSizes
+from draftlab.heads.eagle3 import decoder, layout
+from draftlab.heads.eagle3.drafter import EagleDrafter
+from draftlab.model import llama
 from draftlab.registry import SERVERS
 from draftlab.sampling import SamplingParams
 
@@ -55,7 +57,7 @@ def refused(head: Path, target: Path, to: str) -> str:
 @pytest.mark.parametrize("to", ["hf", "vllm", "speculators", "sglang", "tensorrt-llm"])
 def test_a_directory_is_the_head(to, folder, target):
     out = exported(folder, target, to, "" if to == "hf" else "--k 5")
-    mine, theirs = (eagle.read(place, target, torch.float32) for place in (folder, out))
+    mine, theirs = (layout.read(place, target, torch.float32) for place in (folder, out))
     assert mine.config == theirs.config
     assert torch.equal(mine.ids, theirs.ids)
     for name, weight in mine.weights.items():
@@ -76,7 +78,7 @@ def test_a_gguf_file_is_the_head(normed, target, tmp_path):
     folder = written(tmp_path / "head", target, normed=normed)
     out = exported(folder, target, "llama.cpp", "--outtype f32")
     fields, tensors = contents(out / "head-f32.gguf")
-    mine = eagle.read(folder, target, torch.float32)
+    mine = layout.read(folder, target, torch.float32)
     assert fields["general.architecture"] == "eagle3"
     assert fields["eagle3.target_layers"] == list(mine.config.layer_ids)
     assert fields["eagle3.target_hidden_size"] == 64
@@ -113,7 +115,7 @@ def test_a_gguf_file_is_the_head(normed, target, tmp_path):
 
 def test_a_head_of_the_whole_vocabulary_has_no_d2t(target, tmp_path):
     """vLLM has no parameter for one."""
-    whole = written(tmp_path / "head", target, draft_vocab=eagle.TargetSizes.of(target).vocab)
+    whole = written(tmp_path / "head", target, draft_vocab=TargetSizes.of(target).vocab)
     assert not {"d2t", "t2d"} & load_file(whole / "model.safetensors").keys()
     out = exported(whole, target, "gguf", "--outtype f32")
     assert "d2t" not in contents(out / "head-f32.gguf")[1]
@@ -128,7 +130,7 @@ def test_steps_are_those_of_live_decoding(target, tmp_path):
     """The length limit is llama.cpp's: the last step drafts no more than fits."""
     model = llama.load(target, torch.float32)
     artifact: Any = open_artifact(written(tmp_path / "head", target), target)
-    drafter = EagleDrafter(model, eagle_llama.load(artifact.path, target, model, model.device))
+    drafter = EagleDrafter(model, decoder.load(artifact.path, target, model, model.device))
     prompts = [np.random.default_rng(i).integers(3, 300, 6).tolist() for i in range(4)]
     completions = output_tokens(decode(model, prompts, SamplingParams(max_tokens=12 + K)))
     texts = verify.TargetTexts(prompts=prompts, completions=completions, tokens=[12, 9, 2, 1], k=K)

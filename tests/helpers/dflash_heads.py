@@ -1,4 +1,4 @@
-"""DFlash and DSpark heads in their two layouts."""
+"""DFlash heads in their two layouts."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from draftlab.model import checkpoint, dflash
+from draftlab.heads.dflash import decoder, layout
+from draftlab.model import checkpoint
 from helpers.head_texts import LAYERS, V, W, id_tensors, random_weights
 
 BLOCK = 5
@@ -44,22 +45,10 @@ NATIVE = LAYER | {
     "draft_vocab_size": W,
     "dflash_config": {"mask_token_id": 2, "target_layer_ids": [i - 1 for i in LAYERS]},
 }
-MARKOV: dict[str, Any] = {
-    "markov_rank": 8,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-    "sample_from_anchor": True,
-}
-DSPARK = SPECULATORS | {
-    "architectures": ["DSparkSpeculator"],
-    "speculators_model_type": "dspark",
-    **MARKOV,
-}
 
 
-def written(folder: Path, target: Path, content: dict[str, Any], kind: Any = dflash) -> Path:
-    """Return a head of random weights. kind: The module of its kind, dflash or dspark."""
+def written(folder: Path, target: Path, content: dict[str, Any], kind: Any = layout) -> Path:
+    """Return a head of random weights. kind: The module that checks such heads."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(content))
     sizes = kind.check(folder, target).sizes() | {"lm_head.weight": (W, 64)}
@@ -67,6 +56,6 @@ def written(folder: Path, target: Path, content: dict[str, Any], kind: Any = dfl
     return folder
 
 
-def loaded(folder: Path, target: Path, kind: Any = dflash) -> Any:
+def loaded(folder: Path, target: Path, kind: Any = decoder) -> Any:
     weights = checkpoint.Weights(target)
     return kind.load(folder, target, weights["model.embed_tokens.weight"], weights["lm_head.weight"])

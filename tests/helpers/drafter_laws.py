@@ -11,20 +11,17 @@ from torch import Tensor
 
 from draftlab.acceptance import expected
 from draftlab.acceptance.token_logprobs import score_tokens
-from draftlab.engine.drafters.dflash import DFlashDrafter
-from draftlab.engine.drafters.dspark import DSparkDrafter
-from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.drafters.peagle import PEagleDrafter
 from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
 from draftlab.engine.verify import draw
+from draftlab.heads.dflash.decoder import DFlash
+from draftlab.heads.dflash.drafter import DFlashDrafter
+from draftlab.heads.dflash.layout import DFlashShape
+from draftlab.heads.eagle3.decoder import EagleLlama
+from draftlab.heads.eagle3.drafter import EagleDrafter
+from draftlab.heads.eagle3.layout import Head, HeadShape
 from draftlab.model import llama
 from draftlab.model.decoder import Decoder
-from draftlab.model.dflash import DFlash, DFlashShape
-from draftlab.model.dspark import DSpark, DSparkShape
-from draftlab.model.eagle import Head, HeadShape
-from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.hf_files import write_head_ids
-from draftlab.model.peagle import PEagle, PEagleShape
 from draftlab.sampling import SamplingParams
 from helpers.builders import build
 from helpers.head_texts import random_weights
@@ -73,12 +70,6 @@ def eagle_drafter(target: llama.Llama) -> EagleDrafter:
     return EagleDrafter(target, random_head(target, HeadShape(**EAGLE)))
 
 
-def peagle_drafter(target: llama.Llama) -> PEagleDrafter:
-    """Return a P-EAGLE drafter with a head of two layers."""
-    config = PEagleShape(**EAGLE, layers=2, mask_token_id=2)
-    return PEagleDrafter(target, random_head(target, config, PEagle))
-
-
 def random_head(target: llama.Llama, config: HeadShape, kind: Any = EagleLlama) -> Any:
     """Return a head of random weights, whose output layer is the target's, over a third of the ids."""
     weights = random_weights(config.sizes(), 4, 0.1)
@@ -112,19 +103,6 @@ def dflash_drafter(target: llama.Llama) -> DFlashDrafter:
     weights["norm.weight"] = torch.ones(64)
     rope = 1 / 10000 ** (torch.arange(0, 12, 2) / 12), 1.0
     return DFlashDrafter(target, DFlash(config, weights, target.embed, target.head[ids], ids, rope))
-
-
-def dspark_drafter(target: llama.Llama, kind: str = "gated", least_confidence: float = 0) -> DSparkDrafter:
-    """Return a drafter with the block of dflash_drafter, and random Markov and confidence heads."""
-    head, generator = dflash_drafter(target).head, torch.Generator().manual_seed(6)
-    markov = {"markov_rank": 8, "markov_kind": kind, "confidence": 64 + 8}
-    config = DSparkShape.model_validate(head.config.model_dump() | markov)
-    weights = {
-        name: head.weights.get(name, torch.randn(size, generator=generator)) for name, size in config.sizes().items()
-    }
-    rope = 1 / 10000 ** (torch.arange(0, 12, 2) / 12), 1.0
-    spark = DSpark(config, weights, head.embed, head.head, head.ids, rope)
-    return DSparkDrafter(target, spark, least_confidence)
 
 
 def check_greedy(target: llama.Llama, drafter: Drafter, k: int) -> None:

@@ -16,8 +16,8 @@ def example(kind: str) -> str:
     return found
 
 
-def install(site: Path, package: str, modules: dict[str, str], group: str) -> None:
-    """Write what an installed package has: the modules by name, and their entry points."""
+def install(site: Path, package: str, modules: dict[str, str], *groups: str) -> None:
+    """Write what an installed package has: the modules by name, and their entry points in each group."""
     site.mkdir(exist_ok=True)
     points = [f"{module.replace('_', '-')} = {module}" for module in modules]
     for module, text in modules.items():
@@ -25,7 +25,7 @@ def install(site: Path, package: str, modules: dict[str, str], group: str) -> No
     info = site / f"{package}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *points, ""]))
+    (info / "entry_points.txt").write_text("\n".join(line for group in groups for line in (f"[{group}]", *points, "")))
 
 
 def draftlab(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftlab.model import checkpoint, eagle, llama
-from draftlab.model.eagle_llama import EagleLlama
+from draftlab.heads.eagle3 import layout
+from draftlab.heads.eagle3.decoder import EagleLlama
+from draftlab.heads.eagle3.layout import Head
+from draftlab.model import checkpoint, llama
 from helpers.builders import build
 
 VARIANTS: dict[str, dict[str, Any]] = {  # of a head
@@ -169,7 +171,7 @@ def target_and_head(folder: Path, device: torch.device = checkpoint.CPU) -> tupl
         model.get_output_embeddings().get_parameter("weight").mul_(12)
     model.save_pretrained(folder)
     target = llama.load(folder, torch.float32, device)
-    config = eagle.head_config(folder, None, 307)
+    config = layout.head_config(folder, None, 307)
     sizes = config.sizes()
     weights = {f"{name}.weight": 0.02 * torch.randn(sizes[f"{name}.weight"], generator=generator) for name in DRAWN}
     weights["lm_head.weight"] = target.head.cpu().clone()
@@ -189,5 +191,5 @@ def target_and_head(folder: Path, device: torch.device = checkpoint.CPU) -> tupl
     weights["layers.0.self_attn.q_proj.weight"][:, :64] += 2 * key.repeat(config.heads, 1)
     weights["layers.0.self_attn.k_proj.weight"][:, :64] += 2 * key.repeat(config.kv_heads, 1)
     weights = {name: weight.to(device) for name, weight in weights.items()}
-    head = eagle.Head(config=config, weights=weights, ids=torch.arange(307), embedding=None)
+    head = Head(config=config, weights=weights, ids=torch.arange(307), embedding=None)
     return target, EagleLlama(head, target.embed, folder)

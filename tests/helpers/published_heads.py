@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftlab.model import eagle
-from draftlab.model.eagle import Head
+from draftlab.heads.eagle3 import layout
+from draftlab.heads.eagle3.layout import Head
 
 K = 3
 
@@ -19,16 +19,16 @@ def target_fixture(family_dirs: dict[str, Path]) -> Path:
 
 def random_head(target: Path, **sizes: Any) -> Head:
     layers, vocab, normed = (sizes.get(n) for n in ("layer_ids", "draft_vocab", "normed"))
-    config = eagle.head_config(target, layers, vocab or 40, norm_before_residual=bool(normed))
+    config = layout.head_config(target, layers, vocab or 40, norm_before_residual=bool(normed))
     generator = torch.Generator().manual_seed(0)
     weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
     ids = torch.randperm(config.vocab, generator=generator)[: config.draft_vocab].sort().values
     return Head(config=config, weights=weights, ids=ids, embedding=None)
 
 
-def written(folder: Path, target: Path, layout: Any = "native", **sizes: Any) -> Path:
+def written(folder: Path, target: Path, form: Any = "native", **sizes: Any) -> Path:
     folder.mkdir()
-    eagle.write(folder, random_head(target, **sizes), layout, target=target, k=K)
+    layout.write(folder, random_head(target, **sizes), form, target=target, k=K)
     return folder
 
 

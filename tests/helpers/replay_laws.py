@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from draftlab.acceptance.expected import Counts, chain, texts_of
-from draftlab.config.kinds import parse_drafter
-from draftlab.engine.drafters.context import DrafterContext
+from draftlab.drafters.base import parse_drafter
+from draftlab.drafters.context import DrafterContext, ReplayContext
 from draftlab.engine.generate import Step, decode, output_tokens, speculative_decode
 from draftlab.model import modes
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
 from draftlab.sampling import SamplingParams
-from draftlab.target_outputs.replay import ReplayContext
 from helpers.builders import build
 from helpers.built import built
 

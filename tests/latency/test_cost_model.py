@@ -11,6 +11,7 @@ from helpers.latencies import profile_of
 from draftlab import shipped
 from draftlab.commands.latency import predict
 from draftlab.errors import UserError
+from draftlab.heads.eagle3.layout import HeadShape
 from draftlab.latency.cost_model import (
     CostModel,
     Profile,
@@ -30,7 +31,6 @@ from draftlab.latency.roofline import (
     read_sizes,
     roofline_profile,
 )
-from draftlab.model.eagle import HeadShape
 from draftlab.model.families import presets
 from draftlab.model.shape import Shape
 from draftlab.reading import read_model

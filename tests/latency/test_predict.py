@@ -13,21 +13,20 @@ from helpers.plain_eagle import target_and_head
 from helpers.scores import change, conditioned, score
 from helpers.typed import call
 
-from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.acceptance.expected import texts_of
 from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
-from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.drafters.parallel import ParallelDrafter
+from draftlab.drafters.parallel import ParallelDrafter
 from draftlab.engine.generate import Drafter, ModelDrafter, Step, decode, speculative_decode
+from draftlab.heads.eagle3.decoder import EagleLlama
+from draftlab.heads.eagle3.drafter import EagleDrafter, score_chains
 from draftlab.latency.cost_model import CostModel, Profile, alpha_for, write_profile
 from draftlab.latency.predict import Prediction, predict, required_length
 from draftlab.latency.steps import expected_time, step_costs, steps
 from draftlab.latency.workload import Workload, constant_workload, workload_of_score
 from draftlab.model import llama
-from draftlab.model.eagle_llama import EagleLlama
 from draftlab.results.score import Score
 from draftlab.sampling import SamplingParams
-from draftlab.target_outputs.replay import Replay, ReplayedText
+from draftlab.scoring.replay import Replay, ReplayedText
 
 KS = (1, 2, 3, 5)
 PROMPTS = [[0, 17, 44, 101, 9], [0, 5, 250, 31, 66, 2, 8], [0, 90, 91, 92, 93, 7]]

@@ -8,7 +8,11 @@ import torch
 from helpers.builders import LLAMA3_ROPE, SIZES, assert_rounds, logits_by_transformers, random_model
 from transformers import AutoConfig, LlamaConfig, MistralConfig, Qwen2Config
 
-from draftlab.model import checkpoint, dflash, eagle, llama, modes, saving
+from draftlab.heads.base import layer_config, sizes_of
+from draftlab.heads.dflash import layout as dflash_layout
+from draftlab.heads.eagle3 import layout as eagle3_layout
+from draftlab.heads.eagle3.layout import Head
+from draftlab.model import checkpoint, llama, modes, saving
 from draftlab.model.hf_files import context_of
 from draftlab.pruning.source import check_prunable
 
@@ -219,13 +223,13 @@ def test_heads_have_the_rotary_fields_of_transformers_4(layout, family_dirs, tmp
     """Failure 2 of the peers: a head without rope_scaling has unscaled frequencies in readers on transformers 4."""
     target = family_dirs["llama3_tied"]
     if layout == "dflash":
-        content = dflash.new_json(target, 2, None, 4, 0)
-        dflash.write(tmp_path, content, {"fc.weight": torch.zeros(1, dtype=torch.bfloat16)})
+        content = dflash_layout.new_json(target, 2, None, 4, 0)
+        dflash_layout.write(tmp_path, content, {"fc.weight": torch.zeros(1, dtype=torch.bfloat16)})
     else:
-        shape = eagle.head_config(target, None, 307)
+        shape = eagle3_layout.head_config(target, None, 307)
         weights = {name: torch.zeros(size) for name, size in shape.sizes().items()}
-        head = eagle.Head(config=shape, weights=weights, ids=torch.arange(307), embedding=None)
-        eagle.write(tmp_path, head, layout, target=target, k=3)
+        head = Head(config=shape, weights=weights, ids=torch.arange(307), embedding=None)
+        eagle3_layout.write(tmp_path, head, layout, target=target, k=3)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["torch_dtype"] == config["dtype"]
     layer = config.get("transformer_layer_config", config)
@@ -246,7 +250,7 @@ def test_a_head_rotates_all_dimensions_as_full_attention_does(rope, rows, family
     kind = "gemma3_text" if FULL in rope else "stablelm"
     fields = {"model_type": kind} | SIZES | {"rope_parameters": rope}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    head = eagle.head_config(tmp_path, [1, 2, 4], 307)
+    head = eagle3_layout.head_config(tmp_path, [1, 2, 4], 307)
     assert (head.rope["rope_theta"], head.rope.get("factor")) == rows
     assert "partial_rotary_factor" not in head.rope
 
@@ -256,18 +260,18 @@ def test_a_head_reads_as_far_as_its_target(factors, family_dirs, tmp_path):
     rope = {"rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 64} | factors
     fields = {"model_type": "llama"} | SIZES | {"max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(fields | {"rope_parameters": rope}))
-    head = eagle.head_config(tmp_path, [1, 2, 4], 307)
-    written = saving.portable_config(eagle.layer_config_json(head), "float32")
-    read = eagle.sizes_of(eagle.layer_config(LlamaConfig, written))
+    head = eagle3_layout.head_config(tmp_path, [1, 2, 4], 307)
+    written = saving.portable_config(eagle3_layout.layer_config_json(head), "float32")
+    read = sizes_of(layer_config(LlamaConfig, written))
     assert read["context"] == head.context == (64 if factors["rope_type"] == "default" else 256)
 
 
 def test_a_head_that_is_said_to_be_tied_keeps_its_lm_head(family_dirs, tmp_path):
     """SpecForge#139: the config of a head for Qwen3-4B had tie_word_embeddings true."""
-    shape = eagle.head_config(family_dirs["llama"], None, 307)
+    shape = eagle3_layout.head_config(family_dirs["llama"], None, 307)
     weights = {name: torch.zeros(size) for name, size in shape.sizes().items()}
-    head = eagle.Head(config=shape, weights=weights, ids=torch.arange(307), embedding=None)
-    eagle.write(tmp_path, head, "native", target=family_dirs["llama"], k=3)
+    head = Head(config=shape, weights=weights, ids=torch.arange(307), embedding=None)
+    eagle3_layout.write(tmp_path, head, "native", target=family_dirs["llama"], k=3)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     assert "lm_head.weight" in checkpoint.Weights(tmp_path)

@@ -10,12 +10,12 @@ from helpers.plain_eagle import target_and_head
 from helpers.prompts import RAGGED
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.drafters.parallel import model_drafter
+from draftlab.drafters.parallel import model_drafter
 from draftlab.engine.generate import ModelDrafter, Sampler, speculative_decode
+from draftlab.heads.eagle3.decoder import CudaGraphEagle
+from draftlab.heads.eagle3.drafter import EagleDrafter
 from draftlab.model import llama
 from draftlab.model.cuda_graphs import BUCKET, CudaGraphLlama
-from draftlab.model.eagle_llama import CudaGraphEagle
 from draftlab.sampling import SamplingParams
 from draftlab.scoring import throughput
 from draftlab.scoring.throughput import measure_throughput, timed_steps

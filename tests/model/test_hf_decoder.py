@@ -14,9 +14,7 @@ from helpers.errors import raises_option
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftlab.acceptance.chain_logprobs import score_chains
 from draftlab.engine.batch_generate import Batching, generate_batch, load_generator
-from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import (
     Draft,
     Drafter,
@@ -26,10 +24,12 @@ from draftlab.engine.generate import (
     speculative_decode,
 )
 from draftlab.engine.verify import Tokens, match
-from draftlab.model import checkpoint, eagle, llama
+from draftlab.heads.eagle3 import layout
+from draftlab.heads.eagle3.decoder import EagleLlama
+from draftlab.heads.eagle3.drafter import EagleDrafter, score_chains
+from draftlab.heads.eagle3.layout import Head
+from draftlab.model import checkpoint, llama
 from draftlab.model.decoder import Tree
-from draftlab.model.eagle import Head
-from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.model.modes import hosted
 from draftlab.model.recurrent_decoder import RecurrentDecoder
@@ -319,7 +319,7 @@ def test_at_temperature_1_every_draft_and_outcome_gives_transformers_distributio
 
 
 def random_head(folder: Path) -> Head:
-    config = eagle.head_config(folder, (1, 2, 3), V)
+    config = layout.head_config(folder, (1, 2, 3), V)
     generator = torch.Generator().manual_seed(1)
     weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
     return Head(config=config, weights=weights, ids=torch.arange(V), embedding=None)

@@ -12,10 +12,11 @@ from helpers.builders import build
 from helpers.head_texts import random_weights
 from torch import Tensor
 
-from draftlab.model import eagle, llama
+from draftlab.heads.eagle3 import layout
+from draftlab.heads.eagle3.decoder import EagleLlama, NativeEagle
+from draftlab.heads.eagle3.layout import Head
+from draftlab.model import llama
 from draftlab.model.decoder import Tree
-from draftlab.model.eagle import Head
-from draftlab.model.eagle_llama import EagleLlama, NativeEagle
 from draftlab.model.llama import Cache, LayerStates, Llama
 from draftlab.model.native_cpu import NativeLlama
 
@@ -44,7 +45,7 @@ def models(tmp_path_factory) -> dict[str, NativeLlama]:
     folders = {name: tmp_path_factory.mktemp(name) for name in ("target", "head")}
     build("llama").save_pretrained(folders["target"])
     target = llama.load(folders["target"], torch.float32)
-    config = eagle.head_config(folders["target"], None, 120)
+    config = layout.head_config(folders["target"], None, 120)
     head = Head(
         config=config,
         weights=random_weights(config.sizes(), 0),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.builders import build
 
-from draftlab.engine.drafters.parallel import model_drafter
+from draftlab.drafters.parallel import model_drafter
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.model import llama
 from draftlab.results.decoding import count_acceptance

@@ -21,8 +21,8 @@ from draftlab.model.families import presets
 from draftlab.model.hub import EMBEDDED
 from draftlab.results.score import read_score, score_files
 from draftlab.runs import workspace
+from draftlab.scoring.replay import read_replay
 from draftlab.scoring.run import compare
-from draftlab.target_outputs.replay import read_replay
 
 REPOSITORY = Path(__file__).parents[2]
 TASK = """

@@ -9,7 +9,7 @@ import torch
 from helpers.builders import build
 
 from draftlab import intervals
-from draftlab.engine.drafters.parallel import model_drafter
+from draftlab.drafters.parallel import model_drafter
 from draftlab.engine.generate import Step
 from draftlab.latency import machine_state
 from draftlab.latency.machine_state import WARM_UPS

@@ -9,7 +9,7 @@ from helpers.small_files import copy_tokenizer, write_prompts
 
 from draftlab.commands.auto import AutoConfig
 from draftlab.commands.steps import step_of
-from draftlab.drafters.eagle import EagleSpec
+from draftlab.heads.eagle3.drafter import EagleSpec
 from draftlab.model.size import read_size
 from draftlab.searching.plan import Request, lookup_by_device, lookup_of, served_by
 from draftlab.searching.prompts import PromptSplit

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from helpers.scores import PROMPTS, change, score, speculative
 
-from draftlab.config.kinds import parse_drafter
+from draftlab.drafters.base import parse_drafter
 from draftlab.drafters.fallback import FallbackSpec
 from draftlab.intervals import Interval
 from draftlab.searching.verdict import REACHED, Arm, judged, training_ceiling, would_change

@@ -1,1 +1,1 @@
-"""The kinds of students that `draftlab distill` trains, one module for each. The modules do not import torch."""
+"""Students that start from a draft model, a module for each kind, and the base class of all students."""

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from draftlab.config.kinds import StudentSpec, student
 from draftlab.model import hub
-
-if TYPE_CHECKING:
-    from draftlab.training.objectives import Offsets
-    from draftlab.training.run import Distillation, OpenStudent
+from draftlab.training import drafts
+from draftlab.training.objectives import Offsets
+from draftlab.training.run import Distillation, OpenStudent
+from draftlab.training.students.base import StudentSpec, student
 
 
 class DraftSpec(StudentSpec):
@@ -20,18 +18,14 @@ class DraftSpec(StudentSpec):
     def name(self, draft: Path, target: Path) -> str:
         return f"distill-{hub.checkpoint_name(draft).removeprefix('prune-')}"
 
-    def offsets(self, job: "Distillation") -> "Offsets | None":
+    def offsets(self, job: Distillation) -> Offsets | None:
         """Return the offsets that a parallel draft learns to predict, or None for an ordinary draft."""
         return None
 
-    def facts(self, job: "Distillation") -> Mapping[str, object]:
-        from draftlab.training import drafts
-
+    def facts(self, job: Distillation) -> Mapping[str, object]:
         return drafts.facts(job, self.offsets(job))
 
-    def open(self, job: "Distillation", state: Path) -> "OpenStudent":
-        from draftlab.training import drafts
-
+    def open(self, job: Distillation, state: Path) -> OpenStudent:
         return drafts.open_draft(job, self.offsets(job), state)
 
 

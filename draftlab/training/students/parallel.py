@@ -3,17 +3,15 @@
 The draft predicts the first token at the last token of the text, and all later tokens at mask tokens.
 """
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
-from draftlab.config.kinds import student
 from draftlab.errors import UserError
+from draftlab.model import checkpoint, llama, parallel
+from draftlab.target_outputs.store import finished_manifest
+from draftlab.training.objectives import Offsets
+from draftlab.training.run import Distillation
+from draftlab.training.students.base import student
 from draftlab.training.students.draft import DraftSpec
-
-if TYPE_CHECKING:
-    from draftlab.training.objectives import Offsets
-    from draftlab.training.run import Distillation
 
 
 @student("parallel")
@@ -30,11 +28,11 @@ class ParallelStudent(DraftSpec):
     share: float = Field(0.7, gt=0, le=1)
     floor: float = Field(0.2, ge=0, le=1)
 
-    def check(self, job: "Distillation") -> None:
+    def check(self, job: Distillation) -> None:
         super().check(job)
         self.offsets(job)
 
-    def offsets(self, job: "Distillation") -> "Offsets":
+    def offsets(self, job: Distillation) -> Offsets:
         """Return the offsets that the draft learns to predict.
 
         The mask token is the token of the options, else the mask token that the draft already has, else an unused id.
@@ -42,10 +40,6 @@ class ParallelStudent(DraftSpec):
         Raises:
             UserError: The engine does not run the draft, or the vocabulary has no id for the mask token.
         """
-        from draftlab.model import checkpoint, llama, parallel
-        from draftlab.target_outputs.store import finished_manifest
-        from draftlab.training.objectives import Offsets
-
         assert job.draft is not None  # because of starts_from_draft
         llama.check_supported(job.draft)
         vocab = checkpoint.vocab_size(job.draft)

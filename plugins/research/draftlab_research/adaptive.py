@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Self
 from pydantic import Field, model_validator
 
 from draftlab.console import note
-from draftlab.drafters import Input, RunFacts, drafter
-from draftlab.drafters.eagle import EagleSpec
+from draftlab.drafters.base import Input, RunFacts, drafter
 from draftlab.drafters.fallback import FALLBACK_LOOKUP_MAX
 from draftlab.drafters.model import DraftModelSpec
 from draftlab.drafters.suffix import OutputsSpec
 from draftlab.errors import UserError
+from draftlab.heads.eagle3.drafter import EagleSpec
 
 if TYPE_CHECKING:
-    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.drafters.context import DrafterContext, DrafterRun
     from draftlab_research.drafting.adaptive import Stoppable
 
 
@@ -54,7 +54,7 @@ class AdaptiveSpec(DraftModelSpec, OutputsSpec):
             self._head().check(run)
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
-        from draftlab.engine.drafters.fallback import FallbackDrafter
+        from draftlab.drafters.fallback import FallbackDrafter
         from draftlab.engine.generate import ModelDrafter
         from draftlab_research.calibration import calibration_texts, pass_ms
         from draftlab_research.drafting.adaptive import PolicyDraft, PolicyLookup, recorded

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from draftlab.acceptance.token_logprobs import Text
-from draftlab.engine.drafters.context import DrafterContext
+from draftlab.drafters.context import DrafterContext
 from draftlab.engine.generate import decode, output_tokens
 from draftlab.latency.profiler import Grid, measure_passes
 from draftlab.model.llama import Llama

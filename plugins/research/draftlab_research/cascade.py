@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 
 from draftlab.config.base import MAX_K
-from draftlab.drafters import drafter
+from draftlab.drafters.base import drafter
 from draftlab.drafters.model import DraftModelSpec
-from draftlab.drafters.prompt_lookup import PROMPT_LOOKUP_MAX
+from draftlab.servers.kinds import PROMPT_LOOKUP_MAX
 from draftlab_research.ngram import NgramSpec
 
 if TYPE_CHECKING:
-    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.drafters.context import DrafterContext, DrafterRun
 
 
 @drafter("cascade")
@@ -36,7 +36,7 @@ class CascadeSpec(DraftModelSpec, NgramSpec):
         return self.inner == "ngram" and super().reads_data
 
     def build(self, context: "DrafterContext") -> "DrafterRun":
-        from draftlab.engine.drafters.ngram import LatestLookupDrafter
+        from draftlab.drafters.lookup import LatestLookupDrafter
         from draftlab_research.drafting.cascade import CascadeDrafter
 
         model = context.load_draft(self.text, self.draft)

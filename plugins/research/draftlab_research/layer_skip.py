@@ -4,16 +4,16 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
+from draftlab.config.kinds import split_at
 from draftlab.console import note
-from draftlab.drafters import RunFacts, drafter, split_at
+from draftlab.drafters.base import RunFacts, drafter
 from draftlab.drafters.suffix import OutputsSpec
 from draftlab.errors import UserError
 
 if TYPE_CHECKING:
     from draftlab.acceptance.token_logprobs import TokenLogprobs
-    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.drafters.context import DrafterContext, DrafterRun, ReplayContext
     from draftlab.model.llama import Llama
-    from draftlab.target_outputs.replay import ReplayContext
 
 
 @drafter("layer-skip")

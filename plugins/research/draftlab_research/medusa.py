@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Self
 
 from pydantic import model_validator
 
-from draftlab.drafters import drafter
-from draftlab.drafters.eagle import HeadSpec
+from draftlab.drafters.base import drafter
 from draftlab.errors import UserError
+from draftlab.heads.base import HeadSpec
 from draftlab.registry import REJECTION
 from draftlab_research.trees import WidthsSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.drafters.context import DrafterContext, DrafterRun
 
 MANIFEST = "medusa.json"
 TRAINED_BY = "draftlab distill --student medusa"

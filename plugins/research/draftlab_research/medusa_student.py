@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from draftlab.config.kinds import StudentSpec, student
 from draftlab.errors import UserError
+from draftlab.training.students.base import StudentSpec, student
 
 if TYPE_CHECKING:
     from draftlab.training.run import Distillation, OpenStudent

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Self
 from pydantic import Field, model_validator
 
 from draftlab.console import note
-from draftlab.drafters import RunFacts, drafter
+from draftlab.drafters.base import RunFacts, drafter
 from draftlab.drafters.suffix import OutputsSpec
 from draftlab.errors import UserError, about
 from draftlab.model import hub
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from draftlab.acceptance.token_logprobs import TokenLogprobs
-    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
-    from draftlab.target_outputs.replay import ReplayContext
+    from draftlab.drafters.context import DrafterContext, DrafterRun, ReplayContext
     from draftlab_research.drafting.ngram import NgramModel
 
 

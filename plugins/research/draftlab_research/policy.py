@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from draftlab.engine.drafters.ngram import MATCH_KINDS
+from draftlab.drafters.lookup import MATCH_KINDS
 
 EDGES = np.array([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97])  # edges of confidence bins
 LENGTHS = 4  # in tokens; longer matches count as matches of this length

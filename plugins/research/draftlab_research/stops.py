@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from draftlab.drafters import drafter
+from draftlab.drafters.base import drafter
 from draftlab.drafters.model import DraftModelSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.drafters.context import DrafterContext, DrafterRun
 
 
 class StopSpec(DraftModelSpec):

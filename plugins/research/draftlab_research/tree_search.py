@@ -4,9 +4,9 @@ import numpy as np
 
 from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
 from draftlab.console import note
-from draftlab.engine.drafters.context import DrafterContext
-from draftlab.engine.drafters.parallel import mask_token
+from draftlab.drafters.context import DrafterContext
 from draftlab.model.llama import Llama
+from draftlab.model.parallel import mask_token
 from draftlab_research.calibration import calibration_texts, pass_ms
 from draftlab_research.drafting.tree import (
     PathShare,

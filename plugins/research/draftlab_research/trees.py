@@ -5,16 +5,17 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from draftlab.drafters import DrafterSpec, RunFacts, drafter, split_at
-from draftlab.drafters.eagle import EagleHeadSpec
+from draftlab.config.kinds import split_at
+from draftlab.drafters.base import DrafterSpec, RunFacts, drafter
 from draftlab.drafters.model import DraftModelSpec
 from draftlab.drafters.parallel import ParallelSpec
 from draftlab.drafters.suffix import OutputsSpec
 from draftlab.errors import UserError
+from draftlab.heads.eagle3.drafter import EagleHeadSpec
 from draftlab.registry import REJECTION
 
 if TYPE_CHECKING:
-    from draftlab.engine.drafters.context import DrafterContext, DrafterRun
+    from draftlab.drafters.context import DrafterContext, DrafterRun
 
 MAX_TREE_TOKENS = 256
 Siblings = Literal["top", "sampled", "distinct"]

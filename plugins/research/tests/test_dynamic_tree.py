@@ -12,13 +12,13 @@ from helpers.errors import raises_option
 from helpers.plain_eagle import target_and_head
 from torch import Tensor
 
-from draftlab.config.kinds import parse_drafter
-from draftlab.engine.drafters.eagle import EagleDrafter
+from draftlab.drafters.base import parse_drafter
 from draftlab.engine.generate import decode, feed, output_tokens, speculative_decode
 from draftlab.engine.verify import Tokens, match
+from draftlab.heads.eagle3.decoder import NativeEagle
+from draftlab.heads.eagle3.drafter import EagleDrafter
 from draftlab.model import llama
 from draftlab.model.decoder import Decoder, Tree
-from draftlab.model.eagle_llama import NativeEagle
 from draftlab.model.modes import with_mode
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.dynamic_tree import DynamicTreeDrafter

@@ -9,14 +9,14 @@ import torch
 from helpers.builders import assert_rounds, recording
 from helpers.plain_eagle import target_and_head
 
-from draftlab.acceptance.chain_logprobs import score_chains
-from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
-from draftlab.model import Mode, eagle, eagle_llama, llama
+from draftlab.heads.eagle3 import decoder, layout
+from draftlab.heads.eagle3.decoder import EagleLlama
+from draftlab.heads.eagle3.drafter import EagleDrafter, score_chains
+from draftlab.heads.eagle3.layout import Head
+from draftlab.model import Mode, llama
 from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.decoder import feed
-from draftlab.model.eagle import Head
-from draftlab.model.eagle_llama import EagleLlama
 from draftlab.model.llama import LayerStates
 from draftlab.model.modes import with_mode
 from draftlab.model.native_cpu import NativeLlama
@@ -29,7 +29,7 @@ PROMPTS = [[0, 17, 44, 101, 9, 17, 44], [0, 5, 250, 31, 66, 3, 8, 12, 99], [0, 9
 
 @pytest.fixture(scope="module")
 def head(family_dirs: dict[str, Path]) -> Head:
-    config = eagle.head_config(family_dirs["llama"], None, 120)
+    config = layout.head_config(family_dirs["llama"], None, 120)
     generator = torch.Generator().manual_seed(0)
     weights = {name: 0.2 * torch.randn(size, generator=generator) for name, size in config.sizes().items()}
     return Head(config=config, weights=weights, ids=torch.arange(0, 240, 2), embedding=None)
@@ -44,7 +44,7 @@ def target(request: pytest.FixtureRequest, family_dirs: dict[str, Path]) -> llam
 def drafter_of(head: Head, target: llama.Llama) -> Any:
     model = EagleLlama(head, target.embed, Path("head"))
     modes: dict[type, Mode] = {NativeLlama: "native", CudaGraphLlama: "graphs"}
-    return recording(EagleDrafter, target, eagle_llama.with_mode(model, modes.get(type(target), "eager")))
+    return recording(EagleDrafter, target, decoder.with_mode(model, modes.get(type(target), "eager")))
 
 
 @pytest.fixture(scope="module")

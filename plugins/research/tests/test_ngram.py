@@ -10,7 +10,7 @@ from helpers.errors import raises_option
 from helpers.replay_laws import check_greedy, in_mode
 
 from draftlab.commands import COMMANDS
-from draftlab.config.kinds import parse_drafter
+from draftlab.drafters.base import parse_drafter
 from draftlab.errors import UserError
 from draftlab.sampling import SamplingParams
 from draftlab.target_outputs.store import read_store

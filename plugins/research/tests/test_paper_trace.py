@@ -12,7 +12,7 @@ from draftlab.commands import COMMANDS
 from draftlab.config.server_rules import DecodingRule
 from draftlab.data.prompts import Prompt
 from draftlab.errors import UserError
-from draftlab.target_outputs.replay import Drafting, drafter_of, replay_draft
+from draftlab.scoring.replay import Drafting, drafter_of, replay_draft
 from draftlab.target_outputs.store import read_store
 from draftlab_research.import_paper_trace import import_paper_trace
 from draftlab_research.paper_trace import paper_texts, trace_outputs

@@ -16,9 +16,10 @@ from helpers.drafter_laws import (
     eagle_drafter,
     save_models,
 )
+from research_heads import dspark_drafter, peagle_drafter
 from torch import Tensor
 
-from draftlab.engine.drafters.fallback import FallbackDrafter
+from draftlab.drafters.fallback import FallbackDrafter
 from draftlab.engine.generate import (
     Draft,
     Drafter,
@@ -87,6 +88,9 @@ DRAFTERS = [
     "dynamic",
     "adaptive",
     "adaptive head",
+    "peagle",
+    "dspark",
+    "confident dspark",
 ]
 
 
@@ -107,6 +111,9 @@ def drafter(name: str, models: dict[str, llama.Llama], ngrams: NgramModel) -> Dr
         "tree sampled": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "sampled"),
         "tree distinct": lambda: TreeDrafter(noisy, VOCAB, (0, 0, 1, 1, 2, 3), "distinct"),
         "adaptive": lambda: adaptive(ModelDrafter(noisy, VOCAB)),
+        "peagle": lambda: peagle_drafter(models["target"]),
+        "dspark": lambda: dspark_drafter(models["target"], "rnn"),
+        "confident dspark": lambda: dspark_drafter(models["target"], least_confidence=0.3),
         "adaptive head": lambda: adaptive(eagle_drafter(models["target"])),
         "dynamic": lambda: DynamicTreeDrafter(TreeDrafter(noisy, VOCAB, (0,), "top"), 2, 3),
     }[name]()
@@ -144,7 +151,7 @@ def test_what_a_row_samples_does_not_depend_on_the_others(models, ngrams, name):
 
 @pytest.mark.parametrize(
     "name",
-    ["ngram", "unsure", "entropy", "skip", "medusa", "eagle tree", "tree sampled", "tree distinct"],
+    ["ngram", "unsure", "entropy", "skip", "medusa", "eagle tree", "tree sampled", "tree distinct", "peagle", "dspark"],
 )
 def test_q_is_what_was_sampled(models, ngrams, name):
     check_q(models["target"], drafter(name, models, ngrams))

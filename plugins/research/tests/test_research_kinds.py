@@ -15,14 +15,14 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab.commands import COMMANDS
 from draftlab.commands.score import ScoreConfig
-from draftlab.config.kinds import DRAFTERS, parse_drafter
-from draftlab.engine.drafters.context import DrafterContext
+from draftlab.drafters.base import DRAFTERS, parse_drafter
+from draftlab.drafters.context import DrafterContext
 from draftlab.engine.generate import decode, output_tokens, speculative_decode
 from draftlab.errors import UserError
 from draftlab.model.hf_decoder import HFDecoder
 from draftlab.registry import RULES
 from draftlab.sampling import SamplingParams
-from draftlab.target_outputs.replay import read_replay
+from draftlab.scoring.replay import read_replay
 from draftlab_research import calibration
 from draftlab_research.drafting import medusa
 from draftlab_research.drafting.parallel_tree import ParallelTreeDrafter
@@ -58,13 +58,18 @@ def heads(family_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     return f"medusa:heads={folder}"
 
 
-def test_every_drafter_decodes_what_the_target_would(context, heads, eagle_head, parallel_draft, stored):
+def test_every_drafter_decodes_what_the_target_would(
+    context, heads, eagle_head, peagle_head, dspark_head, parallel_draft, stored
+):
     asked = [
         *CHAINS,
         *OWN_ENGINE,
         heads,
         f"adaptive:outputs={stored}",
         f"adaptive:heads={eagle_head}",
+        f"peagle:heads={peagle_head}",
+        f"dspark:heads={dspark_head}",
+        f"dspark:heads={dspark_head},least_confidence=0.3",
     ]
     asked += [f"parallel-tree:draft={parallel_draft},{size}" for size in ("nodes=3", "widths=2x1")]
     asked += [f"eagle-tree:heads={eagle_head},{shape}" for shape in ("widths=2x1", "topk=2,depth=2,nodes=4")]

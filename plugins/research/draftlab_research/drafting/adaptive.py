@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafters.context import DrafterContext
-from draftlab.engine.drafters.eagle import EagleDrafter
-from draftlab.engine.drafters.ngram import MATCH_KINDS, TextDrafter, copy_from, latest_match
+from draftlab.drafters.context import DrafterContext
+from draftlab.drafters.lookup import MATCH_KINDS, TextDrafter, copy_from, latest_match
 from draftlab.engine.generate import (
     Draft,
     Drafter,
@@ -23,6 +22,7 @@ from draftlab.engine.generate import (
     speculative_decode,
 )
 from draftlab.errors import UserError
+from draftlab.heads.eagle3.drafter import EagleDrafter
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.stops import StoppingSampler
 from draftlab_research.policy import Policy, Steps

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafters.eagle import EagleDrafter
 from draftlab.engine.generate import TokenIds
+from draftlab.heads.eagle3.drafter import EagleDrafter
 from draftlab.model.decoder import Parents, Tree
 from draftlab.model.llama import Cache
 from draftlab_research.drafting.tree import Siblings, TreeDrafter

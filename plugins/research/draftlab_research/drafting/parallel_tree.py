@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from draftlab.engine.drafters.parallel import mask_token, offset_logits
+from draftlab.drafters.parallel import offset_logits
 from draftlab.engine.generate import Draft, TokenIds, fit_vocab
 from draftlab.model.decoder import Decoder
+from draftlab.model.parallel import mask_token
 from draftlab.sampling import SamplingParams
 from draftlab_research.drafting.tree import Siblings, TreeDrafter, draft_levels
 

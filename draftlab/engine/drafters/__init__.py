@@ -1,1 +1,0 @@
-"""Drafters of all kinds; only ModelDrafter is in engine/generate.py. Their options are in draftlab/drafters/."""

@@ -26,9 +26,9 @@ from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import Config, bound, extra
 from draftlab.console import is_main_process, never_silent, note, print_words, processes
 from draftlab.errors import UsageError, UserError, one_line, plain_words
-from draftlab.help import command_help, group_help, summary
+from draftlab.help import command_help, group_help
 from draftlab.model.cgroups import limit_threads
-from draftlab.recipe import run
+from draftlab.recipe import RUN
 from draftlab.streams import Unprintable, guard_streams
 from draftlab.trust import printable
 
@@ -66,7 +66,7 @@ class Group(TyperGroup):
         group = "" if ctx.parent is None else f"{ctx.info_name} "
         panels = {
             panel: {
-                each.name.removeprefix(group): summary(each)
+                each.name.removeprefix(group): each.help
                 for each in commands
                 if each.name.startswith(group) and (group or " " not in each.name)
             }
@@ -116,7 +116,7 @@ def typer_function(command: Command) -> Callable[..., None]:
     parameters += _wiring(command)
     call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    call.__doc__ = command.function.__doc__
+    call.__doc__ = command.help
     return call
 
 
@@ -299,7 +299,7 @@ def _add_commands() -> None:
         app.add_typer(groups[name], name=name)
 
 
-ALL = {**PANELS, "Run saved commands": (run,)}
+ALL = {**PANELS, "Run saved commands": (RUN,)}
 _add_commands()
 
 

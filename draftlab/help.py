@@ -50,7 +50,7 @@ def command_help(command: Command, program: str, switches: Mapping[str, str], *,
     output = panels.pop(OUTPUT, [])
     output += [_entry(flag, text, "") for flag, text in switches.items()]
     parts = [_wrapped(" ".join(["Usage:", program, *needed, "[OPTIONS]"]), "       ")]
-    parts.append(_wrapped(summary(command)))
+    parts.append(_wrapped(command.help))
     if command.example:
         lines = _lines(f"draftlab {command.example}", _columns() - 4)
         parts.append("Example:\n  " + " \\\n    ".join(lines))
@@ -81,11 +81,6 @@ def group_help(program: str, about: str, start: Sequence[str], panels: Mapping[s
         parts.append("\n".join([f"{name}:", *rows]))
     parts.append(f"{program} COMMAND --help shows the options of a command.")
     return "\n\n".join(parts)
-
-
-def summary(command: Command) -> str:
-    """Return what a command does, in one line."""
-    return " ".join((command.function.__doc__ or "").split())
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:

@@ -103,6 +103,25 @@ class ImportSource:
             "dtype": devices.dtype_name(self.dtype),
         }
 
+    def run(self, output: Output) -> "ImportSource":
+        """Convert the checkpoint to a Hugging Face directory, and check that it can be loaded. Return the source.
+
+        Raises:
+            UserError: load raises it, or other commands could not use the directory.
+        """
+        path = self.layout.path
+        output.inputs([path, *([self.base] if self.base else [])])
+        with output.directory() as work:
+            note(f"converting {path} to {devices.dtype_name(self.dtype)} weights")
+            if self.layout.kind == "multimodal":
+                text_part.write(path, work, self.dtype)
+            else:
+                _convert_model(self, work)
+            checkpoint.check(work)
+            check_embeds(work)
+            output.record(work)
+        return self
+
 
 def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSource:
     """Return the import source at a path or in a hub repository. Files of a repository are downloaded.
@@ -141,24 +160,6 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
     if not has_tokenizer(layout.path):
         check_has_tokenizer(directory)
     return ImportSource(layout=layout, dtype=dtype or stored, base=directory)
-
-
-def convert(source: ImportSource, output: Output) -> None:
-    """Convert an import source to a Hugging Face directory, and check that it can be loaded.
-
-    Raises:
-        UserError: load raises it, or other commands could not use the directory.
-    """
-    output.inputs([source.layout.path, *([source.base] if source.base else [])])
-    with output.directory() as work:
-        note(f"converting {source.layout.path} to {devices.dtype_name(source.dtype)} weights")
-        if source.layout.kind == "multimodal":
-            text_part.write(source.layout.path, work, source.dtype)
-        else:
-            _convert_model(source, work)
-        checkpoint.check(work)
-        check_embeds(work)
-        output.record(work)
 
 
 def _convert_model(source: ImportSource, work: Path) -> None:

@@ -3,9 +3,11 @@
 The time of a text is the expected number of its steps times the cost of a step.
 """
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,9 @@ from draftlab.latency.steps import (
     total_ms,
 )
 from draftlab.latency.workload import Workload
+from draftlab.runs.atomic import writing
+
+TITLE_WIDTH = 44  # characters of a line above a plot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,3 +363,56 @@ def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: i
     if batch > 1:
         notes.append("host time is assumed to be that of batch size 1")
     return notes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicting:
+    """The prediction for several drafts and a target.
+
+    Attributes:
+        drafts: The cost of each draft, and the acceptance of its texts.
+        prompts: Prompt lengths in tokens. None: each prompt has its own length.
+        notes: Sentences to add to each prediction.
+        plot: Picture to write, or None.
+    """
+
+    target: CostModel
+    drafts: Sequence[tuple[CostModel, Workload]]
+    ks: Sequence[int]
+    batches: Sequence[int]
+    prompts: Sequence[int | None]
+    notes: Sequence[str]
+    plot: Path | None
+
+    def run(self) -> list[DraftPrediction]:
+        """Return a prediction for each draft, and draw the picture. Raises UserError: it cannot be written."""
+        predicted = [
+            predict_draft(draft, self.target, work, self.ks, batches=self.batches, prompts=self.prompts)
+            for draft, work in self.drafts
+        ]
+        for each in predicted:
+            each.prediction.notes.extend(self.notes)
+        if self.plot is not None:
+            _draw(self.plot, [each.prediction for each in predicted])
+        return predicted
+
+
+def _draw(plot: Path, predictions: list[Prediction]) -> None:
+    """Draw the speed-up of every draft by K. The file's directory is made.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    from draftlab.results.plots import Panel, save_panels, short  # matplotlib is optional
+
+    first = predictions[0]
+    ordered = sorted(predictions, key=lambda p: p.best.speedup.value, reverse=True)
+    panel = Panel(
+        title=textwrap.fill(f"{first.target}, batch {first.batch}", TITLE_WIDTH),
+        x="K, drafted tokens per step",
+        y="predicted speed-up",
+        series={short(p.name): [(row.k, row.speedup.value) for row in p.rows] for p in ordered},
+        level=(1, "no draft"),
+    )
+    with writing(plot):
+        save_panels(plot, [panel])

@@ -273,3 +273,29 @@ def design(source: Shape, layers: Sequence[int], budget: Budget, law: ScalingLaw
     """Return one shape per number of layers, which meets the budget. Raises UserError: no shape meets the budget."""
     shapes = {shape_name(shape): shape for shape in family(source, layers, budget)}
     return Design(shapes, {name: law.ms(shape) for name, shape in shapes.items()} if law else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Designing:
+    """The search for shapes with one budget.
+
+    Attributes:
+        layers: Numbers of layers, each of which gets a shape.
+        out: Folder to write a file for each shape to. None: no file is written.
+        comment: First line of these files.
+    """
+
+    source: Shape
+    layers: Sequence[int]
+    budget: Budget
+    law: ScalingLaw | None
+    out: Path | None
+    comment: str
+    overwrite: bool
+
+    def run(self) -> Design:
+        """Return the shapes, and write them. Raises UserError: no shape meets the budget, or a file exists."""
+        found = design(self.source, self.layers, self.budget, self.law)
+        if self.out is not None:
+            found.write(self.out, self.comment, overwrite=self.overwrite)
+        return found

@@ -210,6 +210,32 @@ def grouped(scores: Sequence[Score]) -> list[Group]:
     return [Group(name=name, ranking=_rank(part)) for name, part in zip(names, parts, strict=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """The scores of a run of `draftlab score`: one for each draft, drafter and batch size."""
+
+    scores: list[Score]
+
+    @property
+    def best(self) -> Score:
+        """Return the score with the highest speed-up of whole requests.
+
+        Raises:
+            UserError: Several batch sizes were measured, so the speed-ups have several baselines.
+        """
+        return rank(self.scores)[0].score
+
+    @property
+    def interval(self) -> Interval:
+        """Return the speed-up of whole requests with its 95 % interval, if draft and K are chosen on other requests."""
+        return rank(self.scores)[0].gain
+
+    @property
+    def speedup(self) -> float:
+        """Return the value of `interval`."""
+        return self.interval.value
+
+
 def rank(scores: Sequence[Score]) -> list[Ranked]:
     """Rank drafts by the speed-up of whole requests, the fastest first. Drafts that changed the output are last.
 

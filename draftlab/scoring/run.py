@@ -34,6 +34,7 @@ from draftlab.model.modes import set_threads
 from draftlab.output import Output
 from draftlab.registry import REJECTION
 from draftlab.results.decoding import Generation
+from draftlab.results.ranking import ScoreResult
 from draftlab.results.score import (
     Conditions,
     Environment,
@@ -62,26 +63,40 @@ ROUNDING_TOKENS = 256
 PREDICTED_RULES = (REJECTION, "match")
 
 
-def score(comparison: Comparison, output: Output) -> list[Score]:
-    """Measure every draft and drafter, write NAME/score.json for each, and return the scores.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalScoring:
+    """The measurement of a comparison in this process."""
 
-    Raises:
-        UserError: Memory is too small, or a text does not fit into a model's context.
-    """
-    output.inputs(comparison.inputs)
-    set_threads(comparison.engine.mode, comparison.engine.threads)
-    comparison.check_memory()
-    output.claim_state(comparison.inputs)
-    with with_rounded_drafts(comparison) as used:
-        scores = measure(used, output.command_line, output.state)
-    output.inputs(comparison.earlier_turns)
-    with output.directory() as work:
-        for result in scores:
-            (work / result.name).mkdir()
-            (work / result.name / "score.json").write_text(result.model_dump_json(indent=1))
-        output.record(work)
-    remove_state(output.state)
-    return scores
+    comparison: Comparison
+
+    @property
+    def name(self) -> str:
+        return self.comparison.name
+
+    def facts(self) -> Mapping[str, object]:
+        return self.comparison.facts()
+
+    def run(self, output: Output) -> ScoreResult:
+        """Measure every draft and drafter, write NAME/score.json for each, and return the scores.
+
+        Raises:
+            UserError: Memory is too small, or a text does not fit into a model's context.
+        """
+        comparison = self.comparison
+        output.inputs(comparison.inputs)
+        set_threads(comparison.engine.mode, comparison.engine.threads)
+        comparison.check_memory()
+        output.claim_state(comparison.inputs)
+        with with_rounded_drafts(comparison) as used:
+            scores = measure(used, output.command_line, output.state)
+        output.inputs(comparison.earlier_turns)
+        with output.directory() as work:
+            for result in scores:
+                (work / result.name).mkdir()
+                (work / result.name / "score.json").write_text(result.model_dump_json(indent=1))
+            output.record(work)
+        remove_state(output.state)
+        return ScoreResult(scores)
 
 
 def measure(comparison: Comparison, command: str, state: Path) -> list[Score]:

@@ -5,8 +5,9 @@ way when it resumes.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import yaml
 
 from draftlab.config.kinds import StudentSpec
+from draftlab.console import note
 from draftlab.drafters.eagle import EagleSpec
 from draftlab.drafters.fallback import FALLBACK_LOOKUP_MAX, FallbackSpec
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, devices, hub
 from draftlab.model.modes import resolve_mode
+from draftlab.output import Output
 from draftlab.results.report import html
 from draftlab.results.score import Score, read_score, score_files
 from draftlab.runs.atomic import write_atomic
@@ -32,6 +35,7 @@ from draftlab.searching.plan import (
     LEAST_PROMPTS,
     LEAST_SEQUENCES,
     LEAST_STEPS,
+    LOOKUP,
     MAX_TOKENS,
     MOST_PROMPTS,
     OFFSET_COST,
@@ -41,7 +45,9 @@ from draftlab.searching.plan import (
     Costs,
     Plan,
     Request,
+    lookup_by_device,
     lookup_of,
+    not_tried,
 )
 from draftlab.searching.schedule import NoCheapShape, StepRunner, number, read_search, record_of
 from draftlab.searching.verdict import Arm, Round, Scores, TrainingRounds, Verdict
@@ -466,3 +472,54 @@ def _pace(draft: Path) -> float:
     """Return the training speed of a draft in tokens per second."""
     record = record_of(draft)
     return number(record, "tokens") / max(record.worked_seconds, 1e-3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auto:
+    """A run of auto.
+
+    Attributes:
+        name: Default name of the output directory.
+        make: Function that makes the steps, as in StepRunner.
+    """
+
+    name: str
+    request: Request
+    plan: Plan
+    make: Callable[[str, dict[str, Any]], Any]
+
+    def facts(self) -> Mapping[str, object]:
+        """Return the facts that a dry run shows."""
+        plan = self.plan
+        facts = plan.facts() | {"minutes": round(plan.minutes)}
+        device = devices.resolve_device(plan.machine.device).type
+        lookup = lookup_by_device(self.request.server, device) if LOOKUP in plan.candidates else []
+        if notes := [*not_tried(plan.left_out), *lookup, *verdict.unverified(self.request)]:
+            facts["notes"] = "; ".join(notes)
+        return facts
+
+    def run(self, output: Output) -> Verdict:
+        """Run every step of the plan, write the report and the verdict, and return the verdict.
+
+        Raises:
+            UserError: A step fails.
+        """
+        folder = output.out
+        output.inputs([hub.locate(self.request.name)])
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / PLAN).exists():
+            write_atomic(folder / PLAN, self.plan.model_dump_json(indent=1))
+        for topic, value in self.facts().items():
+            note(f"{topic}: {value}")
+
+        def label(name: str, command: str) -> str:
+            finish = datetime.now() + timedelta(minutes=max(0.0, self.plan.minutes - steps.seconds() / 60))
+            return f"{name}: {command}, the whole run ends at about {finish:%H:%M}"
+
+        steps = StepRunner(folder=folder, make=self.make, label=label)
+        run = AutoRun(request=self.request, plan=self.plan, steps=steps)
+        found = run.verdict()
+        run.write_report(found, output.command_line)
+        write_atomic(folder / VERDICT, found.model_dump_json(indent=1))
+        output.record(folder, minutes=found.minutes)
+        return found

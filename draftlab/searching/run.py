@@ -6,7 +6,7 @@ way when it resumes, and repeats no finished step.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -25,6 +25,7 @@ from draftlab.latency.workload import Workload, workload_of_replay
 from draftlab.model import hub
 from draftlab.model.hf_files import max_model_len
 from draftlab.model.shape import Shape, resolve, write_shape_file
+from draftlab.model.size import read_size
 from draftlab.output import Output
 from draftlab.results.ranking import rank
 from draftlab.results.score import read_score
@@ -35,6 +36,7 @@ from draftlab.searching.schedule import (
     MEASURED_PROMPTS,
     REPLAYED_TEXTS,
     MeasuredDraft,
+    NoCheapShape,
     Rung,
     Search,
     ShapeTrial,
@@ -128,24 +130,48 @@ def default_widths(source: Shape) -> list[int]:
     return sorted(n * source.hidden // source.heads for n in heads)
 
 
-def search(wanted: Wanted, steps: StepRunner, output: Output) -> Search:
-    """Run a search. Write its output: the fastest draft, the target's texts, the scores and search.json.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searching:
+    """A search to run.
 
-    Raises:
-        UserError: Too few shapes are cheap enough, or a step fails.
+    Attributes:
+        name: Default name of the output directory.
+        make: Function that makes the steps, as in StepRunner.
     """
-    models = [wanted.target, wanted.source]
-    output.claim_state(models)
-    searcher = Searcher(wanted=wanted, steps=steps)
-    result = searcher.search()
-    with output.directory() as directory:
-        shutil.copytree(searcher.draft(len(result.rungs) - 1, result.winner.name), directory / "draft")
-        for part in ("texts", "score"):
-            shutil.copytree(output.state / part, directory / part)
-        write_search(result, directory)
-        output.record(directory, total_seconds=result.spent_seconds)
-    remove_state(output.state)
-    return result
+
+    name: str
+    wanted: Wanted
+    make: Callable[[str, dict[str, Any]], Any]
+
+    def facts(self) -> Mapping[str, object]:
+        """Return the facts that a dry run shows."""
+        return {
+            "target": read_size(self.wanted.target).describe(),
+            "source": self.wanted.source_shape.describe(),
+            "try": ", ".join(f"{each.layers} x {each.hidden}" for each in self.wanted.tried),
+            "minutes": self.wanted.minutes,
+        }
+
+    def run(self, output: Output) -> Search:
+        """Run the search. Write its output: the fastest draft, the target's texts, the scores and search.json.
+
+        Raises:
+            UserError: Too few shapes are cheap enough, or a step fails.
+        """
+        output.claim_state([self.wanted.target, self.wanted.source])
+        searcher = Searcher(wanted=self.wanted, steps=StepRunner(folder=output.state, make=self.make))
+        try:
+            result = searcher.search()
+        except NoCheapShape as error:
+            raise NoCheapShape(f"--layers, --widths: {error}; try smaller numbers") from None
+        with output.directory() as directory:
+            shutil.copytree(searcher.draft(len(result.rungs) - 1, result.winner.name), directory / "draft")
+            for part in ("texts", "score"):
+                shutil.copytree(output.state / part, directory / part)
+            write_search(result, directory)
+            output.record(directory, total_seconds=result.spent_seconds)
+        remove_state(output.state)
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)

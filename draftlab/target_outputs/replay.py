@@ -252,23 +252,46 @@ class Drafting:
     device_map: str | None = None
 
 
-def replay(
-    store: StoredOutputs, drafters: Sequence[DrafterSpec], drafting: Drafting, output: Output
-) -> dict[str, Replay]:
-    """Replay drafters over a store, and write a replay.json for each. Return the replays by the drafter's name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedDraft:
+    """The replay of a draft. rows: Acceptance for each group of texts and each K."""
 
-    Raises:
-        UserError: A drafter or the rule does not fit the stored outputs.
+    replay: Replay
+    rows: list[AcceptanceRow]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaying:
+    """The replay of drafters over a store.
+
+    Attributes:
+        name: Default name of the output directory.
+        ks: Numbers of drafted tokens per step for which acceptance is computed.
     """
-    read = itertools.chain.from_iterable(spec.paths(drafting.draft) for spec in drafters)
-    output.inputs([store.directory, *dict.fromkeys(read)])
-    replays = {spec.name: replay_draft(store, spec, drafting, output.command_line) for spec in drafters}
-    with output.directory() as work:
-        for name, each in replays.items():
-            (work / name).mkdir()
-            (work / name / FILE).write_text(each.model_dump_json())
-        output.record(work)
-    return replays
+
+    name: str
+    store: StoredOutputs
+    drafters: Sequence[DrafterSpec]
+    drafting: Drafting
+    ks: Sequence[int]
+
+    def run(self, output: Output) -> dict[str, ReplayedDraft]:
+        """Replay the drafters, and write a replay.json for each. Return the replays by the drafter's name.
+
+        Raises:
+            UserError: A drafter or the rule does not fit the stored outputs.
+        """
+        read = itertools.chain.from_iterable(spec.paths(self.drafting.draft) for spec in self.drafters)
+        output.inputs([self.store.directory, *dict.fromkeys(read)])
+        replays = {
+            spec.name: replay_draft(self.store, spec, self.drafting, output.command_line) for spec in self.drafters
+        }
+        with output.directory() as work:
+            for name, each in replays.items():
+                (work / name).mkdir()
+                (work / name / FILE).write_text(each.model_dump_json())
+            output.record(work)
+        return {name: ReplayedDraft(replay=each, rows=rows_of(each, self.ks)) for name, each in replays.items()}
 
 
 def drafter_of(draft: Path) -> DrafterSpec:

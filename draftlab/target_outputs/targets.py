@@ -503,6 +503,18 @@ class StoreVerification:
         return {**asdict(self), "good": self.good}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreCheck:
+    """The check of stored outputs against the target. target: None: the target is not asked."""
+
+    directory: Path
+    target: Target | None
+
+    def run(self) -> StoreVerification | None:
+        """Compare the stored outputs with the target. Raises UserError: see verify."""
+        return None if self.target is None else verify(self.directory, self.target)
+
+
 def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
     """Read every shard, let the target score up to SEQUENCES sequences again, and compare the log-probabilities.
 

@@ -15,8 +15,8 @@ from helpers.typed import call
 
 from draftlab import cli, data
 from draftlab.commands import COMMANDS
-from draftlab.commands.distill import DistillConfig
-from draftlab.commands.score import ScoreConfig
+from draftlab.commands.settings.distill import DistillConfig
+from draftlab.commands.settings.score import ScoreConfig
 from draftlab.config.outputs import ReplayConfig
 from draftlab.errors import UserError
 from draftlab.model import native_cpu

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 from pydantic.fields import FieldInfo
@@ -55,14 +55,27 @@ SWITCHES = {  # options that are no settings -> help
 START = ("draftlab init --preset tiny", "draftlab prune --layers 3 --width 128")
 
 
+class HelpContext(Protocol):
+    """The part of click's context that --help reads. typer >= 0.27 has a copy of click with another class."""
+
+    @property
+    def parent(self) -> object: ...
+
+    @property
+    def info_name(self) -> str | None: ...
+
+    @property
+    def command_path(self) -> str: ...
+
+
 class Group(TyperGroup):
     """The group of all commands, or of those whose names have two words."""
 
-    def get_help(self, ctx: Any) -> str:
+    def get_help(self, ctx: HelpContext) -> str:
         print(self.help_of(ctx))  # click's echo hides that stdout cannot be written
         return ""
 
-    def help_of(self, ctx: Any) -> str:
+    def help_of(self, ctx: HelpContext) -> str:
         group = "" if ctx.parent is None else f"{ctx.info_name} "
         panels = {
             panel: {
@@ -276,11 +289,11 @@ def _class_of(command: Command) -> type[TyperCommand]:
                 error.message = plain_words(error.message)
                 raise
 
-        def get_help(self, ctx: Any) -> str:
+        def get_help(self, ctx: HelpContext) -> str:
             print(self.help_of(ctx, everything=False))  # as in Group
             return ""
 
-        def help_of(self, ctx: Any, *, everything: bool) -> str:
+        def help_of(self, ctx: HelpContext, *, everything: bool) -> str:
             program = ctx.command_path if ctx.parent is None else f"draftlab {command.name}"
             return command_help(command, program, _switches(command), everything=everything)
 

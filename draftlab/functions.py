@@ -38,7 +38,8 @@ def library_function(name: str) -> Callable[..., Outcome]:
     fields = command.config.model_fields
 
     def call(**settings: Any) -> Outcome:
-        return command(**{name: _as_option(fields.get(name), value) for name, value in settings.items()})
+        options: dict[str, Any] = {name: _as_option(fields.get(name), value) for name, value in settings.items()}
+        return command(**options)
 
     call.__name__ = call.__qualname__ = name
     call.__module__ = "draftlab"
@@ -47,7 +48,7 @@ def library_function(name: str) -> Callable[..., Outcome]:
     return call
 
 
-def _as_option(field: FieldInfo | None, value: Any) -> Any:
+def _as_option(field: FieldInfo | None, value: object) -> object:
     """Return an argument in the type of its option: a path becomes text, and a single value becomes a list."""
     if field is None:
         return value

@@ -11,7 +11,8 @@ from draftlab.commands.steps import CommandStep, step_of
 from draftlab.dates import resume_date
 from draftlab.errors import UserError, about
 from draftlab.inputs import inputs_of, text_inputs
-from draftlab.model import checkpoint, devices, hub
+from draftlab.model import devices, hub
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.model.modes import resolve, set_threads
 from draftlab.model.size import read_size
 from draftlab.reading import read_model
@@ -38,7 +39,7 @@ def prepare(config: AutoConfig, weights: bool) -> Auto:
     check_program(config.verify_with)
     check_plots()
     with about("TARGET"):
-        checkpoint.check(target)
+        Checkpoint(target).check()
     with about("--device"):
         device = devices.resolve_device(config.device)
     with about("--prompts" if config.prompt_file else "--data"):

@@ -9,9 +9,8 @@ from draftlab.config.outputs import check_store
 from draftlab.data import is_chat_file, loss_on_of, parse_mixture
 from draftlab.data.text import check_prompts
 from draftlab.errors import UserError, about
-from draftlab.model import checkpoint, hub
-from draftlab.model.hf_files import check_length, check_trimmable
-from draftlab.model.tokenizer import common_vocabulary
+from draftlab.model import hub
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.servers.client import Server
 from draftlab.shell import typed
 from draftlab.training import checkpointer
@@ -37,14 +36,15 @@ def prepare(config: DistillConfig, weights: bool) -> Distillation:
         parse_loss(config.loss)
     check_trackers(config.report_to)
     checkpointer.check(optimizer=config.optimizer)
-    draft = target = None
+    draft = None
+    target = None
     if config.draft is not None:
         with about("--draft"):
             locate = hub.locate_model if config.student.starts_from_draft else hub.locate
-            draft = locate(config.draft, weights)
+            draft = Checkpoint(locate(config.draft, weights))
     if config.needs_target:
         with about("--target"):
-            target = hub.locate_model(config.target, weights)
+            target = Checkpoint(hub.locate_model(config.target, weights))
     if config.outputs is not None:
         with about("--outputs"):
             check_store(config.outputs)
@@ -56,9 +56,11 @@ def prepare(config: DistillConfig, weights: bool) -> Distillation:
     reweighing = None
     if config.reweigh_steps:
         with about("--reference-losses"):
-            asked = config.reference_losses
-            reference = parse_reference(asked, weights) if asked else target
-            assert reference is not None  # this run loads the target
+            if config.reference_losses:
+                reference = parse_reference(config.reference_losses, weights)
+            else:
+                assert target is not None  # this run loads the target
+                reference = target.directory
         reweighing = Reweighing(every=config.reweigh_steps, reference=reference)
     server = None
     if config.api_key_file is not None and not config.api_key_file.exists():
@@ -71,8 +73,8 @@ def prepare(config: DistillConfig, weights: bool) -> Distillation:
     job = Distillation(
         name=config.student.name(Path(config.draft or ""), Path(config.target.partition("@")[0])),
         student=config.student,
-        draft=draft,
-        target=target,
+        draft=None if draft is None else draft.directory,
+        target=None if target is None else target.directory,
         text=TrainingText(
             data=config.data,
             shares=shares,
@@ -163,8 +165,8 @@ def show(result: TrainingResult, config: DistillConfig, out: Path) -> Outcome:
 
 def _check_models(
     config: DistillConfig,
-    draft: Path | None,
-    target: Path | None,
+    draft: Checkpoint | None,
+    target: Checkpoint | None,
     *,
     reads_data: bool,
     weights: bool,
@@ -177,19 +179,19 @@ def _check_models(
     starts = config.student.starts_from_draft
     for model in filter(None, (draft, target)) if reads_data or not starts else ():
         with about("--seq-len"):
-            check_length(model, config.seq_len)
+            model.check_length(config.seq_len)
     if starts and draft is not None:
         if target is not None:
             with about("--draft"):
-                common_vocabulary(draft, target)
+                draft.common_vocabulary(target)
         if config.vocab is not None:
             with about("--vocab"):
-                check_trimmable(draft, config.vocab)
+                draft.check_trimmable(config.vocab)
     for model in filter(None, (draft if starts else None, target)) if weights else ():
-        checkpoint.check(model)
+        model.check()
 
 
-def _answers(config: DistillConfig, target: Path | None) -> PromptFile | None:
+def _answers(config: DistillConfig, target: Checkpoint | None) -> PromptFile | None:
     """Return the prompts that the target answers before training, or None without such prompts.
 
     The prompts come from --prompt-file. Without this option and with --text target, they may come from the
@@ -213,7 +215,7 @@ def _answers(config: DistillConfig, target: Path | None) -> PromptFile | None:
         return None
     answers = PromptFile(
         name=config.target,
-        target=target,
+        target=target.directory,
         file=file,
         of_data=of_data,
         chat=config.chat,

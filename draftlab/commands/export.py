@@ -10,7 +10,8 @@ from draftlab.engine.batch_generate import check_context
 from draftlab.errors import UserError
 from draftlab.exporting.artifact import Form, open_artifact
 from draftlab.exporting.run import NEW_TOKENS, Export, Exported, Verifier, choose_k
-from draftlab.model import checkpoint, devices, hub
+from draftlab.model import devices, hub
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.results.score import Score, read_score, score_files
 from draftlab.runs import workspace
 from draftlab.runs.provenance import fingerprint
@@ -28,8 +29,8 @@ def prepare(config: ExportConfig, weights: bool) -> Export:
     """
     check_program(config.verify_with)
     draft = located(config.draft)
-    target = located_target(config.target, weights=config.verify_with is not None)
-    artifact = open_artifact(draft, target)
+    target = Checkpoint(located_target(config.target, weights=config.verify_with is not None))
+    artifact = open_artifact(draft, target.directory)
     form = Form(
         to=config.to,
         server=config.server,
@@ -40,7 +41,7 @@ def prepare(config: ExportConfig, weights: bool) -> Export:
     artifact.refuse(form)
     if config.k is not None and config.k > artifact.most:
         raise UserError(f"--k {config.k}: {draft} drafts at most {artifact.most} tokens; lower --k")
-    scores = _scores_of(config.scores, draft, target)
+    scores = _scores_of(config.scores, draft, target.directory)
     chosen = choose_k(artifact, config.k, scores)
     verifier = None
     if config.verify_with is not None:
@@ -48,13 +49,13 @@ def prepare(config: ExportConfig, weights: bool) -> Export:
         prompts = load_prompts(
             config.prompt_file,
             config.data,
-            checkpoint.load_tokenizer(target),
+            target.tokenizer,
             count=None,
             tokens=cut,
             seed=0,
         )
         new_tokens = NEW_TOKENS + chosen.k
-        check_context(prompts.longest, new_tokens, checkpoint.max_model_len(target))
+        check_context(prompts.longest, new_tokens, target.max_model_len)
         device = devices.resolve_device(config.device)
         verifier = Verifier(program=config.verify_with, prompts=prompts, temperature=config.temperature, device=device)
     return Export(

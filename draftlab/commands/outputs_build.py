@@ -10,7 +10,6 @@ from draftlab.data import is_chat_file, loss_on_of
 from draftlab.data.prompts import Prompts, file_prompts, load_prompts
 from draftlab.errors import UserError, about
 from draftlab.model import checkpoint, devices, hub
-from draftlab.model.hf_files import check_length
 from draftlab.model.modes import engine_runs, resolve_mode
 from draftlab.model.precision import READING, choose
 from draftlab.model.tokenizer import known_ids
@@ -110,7 +109,7 @@ def _text(config: OutputsBuildConfig, directory: Path) -> Rows | TargetAnswers:
             "add --prompt-file FILE"
         )
     with about("--seq-len"):
-        check_length(directory, config.seq_len)
+        checkpoint.Checkpoint(directory).check_length(config.seq_len)
     rows = Rows(data=config.data, count=config.num_sequences, seq_len=config.seq_len, seed=config.seed)
     if config.text == "data":
         return rows

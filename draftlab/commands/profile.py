@@ -8,7 +8,8 @@ from draftlab.commands.settings.latency import ProfileConfig
 from draftlab.errors import UserError, about
 from draftlab.latency.profile import Profiled, Profiling, grid_of, resolve_running, subjects
 from draftlab.latency.scaling_law import ScalingLaw, law_shapes
-from draftlab.model import checkpoint, devices, families
+from draftlab.model import devices, families
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.pruning.source import prunable_shape
 from draftlab.shell import typed
 
@@ -41,7 +42,7 @@ def prepare(config: ProfileConfig, weights: bool) -> Profiling:
     )
     for model in models if weights else ():
         if model.path is not None and model.target is None:
-            checkpoint.check(model.path)
+            Checkpoint(model.path).check()
     names = [Path(model.partition("@")[0]).name.removesuffix(".yaml") for model in config.models]
     grid = grid_of(
         models,

@@ -1,7 +1,6 @@
 """The command prune, which cuts a draft out of a source checkpoint."""
 
 from pathlib import Path
-from typing import cast
 
 from draftlab import shipped
 from draftlab.commands.base import Outcome
@@ -9,8 +8,8 @@ from draftlab.commands.settings.prune import SIZES, PruneConfig
 from draftlab.console import note, processes
 from draftlab.data import is_chat_file
 from draftlab.errors import UserError, about
-from draftlab.model import checkpoint, devices, families, hub
-from draftlab.model.hf_files import check_length
+from draftlab.model import devices, families, hub
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.model.shape import Shape, check, parse_count
 from draftlab.pruning.job import Pruning
 from draftlab.pruning.masks.training import MaskTraining
@@ -46,13 +45,13 @@ def prepare(config: PruneConfig, weights: bool) -> Pruning:
         device = devices.resolve_device(config.device)
     with about("--source"):
         place, preset = _locate(config.source, weights)
-        have = checkpoint.read_shape(place) if isinstance(place, Path) else place
+        have = place.shape if isinstance(place, Checkpoint) else place
     if config.untie and not have.tied:
         raise UserError(f"--untie: {config.source} has a separate lm_head already; leave --untie out")
     have = have.model_copy(update={"tied": have.tied and not config.untie})
     source, llama = None, not have.options - {"untied"}
-    if isinstance(place, Path):
-        source = Source(directory=place, shape=have, device=device, untied=config.untie)
+    if isinstance(place, Checkpoint):
+        source = Source(checkpoint=place, shape=have, device=device, untied=config.untie)
         llama = source.config.get("model_type") == "llama"
     shape = _requested(config, have, weights, llama)
     if source is not None:
@@ -69,7 +68,7 @@ def prepare(config: PruneConfig, weights: bool) -> Pruning:
             if source is not None:
                 check_tokenizer(config.outputs, source.directory)
     if source is not None:
-        check_length(source.directory, config.seq_len)
+        source.checkpoint.check_length(config.seq_len)
     masks = config.method == "masks"
     head = "" if config.vocab is None else f"-v{config.vocab}"
     return Pruning(
@@ -88,18 +87,22 @@ def prepare(config: PruneConfig, weights: bool) -> Pruning:
         method=config.method,
         depth=config.depth,
         scores_cache=config.scores_cache,
-        masks=_mask_training(config, place, weights) if masks else None,
+        masks=_mask_training(config, source, weights) if masks else None,
         preset=preset,
     )
 
 
-def _mask_training(config: PruneConfig, place: Path | Shape, weights: bool) -> MaskTraining:
-    """Return the settings of mask training. place: Directory of the source, whose losses are the default reference."""
+def _mask_training(config: PruneConfig, source: Source | None, weights: bool) -> MaskTraining:
+    """Return the settings of mask training. source: Checkpoint whose losses are the default reference."""
     reweighing = None
     if config.reweigh_steps:
         with about("--reference-losses"):
-            asked = config.reference_losses
-            reference = parse_reference(asked, weights) if asked else cast(Path, place)
+            if config.reference_losses:
+                reference = parse_reference(config.reference_losses, weights)
+            elif source is not None:
+                reference = source.directory
+            else:
+                reference = {}  # in a dry run of a shape
         reweighing = Reweighing(every=config.reweigh_steps, reference=reference)
     return MaskTraining(steps=config.steps, batch_size=config.batch_size, lr=config.lr, reweighing=reweighing)
 
@@ -146,8 +149,8 @@ def show(pruned: PrunedDraft, config: PruneConfig, out: Path) -> Outcome:
     )
 
 
-def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
-    """Return the directory of a source, or its shape if it has no weights.
+def _locate(name: str, weights: bool) -> tuple[Checkpoint | Shape, str | None]:
+    """Return the checkpoint of a source, or its shape if it has no weights.
 
     In a dry run (weights=False), a shape that comes with draftlab is used in place of a source that cannot be
     downloaded. The second result is the name of this shape, or None.
@@ -166,7 +169,7 @@ def _locate(name: str, weights: bool) -> tuple[Path | Shape, str | None]:
         return shapes[called], called
     if weights and isinstance(place, Shape):
         raise UserError(f"{name} is a shape without weights, which works only with --dry-run; name a checkpoint")
-    return place, None
+    return (place if isinstance(place, Shape) else Checkpoint(place)), None
 
 
 def _requested(config: PruneConfig, have: Shape, weights: bool, llama: bool) -> Shape:

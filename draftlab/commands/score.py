@@ -13,9 +13,9 @@ from draftlab.data.prompts import load_prompts
 from draftlab.errors import UserError, about, did_you_mean
 from draftlab.exporting.hf import parse_quantized_name
 from draftlab.intervals import tokens_per_second
-from draftlab.model import checkpoint, devices, hub
+from draftlab.model import devices, hub
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.model.modes import engine_runs, resolve
-from draftlab.model.tokenizer import common_vocabulary
 from draftlab.quantities import format_number
 from draftlab.reading import read_model
 from draftlab.results.ranking import (
@@ -92,7 +92,7 @@ def _local(config: ScoreConfig, tasks: Tasks | None, weights: bool) -> Compariso
     rule = chosen_rule(config.server_rule, config.rule)
     sampling = rule.target_sampling(_sampling(config))
     with about("--target"):
-        target = hub.locate_model(config.target, weights)
+        target = Checkpoint(hub.locate_model(config.target, weights))
     with about("--draft"):
         drafts = _drafts_by_name(config.draft, weights)
     specs = config.drafter
@@ -104,17 +104,17 @@ def _local(config: ScoreConfig, tasks: Tasks | None, weights: bool) -> Compariso
         default = hub.locate_model(str(shared.newest_draft()), weights)
         note(f"draft model for drafters without draft=: {default}")
     named = [path for spec in specs for path in spec.paths(default, weights=weights, models_only=True)]
-    models = list(dict.fromkeys([*drafts.values(), *named]))
+    models = [Checkpoint(path) for path in dict.fromkeys([*drafts.values(), *named])]
     with about("--draft"):
-        for directory in models:
-            common_vocabulary(directory, target)
+        for model in models:
+            model.common_vocabulary(target)
     if weights:
-        for directory in (target, *models):
-            checkpoint.check(directory)
+        for model in (target, *models):
+            model.check()
     with about("--device"):
         device = devices.resolve_device(config.device)
-    own = [path for path in models if engine_runs(path)]
-    hosted = config.device_map is not None or not engine_runs(target)
+    own = [model.directory for model in models if engine_runs(model.directory)]
+    hosted = config.device_map is not None or not engine_runs(target.directory)
     used = own or not hosted or any(spec.inputs() for spec in specs)
     if not used and config.mode not in ("auto", "eager"):
         raise UserError(f"--mode {config.mode}: leave it out, because transformers runs all models of this run")
@@ -122,19 +122,18 @@ def _local(config: ScoreConfig, tasks: Tasks | None, weights: bool) -> Compariso
         config.mode if used else "eager",
         config.dtype,
         device,
-        target,
+        target.directory,
         own,
         hosted=hosted,
         threads=config.threads,
         int8=config.int8 is not None,
     )
-    stop = checkpoint.eos_token_ids(target)
     comparison = Comparison(
-        target=target,
+        target=target.directory,
         drafts=drafts,
         drafters=specs,
         default_draft=default,
-        requests=_requests(config, target, replace(sampling, stop_token_ids=stop)),
+        requests=_requests(config, target, replace(sampling, stop_token_ids=target.eos_ids)),
         engine=Engine(
             device=device,
             dtype=choice.dtype,
@@ -177,23 +176,23 @@ def _served(config: ScoreConfig, tasks: Tasks | None, weights: bool) -> ServedCo
                     url, config.api_key_file, model=config.served_model_name, dry_run=not weights
                 )
     with about("--target"):
-        tokenizer = hub.locate_tokenizer(config.target)
+        target = Checkpoint(hub.locate_tokenizer(config.target))
     with about("--server"):
         stored = read_model(PlainAnswers, Path(config.server), PLAIN_FILE) if is_stored else None
     if len(config.draft) > 1:
         raise UserError(
             f"--draft: there are {len(config.draft)} drafts, but the server runs one; name only the draft that it runs"
         )
-    requests = _requests(config, tokenizer, _sampling(config))
+    requests = _requests(config, target, _sampling(config))
     if config.apply_chat_template:
-        check_chat_template(tokenizer)
+        check_chat_template(target.directory)
     if tasks is not None and PLAIN in servers:
         tasks.check_server(servers[PLAIN])
     return ServedComparison(
         servers=servers,
         stored=stored,
         draft=config.draft[0] if config.draft else "draft",
-        tokenizer=tokenizer,
+        tokenizer=target.directory,
         requests=requests,
         tasks=tasks,
     )
@@ -210,14 +209,14 @@ def _sampling(config: ScoreConfig) -> SamplingParams:
     )
 
 
-def _requests(config: ScoreConfig, tokenizer: Path, sampling: SamplingParams) -> Requests:
-    """Read the prompts, and return them with the sampling parameters. tokenizer: Directory of the tokenizer."""
+def _requests(config: ScoreConfig, target: Checkpoint, sampling: SamplingParams) -> Requests:
+    """Read the prompts, and return them with the sampling parameters. target: May have only a tokenizer."""
     option = "--data" if config.prompt_file is None else "--prompt-file"
     with about(option), note_if_slow(f"reading prompts of {config.prompt_file or config.data}"):
         prompts = load_prompts(
             config.prompt_file,
             config.data,
-            checkpoint.load_tokenizer(tokenizer),
+            target.tokenizer,
             count=config.num_prompts,
             tokens=config.prompt_tokens,
             seed=config.seed,

@@ -9,11 +9,10 @@ from draftlab.commands.steps import CommandStep, step_of
 from draftlab.data.prompts import file_prompts
 from draftlab.errors import UserError, about
 from draftlab.latency.profile import check_shape
-from draftlab.model import checkpoint, devices, hub
-from draftlab.model.hf_files import check_trimmable
+from draftlab.model import devices, hub
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.model.modes import resolve
 from draftlab.model.shape import format_count
-from draftlab.model.tokenizer import common_vocabulary
 from draftlab.pruning.source import prunable_shape
 from draftlab.quantities import format_duration, format_number
 from draftlab.results.ranking import NO_DRAFT
@@ -32,14 +31,14 @@ def prepare(config: SearchConfig, weights: bool) -> Searching:
         UserError: A checkpoint, the shapes or the text cannot be used.
     """
     with about("--target"):
-        target = hub.locate_model(config.target, weights)
+        target = Checkpoint(hub.locate_model(config.target, weights))
     with about("--source"):
-        source = hub.locate_model(config.source, weights)
+        source = Checkpoint(hub.locate_model(config.source, weights))
         _, shape = prunable_shape(config.source)
         check_shape(config.source, shape)
-        common_vocabulary(source, target)
+        source.common_vocabulary(target)
     if config.vocab is not None:
-        check_trimmable(source, config.vocab)
+        source.check_trimmable(config.vocab)
         shape = shape.model_copy(update={"draft_vocab": config.vocab})
     tried = shapes_to_try(shape, config.layers, config.widths)
     smaller = smaller_shapes(shape, tried)
@@ -61,14 +60,15 @@ def prepare(config: SearchConfig, weights: bool) -> Searching:
     requests = None
     if config.prompt_file is not None:
         with about("--prompt-file"):
-            tokenizer = checkpoint.load_tokenizer(target)
-            requests = len(file_prompts(config.prompt_file, tokenizer, chat="auto").rows)
+            requests = len(file_prompts(config.prompt_file, target.tokenizer, chat="auto").rows)
         prompts = {"prompt_file": config.prompt_file}
     device = devices.resolve_device(config.device)
-    mode, choice = resolve("auto", config.dtype, device, target, [target, source], threads=config.threads)
+    mode, choice = resolve(
+        "auto", config.dtype, device, target.directory, [target.directory, source.directory], threads=config.threads
+    )
     wanted = Wanted(
-        target=target,
-        source=source,
+        target=target.directory,
+        source=source.directory,
         source_shape=shape,
         minutes=config.minutes,
         ks=config.k,

@@ -140,7 +140,7 @@ def read_step(content: Mapping[str, dict[str, Any] | None], where: str) -> Comma
     return step
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path | KindSpec) else value

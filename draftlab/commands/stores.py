@@ -6,7 +6,8 @@ from pathlib import Path
 from draftlab.commands.base import Outcome
 from draftlab.config.shared import ServerSettings
 from draftlab.errors import about
-from draftlab.model import checkpoint, hub
+from draftlab.model import hub
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs.store import Manifest
@@ -20,7 +21,7 @@ def located_target(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
             return hub.locate_tokenizer(name)
         directory = hub.locate_model(name, weights)
         if weights:
-            checkpoint.check(directory)
+            Checkpoint(directory).check()
         return directory
 
 

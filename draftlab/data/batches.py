@@ -46,7 +46,7 @@ class TopLogprobs:
     log_p: np.ndarray
     tail: np.ndarray
 
-    def __getitem__(self, at: Any) -> "TopLogprobs":
+    def __getitem__(self, at: slice | np.ndarray | tuple[slice | list[int] | np.ndarray, ...]) -> "TopLogprobs":
         return TopLogprobs(self.ids[at], self.log_p[at], self.tail[at])
 
 

@@ -469,7 +469,7 @@ def _hub_domains(name: str, column: str) -> list[Document]:
     return list(_hub_dataset(name, partial(_row_with_domain, column)))
 
 
-def _row_with_domain(column: str, value: Any, where: str) -> TextRow:
+def _row_with_domain(column: str, value: dict[str, Any], where: str) -> TextRow:
     """Return the text of a row, with its domain as the category.
 
     column: Column of the domain. Dots separate nested keys, as in metadata.topic. where: Name of the row for errors.

@@ -18,13 +18,14 @@ from draftlab.exporting import gguf, hf, trials
 from draftlab.exporting.gguf import DEFAULT_CONTEXT
 from draftlab.exporting.verify import TargetTexts
 from draftlab.model import checkpoint, devices, eagle, hub, modes, parallel
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.model.decoder import Decoder
 from draftlab.model.eagle import HeadShape, HeadSizes
 from draftlab.model.hf_files import read_head_ids
 from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape
 from draftlab.model.size import read_size
-from draftlab.model.tokenizer import check_embeds, common_vocabulary, first_difference
+from draftlab.model.tokenizer import first_difference
 from draftlab.quantities import format_number
 from draftlab.servers.kinds import Artifact, DraftKind, Finding, ServerKind, error, ok, warning
 from draftlab.shell import typed
@@ -83,13 +84,18 @@ class DraftModel:
         Raises:
             UserError: A checkpoint is missing or unreadable, or its tokenizer has ids without an embedding.
         """
-        self.path, self.target = path, target
-        checkpoint.check(path)
-        self.config: Mapping[str, Any] = checkpoint.read_config(path)
-        self.vocab, self.target_vocab = checkpoint.vocab_size(path), checkpoint.vocab_size(target)
+        self.path = path
+        self.target = target
+        self.draft_checkpoint = Checkpoint(path)
+        self.target_checkpoint = Checkpoint(target)
+        self.draft_checkpoint.check()
+        self.config: Mapping[str, Any] = self.draft_checkpoint.config
+        self.vocab = self.draft_checkpoint.vocab_size
+        self.target_vocab = self.target_checkpoint.vocab_size
         size = read_size(path)
         self.shape: Shape | None = size if isinstance(size, Shape) else None
-        self.tokenizers: tuple[Any, Any] = check_embeds(path), check_embeds(target)
+        self.draft_checkpoint.check_embeds()
+        self.target_checkpoint.check_embeds()
 
     @property
     def context(self) -> int:
@@ -97,11 +103,12 @@ class DraftModel:
         return checkpoint.max_model_len(self.path, DEFAULT_CONTEXT)
 
     def difference(self) -> str | None:
-        own, targets = (tokenizer.get_vocab() for tokenizer in self.tokenizers)
-        return first_difference(own, targets, min(self.vocab, self.target_vocab))
+        own = self.draft_checkpoint.vocabulary
+        return first_difference(own, self.target_checkpoint.vocabulary, min(self.vocab, self.target_vocab))
 
     def spelled_alike(self) -> str:
-        own, targets = (tokenizer.get_vocab() for tokenizer in self.tokenizers)
+        own = self.draft_checkpoint.vocabulary
+        targets = self.target_checkpoint.vocabulary
         return f"{spelled_alike(own, targets):,} of {len(targets):,}"
 
     def pre_tokenizer(self) -> tuple[str, float]:
@@ -124,7 +131,8 @@ class DraftModel:
         yield from self._weights()
 
     def _probe_texts(self, copy: str) -> Iterator[Finding]:
-        own, targets = self.tokenizers
+        own = self.draft_checkpoint.tokenizer
+        targets = self.target_checkpoint.tokenizer
         differing = [text for text in PROBES if own(text)["input_ids"] != targets(text)["input_ids"]]
         text = f"{len(differing)} of {len(PROBES)} probe texts get other token ids than with the target's tokenizer"
         own_file, file = (hf.tokenizer_files(model).get("tokenizer.json") for model in (self.path, self.target))
@@ -143,15 +151,14 @@ class DraftModel:
             yield error("tokenizer", f"{text}: {differing[0][:30]!r}", copy)
 
     def _special_tokens(self) -> Iterator[Finding]:
-        own, targets = map(checkpoint.special_ids, self.tokenizers)
+        own = checkpoint.special_ids(self.draft_checkpoint.tokenizer)
+        targets = checkpoint.special_ids(self.target_checkpoint.tokenizer)
         for name in ("bos", "eos"):
             if own[name] != targets[name]:
                 text = f"{name} is id {own[name]} in the draft, but {targets[name]} in the target"
                 yield error("special tokens", text, f"copy tokenizer_config.json from {self.target}")
-        ends, target_ends = (
-            checkpoint.eos_token_ids(self.path),
-            checkpoint.eos_token_ids(self.target),
-        )
+        ends = self.draft_checkpoint.eos_ids
+        target_ends = self.target_checkpoint.eos_ids
         if (beyond := max(ends, default=0)) >= self.vocab:
             text = f"end-of-text id {beyond} is not in the vocabulary, which has the ids 0 to {self.vocab - 1}"
             yield error("special tokens", text, "set eos_token_id to the id that ends a text")
@@ -178,7 +185,8 @@ class DraftModel:
             yield ok("vocabulary", text)
 
     def _chat_template(self) -> Iterator[Finding]:
-        own, targets = (tokenizer.chat_template for tokenizer in self.tokenizers)
+        own = self.draft_checkpoint.tokenizer.chat_template
+        targets = self.target_checkpoint.tokenizer.chat_template
         if own != targets:
             has = "another chat template than" if own else "no chat template, unlike"
             text = (
@@ -243,7 +251,7 @@ class DraftModel:
                 f"--to speculators is the layout of EAGLE-3 heads, but {self.path} is a draft model; use --to vllm"
             )
         if not form.heterogeneous:
-            common_vocabulary(self.path, self.target)
+            self.draft_checkpoint.common_vocabulary(self.target_checkpoint)
         elif self.difference() is None:
             raise UserError(f"--use-heterogeneous-vocab: leave it out, because {self.path} has the target's vocabulary")
         elif form.server is not None:

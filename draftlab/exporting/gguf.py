@@ -5,7 +5,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from draftlab.model.eagle import HeadShape
 from draftlab.model.llama import sliding_window
 from draftlab.model.shape import Shape
 from draftlab.quantities import format_bytes
+
+if TYPE_CHECKING:  # the package gguf is optional
+    from gguf import GGUFWriter
 
 UNQUANTIZED = "f16"  # type of a matrix whose rows cannot be divided into blocks
 DEFAULT_CONTEXT = 2048  # tokens, if config.json names no context
@@ -352,7 +355,7 @@ def fake_quantize(tensor: Tensor, qtype: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(back)).to(tensor.dtype)
 
 
-def _add_settings(writer: Any, directory: Path, name: str, shape: Shape, qtype: str) -> None:
+def _add_settings(writer: "GGUFWriter", directory: Path, name: str, shape: Shape, qtype: str) -> None:
     gguf, config = library(), checkpoint.read_config(directory)
     writer.add_type("model")
     if not any(phi in name.lower() for phi in ("phi-3", "phi3")):
@@ -373,7 +376,7 @@ def _add_settings(writer: Any, directory: Path, name: str, shape: Shape, qtype: 
     writer.add_rope_dimension_count(shape.head_dim)
 
 
-def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
+def _add_tokenizer(writer: "GGUFWriter", tokenizer: GGUFTokenizer) -> None:
     writer.add_tokenizer_model(tokenizer.model)
     writer.add_tokenizer_pre(tokenizer.pre)
     writer.add_token_list(tokenizer.tokens)

@@ -11,11 +11,14 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint
 from draftlab.model.hf_files import ADAPTER
+from draftlab.model.trimmed_head import output_head
 from draftlab.reading import read_object, reading
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -114,7 +117,7 @@ def check_fits(folder: Path, base: Path) -> None:
     merge(checkpoint.meta_model(config, torch.float32), folder, base)
 
 
-def merge(model: Any, folder: Path, base: Path) -> Any:
+def merge(model: PreTrainedModel, folder: Path, base: Path) -> PreTrainedModel:
     """Merge an adapter into a model of transformers, and return the model.
 
     Where the merged embedding and LM head differ, the model is untied. If the adapter was saved with another number of
@@ -156,8 +159,6 @@ def _names_transformers(mapping: object) -> bool:
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of an adapter. Raises UserError: they are missing or damaged."""
-    from safetensors.torch import load_file
-
     file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if file is None:
         raise UserError(f"{folder} has {ADAPTER}, but no {WEIGHTS[0]}; download or save the adapter again")
@@ -171,7 +172,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _resize(model: Any, tensors: Mapping[str, Tensor], problem: str) -> None:
+def _resize(model: PreTrainedModel, tensors: Mapping[str, Tensor], problem: str) -> None:
     """Resize the vocabulary of a model to that of the embedding or LM head in an adapter, if it has one.
 
     Raises:
@@ -202,7 +203,7 @@ def _resize(model: Any, tensors: Mapping[str, Tensor], problem: str) -> None:
     model.resize_token_embeddings(new.pop(), mean_resizing=False)
 
 
-def _check_tensors(adapted: Any, tensors: Mapping[str, Tensor], problem: str) -> None:
+def _check_tensors(adapted: PreTrainedModel, tensors: Mapping[str, Tensor], problem: str) -> None:
     """Raise UserError unless an adapter's tensors have the names and sizes that a base requires."""
     from peft import get_peft_model_state_dict
 
@@ -218,19 +219,20 @@ def _check_tensors(adapted: Any, tensors: Mapping[str, Tensor], problem: str) ->
             )
 
 
-def _separate(adapted: Any) -> None:
+def _separate(adapted: PreTrainedModel) -> None:
     """Give the LM head weights of its own. PEFT would merge both changes into weights that are tied."""
     shared = {id(parameter) for parameter in adapted.get_input_embeddings().parameters()}
-    for module in adapted.get_output_embeddings().modules():
+    for module in output_head(adapted).modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if name == "weight" and id(parameter) in shared:
                 module.weight = nn.Parameter(parameter.detach().clone())
 
 
-def _tie(model: Any, tied: bool) -> None:
+def _tie(model: PreTrainedModel, tied: bool) -> None:
     """Tie the LM head to the embedding if `tied` is true and their weights are equal. Otherwise untie them."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if tied := tied and torch.equal(head.weight, embedding.weight):
-        head.weight = embedding.weight
+    head = output_head(model)
+    weight = model.get_input_embeddings().get_parameter("weight")
+    if tied := tied and torch.equal(head.get_parameter("weight"), weight):
+        head.weight = weight
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         config.tie_word_embeddings = tied

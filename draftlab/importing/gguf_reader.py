@@ -14,6 +14,8 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGUFReader, GGUFValueType
+from transformers.integrations import gguf as functions
+from transformers.integrations.gguf import reader as module
 
 MOST_ITEMS = 2_000_000  # of an array; the largest vocabularies have 300,000 tokens and 500,000 merges
 TOKENS = "tokenizer.ggml.tokens"
@@ -90,32 +92,29 @@ class Reader(GGUFReader):
         fields[TOKENS] = tokens._replace(parts=[(0,)], data=[0] * len(tokens.data), types=[GGUFValueType.UINT32])
         return SimpleNamespace(fields=fields, tensors=self.tensors)
 
+    @contextlib.contextmanager
+    def given_to_transformers(self) -> Iterator[None]:
+        """Within the block, give transformers this reader in place of each that it would open.
 
-@contextlib.contextmanager
-def given_to_transformers(reader: Reader) -> Iterator[None]:
-    """Within the block, give transformers this reader in place of each that it would open.
+        Its functions take a path and open the file themselves, and have no parameter for a reader. Their table of
+        names, which they make once per module of a model, is made once, too.
+        """
 
-    Its functions take a path and open the file themselves, and have no parameter for a reader. Their table of names,
-    which they make once per module of a model, is made once, too.
-    """
-    from transformers.integrations import gguf as functions
-    from transformers.integrations.gguf import reader as module
+        def metadata(_path: str, string_arrays: Container[str] = ()) -> Any:
+            return self.metadata(string_arrays)
 
-    def metadata(_path: str, string_arrays: Container[str] = ()) -> Any:
-        return reader.metadata(string_arrays)
-
-    opened = reader.without_vocabulary()
-    replaced: list[tuple[Any, str, Any]] = [
-        (gguf, "GGUFReader", lambda _path: opened),
-        (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
-        (functions, "read_gguf_metadata", metadata),
-        (module, "read_gguf_metadata", metadata),
-    ]
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    try:
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in originals:
-            setattr(owner, name, value)
+        opened = self.without_vocabulary()
+        replaced: list[tuple[Any, str, Any]] = [
+            (gguf, "GGUFReader", lambda _path: opened),
+            (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+            (functions, "read_gguf_metadata", metadata),
+            (module, "read_gguf_metadata", metadata),
+        ]
+        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+        try:
+            for owner, name, value in replaced:
+                setattr(owner, name, value)
+            yield
+        finally:
+            for owner, name, value in originals:
+                setattr(owner, name, value)

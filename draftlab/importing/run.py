@@ -4,11 +4,10 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from draftlab.console import note, progress
 from draftlab.errors import UserError
@@ -27,7 +26,7 @@ from draftlab.model.hf_files import (
     read_head_ids,
     write_head_ids,
 )
-from draftlab.model.tokenizer import check_embeds
+from draftlab.model.trimmed_head import output_head
 from draftlab.output import Output
 from draftlab.reading import read_object, reading
 from draftlab.runs import provenance
@@ -117,8 +116,9 @@ class ImportSource:
                 text_part.write(path, work, self.dtype)
             else:
                 _convert_model(self, work)
-            checkpoint.check(work)
-            check_embeds(work)
+            written = checkpoint.Checkpoint(work)
+            written.check()
+            written.check_embeds()
             output.record(work)
         return self
 
@@ -184,7 +184,7 @@ def _convert_gguf(source: ImportSource, header: gguf.GGUFHeader, work: Path) -> 
     Models whose tensors transformers joins or splits, such as mixtures of experts, are in memory as a whole.
     """
     config = gguf.load_config(header)
-    model: Any = checkpoint.meta_model(config.to_dict(), source.dtype)
+    model = checkpoint.meta_model(config.to_dict(), source.dtype)
     names, size = gguf.tensor_names(header, model), source.dtype.itemsize
     memory = size * header.weights if names is None else 2 * size * header.largest + SHARD_BYTES
     check_fits({"weights": memory}, torch.device("cpu"), "a machine with more memory")
@@ -216,13 +216,13 @@ def _shown(tensors: Iterator[tuple[str, Tensor]], size: int) -> Iterator[tuple[s
             advance(done // 10**6, name)
 
 
-def _save_model(model: Any, work: Path) -> None:
+def _save_model(model: PreTrainedModel, work: Path) -> None:
     # the file's own generation config may fail the validation of transformers
     model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(work, max_shard_size=SHARD)
 
 
-def load(source: ImportSource) -> Any:
+def load(source: ImportSource) -> PreTrainedModel:
     """Load an import source as a transformers model, with an adapter merged into its base.
 
     Raises:
@@ -256,9 +256,9 @@ def _check_complete(directory: Path) -> None:
         )
 
 
-def _loaded_config(config: dict[str, object], model: Any) -> dict[str, object]:
+def _loaded_config(config: dict[str, object], model: PreTrainedModel) -> dict[str, object]:
     """Return a config.json with the vocabulary and the tie of a model, which adapters and stored heads can change."""
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    tied = output_head(model).weight is model.get_input_embeddings().weight
     vocab = model.config.get_text_config().vocab_size
     part = config.get("text_config")
     if isinstance(part, dict):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
@@ -32,8 +33,6 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises:
         UserError: transformers cannot read config.json, or the text part is no causal language model of transformers.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
-
     whole = checkpoint.read_config(directory)
     with reading(f"{directory}/config.json cannot be used"):
         read: Any = checkpoint.auto_config(directory)

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from draftlab.errors import UserError, about
 from draftlab.latency.cost_model import BYTES, Profile, active_params, exact, read_profile
@@ -195,8 +196,6 @@ def fit(shapes: Sequence[Shape], times: np.ndarray, bytes_per_weight: int) -> Fi
     Raises:
         UserError: a time is 0, or too large for its logarithm.
     """
-    from scipy.optimize import least_squares
-
     features = _features(shapes, bytes_per_weight)
     start = np.log(np.median(times) / TERMS / np.median(features, axis=0))
     curves: list[FittedCurve] = []

@@ -28,6 +28,7 @@ from draftlab.model import checkpoint
 from draftlab.model.decoder import Decoder, Tree, end_of_pass
 from draftlab.model.hf_files import FULL, SLIDING, context_of, quantization_method
 from draftlab.model.llama import LayerStates
+from draftlab.model.trimmed_head import output_head
 
 # base class of cache layers that have a recurrent state instead of keys and values
 RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
@@ -170,7 +171,7 @@ class HFDecoder(Decoder):
     @property
     def head(self) -> Tensor:
         """Return the output layer, [V, E]."""
-        return _weight(self.model.get_output_embeddings())
+        return _weight(output_head(self.model))
 
     @property
     def takes_rows(self) -> bool:
@@ -319,7 +320,7 @@ class HFDecoder(Decoder):
             return run(input_ids=ids, use_cache=False, logits_to_keep=last, **layout).logits
 
 
-def _weight(module: Any) -> Tensor:
+def _weight(module: nn.Module) -> Tensor:
     """Return a module's weight. A weight that accelerate keeps on disk is read into memory."""
     with align_module_device(module):
         return module.get_parameter("weight").detach()
@@ -335,10 +336,10 @@ def keep_states(model: PreTrainedModel, layer_ids: Iterable[int], states: dict[i
     """
     layers = decoder_layers(model)
 
-    def keep_input(module: nn.Module, args: Any, named: Any) -> None:
+    def keep_input(module: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         states[0] = args[0] if args else named["hidden_states"]
 
-    def keep_output(layer_id: int, module: nn.Module, args: Any, output: Any) -> None:
+    def keep_output(layer_id: int, module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
         states[layer_id] = output[0] if isinstance(output, tuple) else output
 
     for layer_id in layer_ids:
@@ -358,7 +359,7 @@ def new_past(model: PreTrainedModel) -> DynamicCache:
     return past
 
 
-def has_layers(model: PreTrainedModel, kind: Any) -> bool:
+def has_layers(model: PreTrainedModel, kind: type | tuple[type, ...]) -> bool:
     """Return whether a model's cache has a layer of a class, such as RECURRENT."""
     return any(isinstance(layer, kind) for layer in new_past(model).layers)
 

@@ -197,7 +197,7 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
             check_config(part, file)
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     """Return a JSON value with floats in place of transformers' notation for them, {"__float__": "Infinity"}."""
     if isinstance(value, list):
         return [_number(item) for item in value]
@@ -291,14 +291,6 @@ def context_of(config: Mapping[str, Any], default: int = UNLIMITED) -> int:
     return int(length * factor)
 
 
-def check_length(model: Path | None, seq_len: int) -> None:
-    """Raise UserError if seq_len exceeds the context of a checkpoint. Without a checkpoint, do nothing."""
-    if model is not None and seq_len > max_model_len(model):
-        raise UserError(
-            f"--seq-len {seq_len}: {model} reads at most {max_model_len(model)} tokens; use a smaller --seq-len"
-        )
-
-
 def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in VOCABULARY_FILES)
 
@@ -335,16 +327,6 @@ def check_head_size(size: int, vocab: int, special: int = 0) -> None:
     if not special < size < vocab:
         least = f"more than {special:,} ids (the special tokens) and " if special else ""
         raise UserError(f"--vocab {size}: use {least}fewer than {vocab:,} ids (the complete vocabulary)")
-
-
-def check_trimmable(draft: Path, size: int) -> None:
-    """Raise UserError if a draft's LM head is trimmed already, or has no more than `size` ids."""
-    vocab = vocab_size(draft)
-    check_head_size(size, vocab)
-    if (ids := read_head_ids(draft, vocab)) is not None:
-        raise UserError(
-            f"--vocab {size}: the head of {draft} is already trimmed to {len(ids):,} ids; leave --vocab out"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ back: the positions from there on are not read, and the next tokens overwrite th
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftlab.errors import OtherArchitecture
 from draftlab.model import checkpoint
@@ -434,7 +435,7 @@ def _supported(
     return shape, config | eps, rotary(full, shape.head_dim, directory), window
 
 
-def sliding_window(config: Any) -> int | None:
+def sliding_window(config: PreTrainedConfig) -> int | None:
     """Return the sliding window in tokens, or None if every layer reads the whole text.
 
     Only some of the layers may have it. config: transformers' config, with layer_types if its layers may differ.
@@ -446,7 +447,7 @@ def sliding_window(config: Any) -> int | None:
     return window if short and SLIDING in kinds else None
 
 
-def _window(config: Any, directory: Path) -> int | None:
+def _window(config: PreTrainedConfig, directory: Path) -> int | None:
     """Return the sliding window of all layers. Raises OtherArchitecture: only some of the layers have it."""
     window = sliding_window(config)
     if window is not None and FULL in getattr(config, "layer_types", ()):
@@ -537,14 +538,12 @@ LEAST_ROTARY = 4096  # tokens
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
-def rotary(config: Any, head_dim: int, directory: Path) -> tuple[Tensor, float]:
+def rotary(config: PreTrainedConfig, head_dim: int, directory: Path) -> tuple[Tensor, float]:
     """Return the rotary frequencies, [C / 2], and the factor of the rotary tables, from transformers' config.
 
     Raises:
         OtherArchitecture: the kind of rotary scaling is not supported, because it depends on the length of the text.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind == "default":

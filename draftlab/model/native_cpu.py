@@ -58,7 +58,7 @@ FAULTS = (
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+def _fields(kind: type, *names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names]
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -81,7 +80,7 @@ def read_size(directory: Path) -> Shape | ApproximateSize:
         )
 
 
-def _used_experts(config: Any) -> float:
+def _used_experts(config: object) -> float:
     """Return the fraction of the routed experts that a token uses, or 1 for a model without experts."""
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
     count, used = next((n for n in counts if n), None), getattr(config, "num_experts_per_tok", None)

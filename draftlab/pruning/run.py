@@ -292,9 +292,9 @@ class Prune:
     def _walk(self) -> Walk:
         return self.source.walk()
 
-    @cached_property
+    @property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        return checkpoint.load_tokenizer(self.source.directory)
+        return self.source.checkpoint.tokenizer
 
     @cached_property
     def _heldout(self) -> list[Tensor]:

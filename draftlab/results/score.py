@@ -8,8 +8,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
+import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from draftlab import intervals
@@ -32,10 +34,6 @@ from draftlab.results.decoding import (
 from draftlab.results.step_costs import StepCosts
 from draftlab.runs.provenance import Stage
 from draftlab.sampling import FILTERS, Filter, SamplingParams
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import ArrayLike
 
 # Above any of these three limits, times are in doubt.
 BUSY = 0.5  # fraction of the cores that other work keeps busy
@@ -494,7 +492,7 @@ class Score(FileModel):
         drafted, plain = (self._predicted(self.prediction.timings(each)) for each in (k, 0))
         return intervals.speedup(Timings([drafted], plain))
 
-    def _predicted(self, values: "ArrayLike") -> "np.ndarray":
+    def _predicted(self, values: ArrayLike) -> np.ndarray:
         """Return sums over the requests of each conversation, [G, C]. values: For each predicted request, [R, C]."""
         assert self.prediction is not None
         talks = [self.prompts[i].conversation for i in self.prediction.prompts]
@@ -533,13 +531,11 @@ class Score(FileModel):
         drafted = [self._summed(request_timings(self.speculative[k]), conversations) for k in ks]
         return Timings(drafted, plain, self.alpha)
 
-    def _swaps(self) -> "np.ndarray":
+    def _swaps(self) -> np.ndarray:
         """Return by which factor the seconds of each timed conversation change if another one is left out, [1, G, G].
 
         K is chosen again on the predicted seconds of the conversations that are left.
         """
-        import numpy as np
-
         assert self.prediction is not None
         by_k = np.transpose([each.seconds for each in self.prediction.by_k.values()])
         sums = self._predicted(by_k)  # [conversations, K]
@@ -553,7 +549,7 @@ class Score(FileModel):
         """Return the number of conversations. A request of which no conversation is known counts for itself."""
         return len(self._summed(request_timings(self.plain)))
 
-    def _summed(self, timings: Sequence[Timing], conversations: Sequence[int | None] | None = None) -> "np.ndarray":
+    def _summed(self, timings: Sequence[Timing], conversations: Sequence[int | None] | None = None) -> np.ndarray:
         """Return the sums of each conversation, [G, 2]. timings: For each prompt, in the order of the prompts."""
         known = conversations or [prompt.conversation for prompt in self.prompts]
         prompts = sorted({g.prompt for g in self.plain})

@@ -7,6 +7,7 @@ from html import escape
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -227,8 +228,6 @@ def markdown_text(text: str) -> str:
 
 def page_template(name: str) -> "Template":
     """Return the page template in the file `name`. It escapes markup and control characters in all values."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     environment = Environment(
         loader=PackageLoader("draftlab.results"),
         autoescape=True,

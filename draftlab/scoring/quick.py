@@ -29,9 +29,9 @@ from draftlab.latency.cost_model import CostModel
 from draftlab.latency.machine_state import steady_clock, steady_step_clock
 from draftlab.latency.profiler import LatencyCurves, PassTimer
 from draftlab.model import checkpoint
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
-from draftlab.model.tokenizer import common_vocabulary
 from draftlab.quantities import format_duration
 from draftlab.results.decoding import Generation, request_timings
 from draftlab.results.ranking import rank
@@ -314,7 +314,7 @@ class QuickTiming:
             limits=self.written.limits.tolist(),
             target_path=comparison.target,
             sampling=comparison.rule.draft_sampling(comparison.requests.sampling),
-            vocab=common_vocabulary(drafts[0], comparison.target) if drafts else vocab,
+            vocab=Checkpoint(drafts[0]).common_vocabulary(Checkpoint(comparison.target)) if drafts else vocab,
             most=max(comparison.ks),
             load=self.models.draft,
             load_target=lambda: self.models.eager(comparison.target),

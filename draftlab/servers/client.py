@@ -705,7 +705,7 @@ def _chosen(cards: Mapping[str, Any], model: str | None, url: str) -> Any:
     raise UserError(f"--served-model-name {model}: {url} does not serve this model; it serves {names}")
 
 
-def _check_count(ids: list[int], reason: Any, sampling: SamplingParams) -> None:
+def _check_count(ids: list[int], reason: object, sampling: SamplingParams) -> None:
     count, most = len(ids), sampling.max_tokens
     if count > most or (count < most and (reason != "stop" or sampling.ignore_eos)):
         raise ValueError(f"the answer has {count} tokens instead of {most}, and the finish reason {reason}")

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from draftlab.config.server_rules import DecodingRule
 from draftlab.errors import UserError
+from draftlab.model.shape import multiples_near
 from draftlab.sampling import Filter, SamplingParams
 from draftlab.servers import kinds
 from draftlab.servers.kinds import (
@@ -67,8 +68,6 @@ class LlamaCpp(ServerKind):
     has_prompt_logprobs = False
 
     def check_draft(self, artifact: Artifact) -> Iterator[Finding]:
-        from draftlab.model.shape import multiples_near
-
         try:
             pre, match = artifact.pre_tokenizer()
         except UserError as failure:

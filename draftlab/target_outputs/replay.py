@@ -30,9 +30,9 @@ from draftlab.engine.drafters.parallel import mask_token
 from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.intervals import Interval, by_conversation, ratio_intervals
 from draftlab.model import checkpoint, devices, hub, llama, modes
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.model.decoder import Decoder
 from draftlab.model.parallel import pard_token
-from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
 from draftlab.reading import FileModel, read_model
 from draftlab.results.decoding import AcceptanceMetrics
@@ -332,7 +332,7 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
             "--temperature 1, without top_k, top_p and min_p"
         )
     if drafts := spec.paths(drafting.draft, models_only=True):
-        named, size = drafts[0], common_vocabulary(drafts[0], store.vocabulary)
+        named, size = drafts[0], Checkpoint(drafts[0]).common_vocabulary(Checkpoint(store.vocabulary))
     else:
         named, size = drafting.target, _target_vocabulary(store, spec, drafting)
     for text in store.outputs:
@@ -475,7 +475,7 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
     """
     target = drafting.target
     assert target is not None  # the caller locates the target for such a drafter
-    vocab = common_vocabulary(target, store.vocabulary)
+    vocab = Checkpoint(target).common_vocabulary(Checkpoint(store.vocabulary))
     layers = None
     with contextlib.suppress(OtherArchitecture, Quantised):  # transformers runs the model
         layers = llama.check_supported(target).layers

@@ -15,7 +15,7 @@ from draftlab.model import checkpoint, devices, hub, parallel, saving
 from draftlab.model.checkpoint import Weights
 from draftlab.model.hf_files import write_head_ids
 from draftlab.model.size import read_size, training_cost
-from draftlab.model.tokenizer import check_embeds, known_ids
+from draftlab.model.tokenizer import known_ids
 from draftlab.model.trimmed_head import trimmed_head_of
 from draftlab.servers.client import Server
 from draftlab.target_outputs.batches import open_stored, stored_temperature
@@ -135,7 +135,7 @@ def stored_setup(outputs: Path, draft: Path, loss: str, temperature: float, *, r
     Raises:
         UserError: The vocabularies differ, or the outputs are unfinished, corrupt, or unusable at this temperature.
     """
-    check_embeds(draft)
+    checkpoint.Checkpoint(draft).check_embeds()
     served = stored_temperature(outputs)
     batches, heldout = open_stored(
         outputs, draft, batch_size=rows, temperature=temperature, served=served or 1.0, seed=seed

@@ -1,7 +1,7 @@
 """The optimizers of a training run (AdamW, or Muon together with AdamW), and the dtype to train in."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class Float32Muon(torch.optim.Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         for group in self.param_groups:
             weights: list[torch.Tensor] = []
             grads: list[torch.Tensor] = []

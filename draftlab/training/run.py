@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[Any], None]]:
+def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[StepRecord | EvalRecord], None]]:
     """Yield a function that logs a record to the named trackers of accelerate, such as tensorboard.
 
     Numbers of a training step are logged as train/NAME, and numbers of an evaluation as heldout/NAME. A tracker that
@@ -39,7 +39,7 @@ def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[Any], No
     """
     trackers = [_start(name, output) for name in names]
 
-    def log(record: Any) -> None:
+    def log(record: StepRecord | EvalRecord) -> None:
         values = {n: v for n, v in asdict(record).items() if isinstance(v, float)}
         part = "heldout" if "cross_entropy" in values else "train"
         for tracker in trackers:

@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, N tokens that count in the loss, D hidden, V vocab, k 
 
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from draftlab.data import Batch
 from draftlab.model.trimmed_head import output_head, trimmed_head_of
+from draftlab.servers.client import Server
+from draftlab.target_outputs.outputs import log_rest
+from draftlab.target_outputs.targets import score_on_server
 from draftlab.training.fused_loss import Dense, TopK
-
-if TYPE_CHECKING:
-    from draftlab.servers.client import Server
 
 
 class Distributions(Protocol):
@@ -177,7 +177,7 @@ class StoredTeacher:
 class ServedTeacher:
     """The target on a server as teacher. The server lists the k most probable tokens at each position of a batch."""
 
-    server: "Server"
+    server: Server
     k: int
     vocab: int
     takes_packed: bool = False  # a server reads every sequence as a separate text
@@ -188,8 +188,5 @@ class ServedTeacher:
         Raises:
             UserError: The server fails, or lists a token id that is not below `vocab`.
         """
-        from draftlab.target_outputs.outputs import log_rest
-        from draftlab.target_outputs.targets import score_on_server
-
         ids, log_p, _ = score_on_server(self.server, batch, self.k, self.vocab)
         return TopK(*(torch.from_numpy(array) for array in (ids, log_p, log_rest(log_p))))

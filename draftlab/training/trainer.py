@@ -486,7 +486,7 @@ class Trainer:
             self.kept[number] = target
         return target
 
-    def _sums(self, target: Any, batch: Batch) -> Tensor:
+    def _sums(self, target: object, batch: Batch) -> Tensor:
         device = self.accelerator.device
         ids, mask, positions, depths = (
             None if array is None else torch.from_numpy(array).to(device)

@@ -150,7 +150,7 @@ def test_a_multimodal_model_without_a_text_part_is_refused_by_its_model_type(tok
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     copy_tokenizer(tokenizer_dir, tmp_path)
     with raises_option(tmp_path, "paligemma"):
-        checkpoint.check(tmp_path)
+        checkpoint.Checkpoint(tmp_path).check()
 
 
 @pytest.mark.parametrize(

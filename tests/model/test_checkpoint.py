@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, SmolLM3Config
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama, saving
-from draftlab.model.tokenizer import common_vocabulary
 from draftlab.runs import provenance
 
 
@@ -241,10 +240,11 @@ def test_a_fingerprint_sees_the_weights_and_not_the_notes(family_dirs, tmp_path)
 
 
 def test_of_padded_heads_the_smaller_size_is_common(family_dirs, tmp_path):
-    padded = shutil.copytree(family_dirs["llama"], tmp_path / "m")
-    configured(padded, vocab_size=320)
-    assert common_vocabulary(padded, family_dirs["llama"]) == 307
-    assert common_vocabulary(family_dirs["llama"], padded) == 307
+    place = shutil.copytree(family_dirs["llama"], tmp_path / "m")
+    configured(place, vocab_size=320)
+    padded, plain = checkpoint.Checkpoint(place), checkpoint.Checkpoint(family_dirs["llama"])
+    assert padded.common_vocabulary(plain) == 307
+    assert plain.common_vocabulary(padded) == 307
 
 
 @pytest.mark.parametrize("family", ["llama3_tied", "qwen2"])

@@ -25,7 +25,9 @@ def command_help(command: Command, program: str, switches: Mapping[str, str], *,
         switches: Options that are no settings, with their help.
         everything: Whether to show advanced options.
     """
-    config, panels, needed = command.config, dict[str, list[str]](), list[str]()
+    config = command.config
+    panels = dict[str, list[str]]()
+    needed = list[str]()
     hidden = 0
     for name, field in config.model_fields.items():
         details = extra(field)
@@ -33,7 +35,8 @@ def command_help(command: Command, program: str, switches: Mapping[str, str], *,
             hidden += 1
             continue
         panel = details["panel"] or "Options"
-        flag, shown = config.flag(name), noun(field)
+        flag = config.flag(name)
+        shown = noun(field)
         if field.default is True:
             flag += " / --no-" + name.replace("_", "-")
         elif get_origin(details["typed"] or field.annotation) is list and details["argument"]:

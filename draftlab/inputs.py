@@ -31,7 +31,8 @@ def inputs_of(config: Config) -> dict[str, str]:
     inputs: dict[str, str] = {}
     for name in type(config).model_fields.keys() - config.refused():
         # not getattr: a test traces which settings a command reads
-        value, reads = config.__dict__[name], extra(type(config).model_fields[name])["reads"]
+        value = config.__dict__[name]
+        reads = extra(type(config).model_fields[name])["reads"]
         if value in (None, "") or reads == "nothing":
             continue
         if reads == "text":

@@ -140,7 +140,8 @@ def ratio_intervals(over: np.ndarray, under: np.ndarray, most: np.ndarray | floa
     found = []
     for o, u, high in zip(over.T, under.T, np.broadcast_to(most, over.shape[1]), strict=True):
         used = u > 0
-        o, u = np.append(o[used], o[~used].sum()), np.append(u[used], 0.0)
+        o = np.append(o[used], o[~used].sum())
+        u = np.append(u[used], 0.0)
         n = int(used.sum())
         # the whole, then without each conversation; the last entry holds what has no denominator
         tops = o.sum() - np.append(0.0, o[:n])
@@ -232,7 +233,8 @@ def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
         gap = _log_speedups(first) - _log_speedups(second)
         n = len(gap) - 1
         return _around(gap[0], _student(n - 1, alpha=alpha) * _standard_error(gap), n)
-    a, b = _log_speedups(first), _log_speedups(second)
+    a = _log_speedups(first)
+    b = _log_speedups(second)
     n = min(len(a), len(b)) - 1
     if n < 2:
         return _around(a[0] - b[0], math.inf, n)
@@ -269,7 +271,9 @@ def against_first(drafters: Sequence[Timings]) -> list[Behind]:
     drafters: Timings of the same conversations, the drafter with the highest speed-up first.
     """
     logs = [_log_speedups(each) for each in _timed_in_all(drafters)]
-    n, m, alpha = len(logs[0]) - 1, len(logs), min(each.alpha for each in drafters)
+    n = len(logs[0]) - 1
+    m = len(logs)
+    alpha = min(each.alpha for each in drafters)
     gaps = [logs[0] - each for each in logs[1:]]
     errors = [_standard_error(gap) for gap in gaps]
     scores = np.array([gap[0] / error if error > 0 else math.inf for gap, error in zip(gaps, errors, strict=True)])
@@ -330,7 +334,8 @@ def _interval(values: np.ndarray, most: float = math.inf, alpha: float = ALPHA) 
 
     values: The statistic of all conversations, then without each of them, [1 + G].
     """
-    n, value = len(values) - 1, float(values[0])
+    n = len(values) - 1
+    value = float(values[0])
     half = _student(n - 1, alpha=alpha) * _standard_error(values)
     return Interval(value=value, low=max(0.0, value - half), high=min(most, value + half), n=n)
 
@@ -430,7 +435,8 @@ def _at_cross_validated_column(drafted: np.ndarray, judged: np.ndarray, kept: np
     """
     if drafted.shape[-3] == 1:
         return (kept[:, None] @ drafted[..., 0, :, :])[:, 0]
-    n, rng = kept.shape[1], np.random.default_rng(0)
+    n = kept.shape[1]
+    rng = np.random.default_rng(0)
     parts = min(PARTS, n)
     part_of = np.stack([rng.permutation(n) % parts for _ in range(PARTITIONS)])
     part = (part_of[:, None] == np.arange(parts)[:, None]).reshape(-1, n)  # [parts * P, G]

@@ -41,7 +41,7 @@ def read_recipe(path: Path) -> list[CommandStep]:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecipeRun:
     """The steps of a recipe to run. plan_only: Whether to only find out which steps are done."""
 
     steps: list[CommandStep]
@@ -61,8 +61,8 @@ class Run:
         return outcome
 
 
-def prepare(config: RunConfig, weights: bool) -> Run:
-    return Run(read_recipe(config.recipe), config.plan_only)
+def prepare(config: RunConfig, weights: bool) -> RecipeRun:
+    return RecipeRun(read_recipe(config.recipe), config.plan_only)
 
 
 def show(outcome: Outcome, config: RunConfig) -> Outcome:

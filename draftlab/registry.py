@@ -28,7 +28,9 @@ class Registry(Generic[Kind]):
             what: Noun for a kind in errors, such as "drafter".
             builtin: Modules of draftlab's own kinds, by the name of the kind.
         """
-        self.group, self.what, self.builtin = group, what, builtin
+        self.group = group
+        self.what = what
+        self.builtin = builtin
         self.kinds: dict[str, Kind] = {}
 
     def register(self, name: str) -> Callable[[AnyKind], AnyKind]:

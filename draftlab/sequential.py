@@ -56,11 +56,14 @@ def is_decided(gain: Interval, slower: Iterable[bool | None], precision: float) 
 
 def _levels_of(looks: Sequence[int], spent: Sequence[float]) -> list[float]:
     """Return two-sided levels for which a random walk leaves its bounds with probability `spent` by each look."""
-    walk, before, found = _Inside.at_start(), 0, list[float]()
+    walk = _Inside.at_start()
+    before = 0
+    found = list[float]()
     for i, look in enumerate(looks):
         earlier = spent[i - 1] if i else 0.0
         bound = walk.bound(look - before, spent[i] - earlier)
-        walk, before = walk.after(look - before, bound), look
+        walk = walk.after(look - before, bound)
+        before = look
         found.append(float(2 * ndtr(-bound / math.sqrt(look))))
     return found
 

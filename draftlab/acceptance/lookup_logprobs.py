@@ -29,7 +29,8 @@ def score_copies(
     """
     scored = []
     for prompt, completion in counted(texts, advance):
-        whole, n = np.concatenate([prompt, completion]).tolist(), len(completion)
+        whole = np.concatenate([prompt, completion]).tolist()
+        n = len(completion)
         drafts = [drafter.draft(whole[: len(prompt) + at], k) for at in range(n)]
         scored.append(_copies(drafts, completion, k, vocab))
     return scored
@@ -49,9 +50,11 @@ def score_copies_by_k(
 
     limits: Length at which decoding of each text must stop.
     """
-    scored, uniform = [], torch.zeros(1, k)
+    scored = []
+    uniform = torch.zeros(1, k)
     for (prompt, completion), limit in zip(counted(texts, advance), limits, strict=True):
-        whole, n = np.concatenate([prompt, completion]).tolist(), len(completion)
+        whole = np.concatenate([prompt, completion]).tolist()
+        n = len(completion)
         by_k = []
         for most in range(1, k + 1):
             drafter.reset(1, len(prompt) + limit + most)

@@ -200,6 +200,7 @@ def _answers(config: DistillConfig, target: Checkpoint | None) -> PromptFile | N
     """
     file = config.prompt_file
     of_data = False
+    longest = config.max_new_tokens
     if file is not None:
         with about("--prompt-file"):
             check_prompts(file)
@@ -220,7 +221,7 @@ def _answers(config: DistillConfig, target: Checkpoint | None) -> PromptFile | N
         of_data=of_data,
         chat=config.chat,
         system_prompt=config.system_prompt,
-        max_new_tokens=config.max_new_tokens,
+        max_new_tokens=longest,
         temperature=config.sample_temperature,
         seed=config.seed,
         hardware=_hardware(config),

@@ -106,7 +106,8 @@ def _acceptance(text: str, max_tokens: int) -> Workload:
     """
     assumed = re.fullmatch(r"([0-9.]+)(?:@([1-9]\d*))?", text)
     if assumed and not Path(text).exists():
-        number, k = float(assumed[1]), assumed[2]
+        number = float(assumed[1])
+        k = assumed[2]
         alpha = number if k is None else alpha_for(number, int(k))
         if alpha > 1:
             raise UserError(

@@ -49,7 +49,8 @@ def prepare(config: PruneConfig, weights: bool) -> Pruning:
     if config.untie and not have.tied:
         raise UserError(f"--untie: {config.source} has a separate lm_head already; leave --untie out")
     have = have.model_copy(update={"tied": have.tied and not config.untie})
-    source, llama = None, not have.options - {"untied"}
+    source = None
+    llama = not have.options - {"untied"}
     if isinstance(place, Checkpoint):
         source = Source(checkpoint=place, shape=have, device=device, untied=config.untie)
         llama = source.config.get("model_type") == "llama"

@@ -86,7 +86,8 @@ class CommandStep:
         """Return the first input whose content differs from what the finished output was made of, or None."""
         if self._record is None:
             return None
-        read, now = self._record.inputs, {}
+        read = self._record.inputs
+        now = {}
         with contextlib.suppress(UserError):  # a text is missing
             now = inputs_of(self.resolved)
         for name in read.keys() - now.keys():

@@ -352,7 +352,8 @@ class Config(BaseModel):
 
     def command_line(self, command: str) -> str:
         """Return a command line that builds this config. It leaves out settings with default values, and passwords."""
-        words, arguments = ["draftlab", *command.split()], []
+        words = ["draftlab", *command.split()]
+        arguments = []
         for name, field in type(self).model_fields.items():
             value = self.__dict__[name]
             if not self.is_set(name):

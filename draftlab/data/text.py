@@ -261,13 +261,15 @@ def _read(value: dict[str, Any], where: str, columns: tuple[str, ...]) -> tuple[
     if (given := _messages(value)) is not None:
         unchecked, read = given
         messages = read_messages(unchecked, where)
-        unread, left_out = frozenset(_parts(unchecked)), len(unchecked) - len(messages)
+        unread = frozenset(_parts(unchecked))
+        left_out = len(unchecked) - len(messages)
         if system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": value[system]})
             read |= {system}
         text = "\n".join(message.get("content") or "" for message in messages)
         return TextRow(text=text, messages=tuple(messages), left_out=left_out, unread=unread), read
-    turns, said = value.get("turns"), value[system] if system else ""
+    turns = value.get("turns")
+    said = value[system] if system else ""
     if turns and not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
         raise UserError(f"{where}: turns must be a list of texts, one for each turn of the user")
     if turns:
@@ -291,7 +293,8 @@ def prompt_of(value: object, where: str) -> TextRow:
     """
     row = row_of(value, where, PROMPT_COLUMNS)
     assert isinstance(value, dict)  # row_of refuses other values
-    system, pair = _system(value), _pair(value)
+    system = _system(value)
+    pair = _pair(value)
     if row.messages and not any(name in value for name in CONVERSATIONS):
         question = value["prompt"] if pair is None else pair[0]
         if isinstance(question, str):  # the prompt is the question alone, without its answer

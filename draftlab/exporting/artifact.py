@@ -202,7 +202,8 @@ class DraftModel:
     @property
     def context_limit(self) -> str:
         """Return what limits the draft to shorter texts than the target's, or ""."""
-        own, targets = self.context, checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
+        own = self.context
+        targets = checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
         if own >= targets:
             return ""
         return (
@@ -211,7 +212,8 @@ class DraftModel:
         )
 
     def _context(self) -> Iterator[Finding]:
-        own, targets = self.context, checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
+        own = self.context
+        targets = checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
         if self.context_limit:
             fix = f"serve at most {own:,} tokens, or distil with a longer --seq-len from a source with a longer context"
             yield warning("context", self.context_limit, fix)
@@ -310,7 +312,8 @@ class ParallelDraft(DraftModel):
     def findings(self) -> Iterator[Finding]:
         yield from super().findings()
         try:
-            token, offsets = parallel.pard_token(self.path), parallel.trained_offsets(self.path)
+            token = parallel.pard_token(self.path)
+            offsets = parallel.trained_offsets(self.path)
         except UserError as failure:
             yield error("pard_token", str(failure), "train again with draftlab distill --student parallel")
             return
@@ -333,7 +336,8 @@ class PublishedHead:
 
     def __init__(self, path: Path, target: Path, kind: str, sizes: HeadSizes, config: Mapping[str, Any]) -> None:
         """Open the head at `path` for a target. kind: Kind of the head's drafter, as --drafter names it."""
-        self.path, self.target = path, target
+        self.path = path
+        self.target = target
         self.config: Mapping[str, Any] = config
         self.spec: Any = DRAFTERS.get(kind, "head").of(heads=str(path))
         self.served_by: frozenset[str] | None = self.spec.served_by
@@ -475,7 +479,8 @@ def open_checkable(path: Path, target: Path, weights: bool = True) -> Checkable:
     Raises:
         UserError: The draft or head cannot be read, or the head belongs to another target or is of an unknown kind.
     """
-    kind, config = hub.known_head(path), checkpoint.read_config(path)
+    kind = hub.known_head(path)
+    config = checkpoint.read_config(path)
     if kind == "eagle":
         return HeadArtifact(path, target, eagle.check(path, target, weights), config)
     if kind is not None:
@@ -495,7 +500,8 @@ def open_artifact(path: Path, target: Path, weights: bool = True) -> Exportable:
     artifact = open_checkable(path, target, weights)
     if isinstance(artifact, DraftModel | HeadArtifact):
         return artifact
-    kind, servers = hub.head_kind(path), " and ".join(sorted(artifact.served_by or ()))
+    kind = hub.head_kind(path)
+    servers = " and ".join(sorted(artifact.served_by or ()))
     raise UserError(
         f"{path} is a {kind} head, which {servers} can load without an export; measure the head with draftlab score "
         f"--drafter {kind}:heads={path}"

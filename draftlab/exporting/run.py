@@ -172,7 +172,8 @@ def _verify(
     Returns:
         A prompt for every turn of the verifier's conversations, and the comparison.
     """
-    server, target = form.server, artifact.target
+    server = form.server
+    target = artifact.target
     assert server is not None  # the settings require it with --verify-with
     ends = checkpoint.eos_token_ids(target)
     model = modes.load(target, torch.float32, verifier.device)
@@ -244,7 +245,8 @@ def target_name(named: str, target: Path) -> str:
 
 def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -> ChosenK:
     """Return K and the reason for it. The user's K comes first, then the newest score's best K, then the default K."""
-    scores, measured = _alone(scores), ""
+    scores = _alone(scores)
+    measured = ""
     if scores:
         measured = scores[0].headline()
         if not measured.startswith("Faster"):

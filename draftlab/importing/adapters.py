@@ -103,7 +103,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def base_name(folder: Path) -> str:
     """Return the name of the base in an adapter's config: a path, or a hub name with the revision, if it has one."""
     content = read_object(folder / ADAPTER)
-    name, revision = content.get("base_model_name_or_path"), content.get("revision")
+    name = content.get("base_model_name_or_path")
+    revision = content.get("revision")
     return f"{name}@{revision}" if revision and not Path(str(name)).exists() else str(name)
 
 
@@ -131,7 +132,8 @@ def merge(model: PreTrainedModel, folder: Path, base: Path) -> PreTrainedModel:
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 
     problem = f"the adapter {folder} does not fit its base {base}"
-    settings, tensors = read_settings(folder), _read_tensors(folder)
+    settings = read_settings(folder)
+    tensors = _read_tensors(folder)
     meta = next(model.parameters()).is_meta
     tied = model.config.get_text_config().tie_word_embeddings
     with reading(problem), warnings.catch_warnings():

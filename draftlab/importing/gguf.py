@@ -248,7 +248,8 @@ def tensors(
     Raises:
         UserError: A tensor cannot be dequantised, has another size than in the model, or is not finite.
     """
-    processor, needed = _processor(header, model.config), model.state_dict()
+    processor = _processor(header, model.config)
+    needed = model.state_dict()
     with reading(f"{header.file} cannot be loaded"):
         for tensor in header.reader.tensors:
             if tensor.name not in names:
@@ -403,7 +404,8 @@ def _completed(config: PreTrainedConfig, header: GGUFHeader) -> PreTrainedConfig
     elif header.architecture == "llama":
         # transformers fails to load the mistral config that its reader makes for some files
         config = _as(config, "llama")
-        config.attention_bias, config.mlp_bias = "attn_q" in biases, "ffn_down" in biases
+        config.attention_bias = "attn_q" in biases
+        config.mlp_bias = "ffn_down" in biases
     head_dim = header.setting("attention.key_length") or header.setting("rope.dimension_count")
     config.head_dim = head_dim or config.hidden_size // config.num_attention_heads
     if header.setting("rope.dimension_count") not in (None, config.head_dim):
@@ -451,7 +453,9 @@ def _llama3_scaling(header: GGUFHeader, factors: np.ndarray, theta: float) -> di
     rope_factors are 1 for high frequencies, and the scaling factor for low frequencies. Several settings give the same
     factors. As in all known checkpoints, low_freq_factor is set to 1 and high_freq_factor to 4.
     """
-    most, low, high = float(factors.max()), 1.0, 4.0
+    most = float(factors.max())
+    low = 1.0
+    high = 4.0
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
     between = (factors > 1.0001) & (factors < 0.9999 * most)
     original = int(header.setting("context_length") or 0)

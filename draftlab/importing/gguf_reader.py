@@ -34,8 +34,10 @@ class Reader(GGUFReader):
         """Return the size of a value in bytes, its parts, the indices of the items among the parts, and the types."""
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
-        item, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-        start, size = orig_offs + item.nbytes + count.nbytes, int(count[0])
+        item = self._get(orig_offs, np.uint32)
+        count = self._get(orig_offs + 4, np.uint64)
+        start = orig_offs + item.nbytes + count.nbytes
+        size = int(count[0])
         kind = GGUFValueType(item[0])
         if size > MOST_ITEMS:
             raise ValueError(f"an array has {size:,} items")
@@ -47,7 +49,8 @@ class Reader(GGUFReader):
             values = np.asarray(self._get(start, self.gguf_scalar_to_np[kind], size))
             if len(values) != size:
                 raise ValueError("the file ends within an array")
-            items, end = list(values.reshape(-1, 1)), start + values.nbytes
+            items = list(values.reshape(-1, 1))
+            end = start + values.nbytes
         types = [GGUFValueType.ARRAY, kind] if items else [GGUFValueType.ARRAY]
         return end - orig_offs, [item, count, *items], list(range(2, 2 + size)), types
 
@@ -56,7 +59,9 @@ class Reader(GGUFReader):
         if self.byte_order == "S":
             raise ValueError("the file is big-endian; use a little-endian file")
         # slicing a memmap takes twenty times as long as slicing its array
-        data, items, length_of = np.asarray(self.data), [], struct.Struct("<Q").unpack_from
+        data = np.asarray(self.data)
+        items = []
+        length_of = struct.Struct("<Q").unpack_from
         buffer = data.data
         for _ in range(count):
             (length,) = length_of(buffer, offset)

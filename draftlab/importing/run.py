@@ -185,7 +185,8 @@ def _convert_gguf(source: ImportSource, header: gguf.GGUFHeader, work: Path) -> 
     """
     config = gguf.load_config(header)
     model = checkpoint.meta_model(config.to_dict(), source.dtype)
-    names, size = gguf.tensor_names(header, model), source.dtype.itemsize
+    names = gguf.tensor_names(header, model)
+    size = source.dtype.itemsize
     memory = size * header.weights if names is None else 2 * size * header.largest + SHARD_BYTES
     check_fits({"weights": memory}, torch.device("cpu"), "a machine with more memory")
     # before the weights, because a tokenizer can be of an unknown kind

@@ -69,7 +69,8 @@ def check(directory: Path) -> None:
             size.
     """
     checkpoint.check_unquantised(directory, checkpoint.read_config(directory))
-    weights, config = checkpoint.Weights(directory), read_config(directory)
+    weights = checkpoint.Weights(directory)
+    config = read_config(directory)
     model = checkpoint.meta_model(config, torch.float32)
     needed = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored = {new: weights.shape(old) for new, old in _names(weights).items()}

@@ -185,7 +185,8 @@ def _drafted_by(draft: CostModel, work: Workload) -> Workload:
             f"{draft.profile.name} drafts only in steps without a draft of prompt lookup, which predict cannot time; "
             "measure the drafter with draftlab score"
         )
-    profiled, replayed = draft.profile.drafter, work.kind
+    profiled = draft.profile.drafter
+    replayed = work.kind
     if work.model is None:  # assumed acceptance fits any draft
         return replace(work, kind=profiled)
     # a parallel draft is profiled as a draft model
@@ -257,7 +258,8 @@ def required_length(prediction: Prediction, speedup: float) -> tuple[int, float]
 
 def verdict(prediction: Prediction) -> str:
     """Return text with the predicted speed-up, the largest cost, and what to change first."""
-    row, gain = prediction.best, prediction.best.speedup
+    row = prediction.best
+    gain = prediction.best.speedup
     opening = "No clear difference" if gain.decides else "Speed-up"
     if gain.above(1):
         opening = "Faster"
@@ -300,7 +302,8 @@ def _row(
     speedup: Interval,
     batch: int,
 ) -> KPrediction:
-    prompts, plain = work.prompt_tokens, float(plain_ms(costs, work).sum())
+    prompts = work.prompt_tokens
+    plain = float(plain_ms(costs, work).sum())
     at = work.middle - costs.first
     unit = costs.verify[0, at] + costs.host[0]
     time = expected_time(costs, prompts, steps_)
@@ -349,7 +352,8 @@ def _halved(costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: flo
 
 def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, widest: int) -> list[str]:
     """Return notes on what limits the prediction's accuracy. widest: Number of tokens in the draft's widest pass."""
-    first, last = int(work.prompt_tokens.min()), int(work.prompt_tokens.max())
+    first = int(work.prompt_tokens.min())
+    last = int(work.prompt_tokens.max())
     contexts = first, work.longest + k - 1
     notes = draft.beyond("prompt", first + 1, last + 1)
     for cost, width in ((draft, widest), (target, k + 1)):
@@ -357,7 +361,8 @@ def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: i
     kinds = {cost.profile.kind for cost in (draft, target)}
     notes += [text for kind, text in ASSUMPTIONS.items() if kind in kinds]
     for name in ("device", "dtype", "mode"):
-        a, b = getattr(draft.profile, name), getattr(target.profile, name)
+        a = getattr(draft.profile, name)
+        b = getattr(target.profile, name)
         if a != b:
             notes.append(f"the profiles of draft and target differ in {name}: {a} and {b}")
     if batch > 1:

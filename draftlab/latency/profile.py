@@ -77,7 +77,8 @@ def _subject(name: str, place: Path | Shape, whole: Mapping[str, Path]) -> Subje
         return Subject(name=name, place=place, size=place)
     if name in whole:
         return Subject(name=name, place=place, size=read_size(place))
-    reason, kind = "its target is not named", str(hub.known_head(place))
+    reason = "its target is not named"
+    kind = str(hub.known_head(place))
     head = DRAFTERS.get(kind, name)
     for target, path in whole.items():
         try:
@@ -267,7 +268,8 @@ def _profile(
     tflops: dict[str, float],
     command: str,
 ) -> Profile:
-    device, dtype = running.device, running.dtype
+    device = running.device
+    dtype = running.dtype
     shape = model.shape if isinstance(model, Llama) else None
     weights = int(active_params(shape)) if shape else model.weight_bytes // dtype.itemsize
     return Profile(

@@ -330,7 +330,8 @@ def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) 
             )
         return value
 
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    hidden = number("hidden_size")
+    heads = number("num_attention_heads")
     with reading(f"config.json of a {config.get('model_type')} model"):
         shape = Shape(
             layers=number("num_hidden_layers"),
@@ -407,7 +408,8 @@ def _wrong_size(directory: Path, shape: Shape, sizes: Mapping[str, tuple[int, ..
     If all tensors have the same other size on an axis, config.json is wrong, and the error names the field and both
     values. sizes: Size of each tensor by name.
     """
-    expected, size = shape.dims(shape.axes()[name]), sizes[name]
+    expected = shape.dims(shape.axes()[name])
+    size = sizes[name]
     said = f"{name} has the size {size}"
     stored: dict[Axis, set[int]] = defaultdict(set)
     for other, axes in shape.axes().items():
@@ -448,7 +450,8 @@ def config_for(shape: Shape, base: dict[str, object], kept_layers: Sequence[int]
     if isinstance(full_below, int):
         config["max_window_layers"] = sum(i < full_below for i in layers)
     for name in ROPE_FIELDS:
-        rope, head_dim = base.get(name), base.get("head_dim") or _head_dim(base)
+        rope = base.get(name)
+        head_dim = base.get("head_dim") or _head_dim(base)
         if isinstance(rope, dict) and isinstance(head_dim, int):
             config[name] = {
                 key: _resized(value, len(value) * shape.head_dim // head_dim)
@@ -532,7 +535,8 @@ def _generation_fields() -> frozenset[str]:
 
 
 def _head_dim(config: Mapping[str, object]) -> int | None:
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    hidden = config.get("hidden_size")
+    heads = config.get("num_attention_heads")
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else None
 
 
@@ -553,7 +557,8 @@ def load_model(
         UserError: transformers cannot build the model, a weight is missing or unused, or a value is not finite.
     """
     config = read_config(directory)
-    weights, places = Weights(directory), device_map  # Weights checks all files
+    weights = Weights(directory)  # checks all files
+    places = device_map
     if device_map is not None and device_map.endswith(".json"):
         places = read_object(Path(device_map))
     if is_quantised(config):
@@ -706,12 +711,15 @@ class Weights(Mapping[str, Tensor]):
 
     def __init__(self, directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
         """Read the headers of the files. By default, tensors have the dtype in which they are stored, on the CPU."""
-        self.directory, self._dtype, self._device = directory, dtype, device
+        self.directory = directory
+        self._dtype = dtype
+        self._device = device
         self._headers = read_headers(directory)
         self._open_file = functools.cache(functools.partial(safe_open, framework="pt", backend="pread"))
 
     def __getitem__(self, name: str) -> Tensor:
-        rows, stored = self._slice(name), STORED.get(self._headers[name].stored)
+        rows = self._slice(name)
+        stored = STORED.get(self._headers[name].stored)
         if stored is None or not self.shape(name):
             return rows[...].to(self._device)
         tensor = torch.empty(self.shape(name), dtype=self._dtype or stored, device=self._device)

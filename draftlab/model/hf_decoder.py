@@ -117,7 +117,8 @@ class HFCache:
 
     def _pack(self) -> None:
         """Sort each row's slots by position, and shorten the cache to the longest row."""
-        positions, self.slots = self.position, max(self.used)
+        positions = self.position
+        self.slots = max(self.used)
         order = positions.masked_fill(positions < 0, self.capacity + 1).argsort(1)
         order = order[:, : self.slots]
         for layer in cast(Any, self.past.layers):
@@ -138,8 +139,10 @@ class HFDecoder(Decoder):
             trained: Whether the model is trained between passes. Passes then avoid inference mode, because FSDP2
                 gathers weights in a pass into tensors with which it later trains.
         """
-        self.model, self.config = model, model.config.get_text_config()
-        self.one_length, self.trained = one_length, trained
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.one_length = one_length
+        self.trained = trained
         self.arguments = frozenset(inspect.signature(model.forward).parameters)
         self.context = context_of(self.config.to_dict())
         # states of the last pass by layer id: the states of id i are the residual stream after i layers
@@ -231,7 +234,8 @@ class HFDecoder(Decoder):
 
     def _run(self, ids: Tensor, cache: HFCache, last: int, tree: Tree | None = None) -> Tensor:
         """Run a pass, and record the positions of its tokens."""
-        width, plain = ids.shape[1], tree is None and cache.table is None
+        width = ids.shape[1]
+        plain = tree is None and cache.table is None
         layout = {} if plain else self._layout(cache, width, tree)
         run: Any = self.model
         logits = run(input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last, **layout).logits
@@ -255,7 +259,8 @@ class HFDecoder(Decoder):
 
     def _layout(self, cache: HFCache, width: int, tree: Tree | None) -> dict[str, Any]:
         """Return the arguments position_ids and attention_mask of a pass."""
-        tree, used = tree or Tree.chain(width), torch.tensor(cache.used).unsqueeze(1)
+        tree = tree or Tree.chain(width)
+        used = torch.tensor(cache.used).unsqueeze(1)
         at = (used + tree.depth.cpu()).expand(len(used), -1)  # [B, T]
         old = (cache.position >= 0).unsqueeze(1).expand(-1, width, -1)
         seen = torch.cat([old, tree.mask.cpu().expand(len(used), -1, -1)], 2)  # [B, T, S + T]

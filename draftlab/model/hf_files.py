@@ -170,7 +170,8 @@ class _Settings(BaseModel):
     @model_validator(mode="after")
     def _ascends(self) -> Self:
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            a, b = getattr(self, low), getattr(self, high)
+            a = getattr(self, low)
+            b = getattr(self, high)
             if None not in (a, b) and a >= b:
                 raise ValueError(f"{low} is {a}, but must be below {high}, which is {b}")
         return self
@@ -279,7 +280,8 @@ def context_of(config: Mapping[str, Any], default: int = UNLIMITED) -> int:
     lengths = [config[name] for name in CONTEXT_NAMES if isinstance(config.get(name), int)]
     if not lengths:
         return default
-    length, factor = lengths[0], 1.0
+    length = lengths[0]
+    factor = 1.0
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
     for part in by_layer_type or [rope]:

@@ -160,7 +160,9 @@ class Llama(Decoder):
             rope_scale: Factor of the rotary tables cos and sin.
             context: Length in tokens of the longest text.
         """
-        self.shape, self.eps, self.context = shape, eps, context
+        self.shape = shape
+        self.eps = eps
+        self.context = context
         names = shape.names()
         self.embed = weights[names["embed"]]
         self.head = self.embed if shape.tied else weights[names["head"]]
@@ -216,7 +218,8 @@ class Llama(Decoder):
 
     def new_layer_states(self, cache: Cache, ids: tuple[int, ...]) -> LayerStates:
         """Return empty LayerStates for every position of a cache. ids: Ids of the layers, see LayerStates."""
-        rows, capacity = cache.keys.shape[1], cache.capacity
+        rows = cache.keys.shape[1]
+        capacity = cache.capacity
         return LayerStates(ids, self.embed.new_zeros(rows, capacity, len(ids) * self.shape.hidden))
 
     @torch.inference_mode()
@@ -242,7 +245,8 @@ class Llama(Decoder):
 
         The pass writes to the cache, but cache.used does not change. last: 0 stands for all tokens.
         """
-        x, layer_states = F.embedding(ids, self.embed), cache.layer_states  # [B, T, D]
+        x = F.embedding(ids, self.embed)  # [B, T, D]
+        layer_states = cache.layer_states
         with pinned_backends(self.device):
             for layer, block in enumerate(self.blocks):
                 if layer_states is not None:
@@ -267,11 +271,13 @@ class Llama(Decoder):
         return x if weight is None else rms_norm(x, weight, self.eps)
 
     def _metadata(self, cache: Cache, width: int, tree: Tree | None) -> AttentionMetadata:
-        end, device = max(cache.used) + width, self.device
+        end = max(cache.used) + width
+        device = self.device
         slides = self.window is not None and end > self.window
         if tree is not None or slides or min(cache.used) != max(cache.used):
             return self.attention_metadata(staged(cache.used, device).unsqueeze(1), width, end, tree)
-        start, folded = end - width, width == 1 or (end - width > 0 and width <= NARROW)
+        start = end - width
+        folded = width == 1 or (end - width > 0 and width <= NARROW)
         mask: Tensor | None = None
         if width > 1 and folded:
             attended = torch.ones(width, end, dtype=torch.bool, device=device).tril(start)
@@ -323,7 +329,8 @@ class Llama(Decoder):
         s = self.shape
         # [B, H+2K, T, C]
         qkv = F.linear(x, block.qkv, block.qkv_bias).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)
-        qk, v = qkv[:, : s.heads + s.kv_heads], qkv[:, s.heads + s.kv_heads :]
+        qk = qkv[:, : s.heads + s.kv_heads]
+        v = qkv[:, s.heads + s.kv_heads :]
         if block.qk_norm is not None:
             parts = qk[:, : s.heads], qk[:, s.heads :]
             qk = torch.cat(
@@ -361,7 +368,8 @@ class Multiplied(Mapping[str, Tensor]):
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, config: Mapping[str, object]) -> None:
         """Wrap weights. shape: The model's shape with tied=False, because head and embedding have different factors."""
-        self.weights, self.embed = weights, shape.names()["embed"]
+        self.weights = weights
+        self.embed = shape.names()["embed"]
         self.factors: dict[str, float] = {}
         for key, roles in MULTIPLIERS.items():
             factor = float(str(config.get(key, 1.0)))
@@ -418,7 +426,8 @@ def _supported(
     Raises:
         UserError: the errors of check_supported.
     """
-    config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
+    config = checkpoint.read_config(directory)
+    shape = checkpoint.read_shape(directory)
     kind = config.get("model_type")
     if kind not in checkpoint.MODEL_TYPES:
         raise OtherArchitecture(
@@ -509,7 +518,10 @@ class RotaryTables:
             context: Largest length.
             like: A tensor with the dtype and the device of the tables.
         """
-        self._inv_freq, self._scale, self.context, self._like = inv_freq, scale, context, like
+        self._inv_freq = inv_freq
+        self._scale = scale
+        self.context = context
+        self._like = like
         self.cos, self.sin = rotary_tables(inv_freq, scale, 0, like)
 
     def reach(self, length: int) -> None:

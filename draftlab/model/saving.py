@@ -204,7 +204,9 @@ def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_
     """
     index: dict[str, int] = {}
     shard: dict[str, Tensor] = {}
-    dtypes, total, number = set(), 0, 1
+    dtypes = set()
+    total = 0
+    number = 1
 
     def write() -> None:
         save_finite(directory / f"shard-{number}.safetensors", shard, {"format": "pt"})

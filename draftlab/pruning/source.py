@@ -94,7 +94,8 @@ def check_prunable(config: dict[str, object], source: Shape) -> None:
         for built, tensors in ((model, weights), (small, cut)):
             for name, parameter in built.named_parameters():
                 parameter.copy_(tensors[name])
-        cut_logits, logits = small(input_ids=ids).logits, model(input_ids=ids).logits
+        cut_logits = small(input_ids=ids).logits
+        logits = model(input_ids=ids).logits
     if not float((cut_logits - logits).abs().max()) <= TOLERANCE * float(logits.abs().max()):
         raise UserError(
             f"{config.get('model_type')} models cannot be pruned, because they compute differently from LLaMA with the "

@@ -186,7 +186,8 @@ def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> Termi
     """
     records = []
     for name, shape in shapes.items():
-        whole, body = shape.params(), shape.body_params()
+        whole = shape.params()
+        body = shape.body_params()
         record = {
             "layers\nx width": name,
             "heads": f"{shape.heads}/{shape.kv_heads}",

@@ -122,10 +122,12 @@ class QuickTiming:
 
         scores: Function that makes scores from what has been timed so far.
         """
-        order, talks = self._order(), self.written.conversations
+        order = self._order()
+        talks = self.written.conversations
         self.live.warm_up(self._arms(order[0]), briefly=True)
         total = len(set(talks))
-        looks, passed = looks_of(total), list[int]()
+        looks = looks_of(total)
+        passed = list[int]()
         waiting = {talk: talks.count(talk) for talk in talks}
         names = ", ".join(self.finalists)
         found = list[Score]()
@@ -208,7 +210,8 @@ class QuickTiming:
         """Return the target's own texts. The first groups are also decoded at the other precision, if there is one."""
         live = self._live({}, "texts", self.models.other_target)
         live.warm_up([PLAIN], briefly=True)
-        count, started = len(live.groups), time.monotonic()
+        count = len(live.groups)
+        started = time.monotonic()
         with progress("the target's own texts", len(live.prompts)) as advance:
             for group in range(count):
                 kept = (PLAIN, 0, group) in live.runs
@@ -254,7 +257,8 @@ class QuickTiming:
             )
 
     def _written(self) -> Written:
-        requests, generations = self.comparison.requests, self.texts.generations[PLAIN]
+        requests = self.comparison.requests
+        generations = self.texts.generations[PLAIN]
         rows = requests.prompts.rows
         texts: list[Text] = []
         for i, prompt in enumerate(rows):
@@ -326,7 +330,8 @@ class QuickTiming:
 
     def _target_logprobs(self) -> list[np.ndarray]:
         """Return the target's log-probability of each token, or 0 where a drafted token must equal the target's."""
-        comparison, texts = self.comparison, self.written.texts
+        comparison = self.comparison
+        texts = self.written.texts
         sampling = comparison.requests.sampling
         samples = comparison.rule.draft_sampling(sampling).temperature > 0
         if sampling.temperature == 0 or comparison.rule.verify == "match" or not samples:
@@ -379,7 +384,8 @@ class QuickTiming:
             ids = torch.ones(1, length, dtype=torch.long, device=model.device)
             times = list[float]()
             for _ in range(2):
-                cache, start = model.new_cache(1, length + 1), clock()
+                cache = model.new_cache(1, length + 1)
+                start = clock()
                 model.forward(ids, cache, last=1)
                 times.append(1e3 * (clock() - start))
             ms = min(times)

@@ -144,7 +144,8 @@ class ServedComparison:
         if stored is None:
             plain = _plain_answers(comparison, answers[PLAIN], asked, refused)
         else:
-            runs, tokens = renumbered(stored.runs, refused), _without(stored.tokens, refused)
+            runs = renumbered(stored.runs, refused)
+            tokens = _without(stored.tokens, refused)
             plain = stored.model_copy(update={"runs": runs, "tokens": tokens})
         score = None
         if SPECULATIVE in comparison.servers:
@@ -166,7 +167,8 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
     Raises:
         UserError: The answers are missing and there is no running plain server, or the server fails.
     """
-    server, requests = comparison.servers.get(PLAIN), comparison.requests
+    server = comparison.servers.get(PLAIN)
+    requests = comparison.requests
 
     def answer(prompts: list[turns.Prompt], _: list[int]) -> list[list[int] | UserError]:
         if server is None:
@@ -213,13 +215,15 @@ def measure(
     Raises:
         UserError: The plain server drafts, or the speculative server does not, or too many prompts are refused.
     """
-    servers, requests = comparison.servers, comparison.requests
+    servers = comparison.servers
+    requests = comparison.requests
     prompts = [prompt.ids for prompt in requests.prompts.rows]
     # the shortest prompt is least likely to be refused; reversed, it leaves nothing useful in the prefix cache
     _warm_up(comparison, min(prompts, key=len)[::-1], clock)
     answers = {role: ServerAnswers(before=read_metrics(server)) for role, server in servers.items()}
     vocab = logits_of(comparison.tokenizer)
-    bad, refused = BadRows(requests.prompts.source, len(prompts)), list[int]()
+    bad = BadRows(requests.prompts.source, len(prompts))
+    refused = list[int]()
     order = interleaved(list(servers), len(prompts), requests.repeats)
     for done, (role, repeat, index) in enumerate(order, 1):
         if index in refused:
@@ -284,7 +288,8 @@ def _without(items: Sequence[Item], refused: Sequence[int]) -> list[Item]:
 def _plain_answers(
     comparison: ServedComparison, answers: ServerAnswers, asked: dict[str, Any], refused: list[int]
 ) -> PlainAnswers:
-    server, tasks = comparison.servers[PLAIN], comparison.tasks
+    server = comparison.servers[PLAIN]
+    tasks = comparison.tasks
     return PlainAnswers(
         kind=server.kind,
         model=server.model,
@@ -329,7 +334,8 @@ def _score(
     environment: Environment,
     command: str,
 ) -> Score:
-    counters, server = answers.counters, comparison.servers[SPECULATIVE]
+    counters = answers.counters
+    server = comparison.servers[SPECULATIVE]
     if counters is None:
         raise UserError(f"{server.http.url} {answers.undrafted}")
     check_alone(server, counters, answers.lengths)

@@ -193,7 +193,8 @@ class AutoRun:
 
         A candidate that cannot be made is added to left_out, with the reason.
         """
-        kinds, training = self.plan.candidates, None
+        kinds = self.plan.candidates
+        training = None
         candidates: list[Arm] = []
         for ready in self.request.ready:
             if ready.name in self.plan.ready:
@@ -276,7 +277,8 @@ class AutoRun:
     def _int8(self) -> bool:
         """Return whether target and drafts run with weights rounded to 8 bits: without a server, in mode native."""
         machine = self.plan.machine
-        device, dtype = devices.resolve_device(machine.device), devices.DTYPES[machine.dtype]
+        device = devices.resolve_device(machine.device)
+        dtype = devices.DTYPES[machine.dtype]
         native = resolve_mode("auto", device, dtype, [self.request.target]) == "native"
         return self.request.server is None and native
 
@@ -308,7 +310,9 @@ class AutoRun:
         which the target wrote the answers for replays. Without such prompts, the target only reads data, which is about
         ten times faster than writing.
         """
-        costs, prompts, slower = self._costs, self.request.prompts, 1.0
+        costs = self._costs
+        prompts = self.request.prompts
+        slower = 1.0
         if "draft" in self.plan.candidates:
             slower = record_of(self._texts).seconds / costs.write(prompts.choose, WRITTEN, 16)
             slower = min(max(slower, 1 / MOST_FASTER), MOST_FASTER)
@@ -376,7 +380,8 @@ class AutoRun:
         """
         until = self.steps.seconds() + self._seconds_for("train")
         per_step = _tokens_per_step(draft)
-        drafts, rounds = [draft], [self._replayed(draft, 0, k, 0.0)]
+        drafts = [draft]
+        rounds = [self._replayed(draft, 0, k, 0.0)]
         stopped = "no time was left for another round"
         while True:
             left = until - self.steps.seconds()
@@ -431,7 +436,8 @@ class AutoRun:
         k: Best K of the chosen candidate, for the final measurement on other prompts. None measures every K, on the
         prompts by which a candidate is chosen.
         """
-        streams, chosen = self.request.streams, k is not None
+        streams = self.request.streams
+        chosen = k is not None
         together = math.lcm(*streams)
         answer = self._costs.write(1, MAX_TOKENS, 1)
         if searched := score_files([self.folder / "search" / "score"]):

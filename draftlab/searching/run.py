@@ -113,7 +113,8 @@ def shapes_to_try(source: Shape, layers: Sequence[int] | None, widths: Sequence[
     Raises:
         UserError: The source has fewer layers or a smaller width.
     """
-    depths, wide = layers or default_depths(source), widths or default_widths(source)
+    depths = layers or default_depths(source)
+    wide = widths or default_widths(source)
     return [resolve(source, layers=n, hidden=width) for n, width in product(depths, wide)]
 
 
@@ -199,7 +200,8 @@ class Searcher:
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes that are cheap enough to be candidates, by name. Shapes of medium cost come first."""
-        parallel, target_ms = self.wanted.offsets > 1, self._pass_ms(self._target_cost)
+        parallel = self.wanted.offsets > 1
+        target_ms = self._pass_ms(self._target_cost)
         share = MAX_WIDE_SHARE if parallel else MAX_PASS_SHARE
         pass_ms = self._wide_ms if parallel else self._law.ms
         return candidates(self.wanted.source_shape, self.wanted.tried, pass_ms, target_ms, share)
@@ -211,7 +213,8 @@ class Searcher:
         distilled again, from the cut draft and for more steps.
         """
         rungs = [self._rung(None, 0, 0, list(self.shapes))]
-        steps, names = self.wanted.first_steps, [trial.name for trial in rungs[0].trials]
+        steps = self.wanted.first_steps
+        names = [trial.name for trial in rungs[0].trials]
         while True:
             rungs.append(self._rung(rungs[-1], len(rungs), steps, names))
             last = [trial.name for trial in rungs[-1].trials]
@@ -266,7 +269,8 @@ class Searcher:
             rejection: Mean probability that a drafted token is rejected.
             left: Factor by which one more rung is expected to change the probability of rejection.
         """
-        cost, ks = self._shape_cost(self.shapes[name]), self.wanted.ks
+        cost = self._shape_cost(self.shapes[name])
+        ks = self.wanted.ks
         k, speedup, rate = best_k(cost, self._target_cost, work, ks)
         learnt = work.with_chances(1 - left * (1 - work.texts.chances))
         return ShapeTrial(
@@ -290,7 +294,8 @@ class Searcher:
             steps: Number of distillation steps on the previous rung.
             names: Candidates of the last rung.
         """
-        step_seconds, overhead = 0.0, 0.0
+        step_seconds = 0.0
+        overhead = 0.0
         for name in names:
             record = record_of(self.draft(rung, name))
             trained = number(record, "seconds")
@@ -339,7 +344,8 @@ class Searcher:
 
     def _answer_seconds(self, together: int) -> float:
         """Return the seconds that the target takes for each answer. together: Number of answers in a batch."""
-        cost, context = self._target_cost, np.array(self._law.context)
+        cost = self._target_cost
+        context = np.array(self._law.context)
         prefill_ms = float(cost.prefill_ms(np.array([PROMPT_TOKENS]))[0])
         pass_ms = float(cost.forward_ms(together, 1, context))
         return (prefill_ms + MAX_TOKENS * pass_ms / together) / 1e3
@@ -352,7 +358,8 @@ class Searcher:
 
     @cached_property
     def _target_cost(self) -> CostModel:
-        target, k = self.wanted.target, max(self.wanted.ks)
+        target = self.wanted.target
+        k = max(self.wanted.ks)
         profiles = self.steps.run("profile", "profile", models=[str(target)], k=k, **self._grid)
         return CostModel.of(read_profile(profiles / f"{hub.checkpoint_name(target)}.yaml"), extrapolate=True)
 
@@ -392,7 +399,8 @@ class Searcher:
         )
 
     def _cut(self, name: str) -> Path:
-        shape, file = self.shapes[name], self.steps.folder / f"{name}.yaml"
+        shape = self.shapes[name]
+        file = self.steps.folder / f"{name}.yaml"
         write_shape_file(shape.with_whole_head(), file, name)
         return self.steps.run(
             f"rung-0/{name}",

@@ -93,8 +93,10 @@ class ServerLog:
         Raises:
             UserError: There is no such file, too many lines are bad, or fewer than two lines are usable.
         """
-        starts, keys = list[int](), list[str]()
-        shortest, left_out = top_logprobs, 0
+        starts = list[int]()
+        keys = list[str]()
+        shortest = top_logprobs
+        left_out = 0
         bad = BadRows(str(path))
         for number, start, text in read_lines(path):
             bad.total += 1
@@ -329,9 +331,11 @@ class TargetAnswers:
         target.check_length(prompts.longest, self.sampling.max_tokens)
         talks = prompts.conversations
         written = sorted(range(len(prompts.rows)), key=lambda i: -len(prompts.rows[i].ids))
-        size, heldout = REPLAY_SHARD, list[int]()
+        size = REPLAY_SHARD
+        heldout = list[int]()
         if self.use == "distill":
-            size, apart = DISTILL_SHARD, min(HELDOUT_SEQUENCES, len(written) // LEAST_PROMPTS)
+            size = DISTILL_SHARD
+            apart = min(HELDOUT_SEQUENCES, len(written) // LEAST_PROMPTS)
             random.Random(self.seed).shuffle(written)
             heldout = grouped_holdout(list(map(str, talks)), written, apart)
             if not heldout:
@@ -379,7 +383,8 @@ class TargetAnswers:
                     written.append(output if isinstance(output, RowError) else output.ids.tolist())
             return written
 
-        tokenizer, info = checkpoint.load_tokenizer(target.directory), target.info()
+        tokenizer = checkpoint.load_tokenizer(target.directory)
+        info = target.info()
         name = info.target_sha256 or f"{info.source} {info.target}"
         return turns.answered(self.prompts, tokenizer, target=name, sampling=self.sampling, answer=answer)
 
@@ -395,7 +400,8 @@ def build(target: Target, text: Rows | TargetAnswers, k: int, output: Output) ->
     # the space for answers is not checked, because most answers end before the limit
     if isinstance(text, Rows):
         output.check_space(text.tokens * bytes_per_token(text, k, served), "the outputs")
-    inputs, facts = output.inputs(), dict[str, object]()
+    inputs = output.inputs()
+    facts = dict[str, object]()
     output.inputs([target.directory])
     if isinstance(target, ServedTarget):
         # the server has the weights, and draftlab the tokenizer with its chat template

@@ -332,9 +332,11 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
             "--temperature 1, without top_k, top_p and min_p"
         )
     if drafts := spec.paths(drafting.draft, models_only=True):
-        named, size = drafts[0], Checkpoint(drafts[0]).common_vocabulary(Checkpoint(store.vocabulary))
+        named = drafts[0]
+        size = Checkpoint(drafts[0]).common_vocabulary(Checkpoint(store.vocabulary))
     else:
-        named, size = drafting.target, _target_vocabulary(store, spec, drafting)
+        named = drafting.target
+        size = _target_vocabulary(store, spec, drafting)
     for text in store.outputs:
         largest = max(int(text.prompt.max()), int(text.ids.max(initial=0)))
         if largest >= size:
@@ -348,7 +350,8 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
 def replay_draft(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting, command: str = "") -> Replay:
     """Replay a drafter, with one pass over each text of the store."""
     vocab = check(store, spec, drafting)
-    manifest, sampling = store.manifest, _target_sampling(store)
+    manifest = store.manifest
+    sampling = _target_sampling(store)
     draft_sampling = drafting.rule.draft_sampling(sampling)
 
     def load(directory: Path) -> Decoder:

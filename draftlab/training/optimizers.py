@@ -94,7 +94,8 @@ def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], s
     a, b, c = coefficients
     x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
     x = x / x.norm().clamp(min=eps)
-    gram, product = symmetric_product(x, x.T), None  # [N, N]
+    gram = symmetric_product(x, x.T)  # [N, N]
+    product = None
     for step in range(1, steps + 1):
         factor = (b * gram).add_(symmetric_product(gram, gram), alpha=c)
         factor.diagonal().add_(a)

@@ -66,7 +66,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def _start(name: str, output: Output) -> tracking.GeneralTracker:
-    kind, out, values = tracking.LOGGER_TYPE_TO_CLASS[name], output.out, output.config.settings()
+    kind = tracking.LOGGER_TYPE_TO_CLASS[name]
+    out = output.out
+    values = output.config.settings()
     tracker = kind(out.name, out.parent / name) if kind.requires_logging_directory else kind("draftlab")
     tracker.start()
     tracker.store_init_configuration({n: v if isinstance(v, int | float | str) else str(v) for n, v in values.items()})

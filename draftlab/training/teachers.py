@@ -108,7 +108,8 @@ def _keeps_apart(model: PreTrainedModel) -> bool:
     the second sequence may change a little by rounding. This change must therefore be at most a tenth of the change
     that occurs if the positions do not restart, so that the second sequence reads the first.
     """
-    decoder, was_training = model.get_decoder(), model.training
+    decoder = model.get_decoder()
+    was_training = model.training
     if not isinstance(decoder, nn.Module) or "position_ids" not in inspect.signature(decoder.forward).parameters:
         return False
     model.eval()
@@ -140,7 +141,9 @@ class LocalTeacher:
     """
 
     def __init__(self, model: PreTrainedModel, vocab: int, device: torch.device) -> None:
-        self.model, self.vocab, self.device = model, vocab, device
+        self.model = model
+        self.vocab = vocab
+        self.device = device
         self.head = OutputHead.of(model, vocab)
         self.takes_packed = self.head.takes_packed
         self._weight: Tensor | None = None  # copy of the frozen head on `device`, if the head is on another
@@ -168,7 +171,8 @@ class StoredTeacher:
 
     def distributions(self, batch: Batch) -> TopK:
         """Return the target's distributions at the N positions that the mask of the batch selects."""
-        top, counted = batch.top_logprobs, batch.mask > 0
+        top = batch.top_logprobs
+        counted = batch.mask > 0
         assert top is not None  # batches of stored outputs have them
         return TopK(*(torch.from_numpy(array[counted]) for array in (top.ids, top.log_p, top.tail)))
 

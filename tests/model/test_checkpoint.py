@@ -59,7 +59,7 @@ def configured(place, **changes):
 def test_a_broken_checkpoint_is_one_line_that_says_what_and_where(family_dirs, tmp_path, change, named):
     place = sharded(family_dirs["llama"], tmp_path / "m")
     change(place)
-    for read in (checkpoint.check, checkpoint.read_shape):
+    for read in (lambda place: checkpoint.Checkpoint(place).check(), checkpoint.read_shape):
         with raises_option(named) as error:
             read(place)
         assert "\n" not in str(error.value)
@@ -86,7 +86,7 @@ def test_a_config_that_contradicts_the_weights_is_named_with_both_values(field, 
     """stored: the value that the weights of tests/helpers/builders.py have."""
     place = shutil.copytree(family_dirs["llama"], tmp_path / "m")
     configured(place, **{field: value})
-    for read in (checkpoint.check, checkpoint.read_shape):
+    for read in (lambda place: checkpoint.Checkpoint(place).check(), checkpoint.read_shape):
         with raises_option(place, field, json.dumps(value), json.dumps(stored)) as error:
             read(place)
         assert "\n" not in str(error.value)
@@ -145,7 +145,7 @@ def test_settings_with_which_no_model_computes_are_refused(settings, named, fami
     """The pass would go on with logits that are finite and wrong, or the server would not start."""
     place = shutil.copytree(family_dirs["llama"], tmp_path / "m")
     configured(place, **settings)
-    for read in (checkpoint.check, checkpoint.read_shape):
+    for read in (lambda place: checkpoint.Checkpoint(place).check(), checkpoint.read_shape):
         with raises_option(place, named):
             read(place)
 

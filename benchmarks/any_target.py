@@ -45,10 +45,26 @@ from draftlab.sampling import SamplingParams
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "any_target.json"
 COMMANDS = [
-    "prune depth", "distill", "outputs build", "outputs to replay", "replay", "score", "score a batch", "score sampled",
-    "score without a draft", "distill a head", "score a head", "replay a head", "profile a head", "profile", "predict",
-    "search", "check", "export vllm", "auto, planned",
-]  # fmt: skip
+    "prune depth",
+    "distill",
+    "outputs build",
+    "outputs to replay",
+    "replay",
+    "score",
+    "score a batch",
+    "score sampled",
+    "score without a draft",
+    "distill a head",
+    "score a head",
+    "replay a head",
+    "profile a head",
+    "profile",
+    "predict",
+    "search",
+    "check",
+    "export vllm",
+    "auto, planned",
+]
 DRAFTERS = [
     "model:draft=D",
     "parallel:draft=P",
@@ -133,9 +149,13 @@ def generated(model: Any, prompt: Sequence[int], length: int) -> list[int]:
     """
     ids = torch.tensor([prompt])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=length, eos_token_id=[],
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=length,
+        eos_token_id=[],
         pad_token_id=0,
-    )  # fmt: skip
+    )
     return out[0, len(prompt) :].tolist()
 
 
@@ -192,10 +212,17 @@ def equal_texts(target: Decoder, model: PreTrainedModel, folder: Path) -> Iterat
     config |= {"pard_token": 3, "pard_offsets": K}
     (folder / "P" / "config.json").write_text(json.dumps(config))
     context = DrafterContext(
-        target, folder / "M", lambda path: modes.load(path, torch.float32, torch.device("cpu")), folder / "D",
+        target,
+        folder / "M",
+        lambda path: modes.load(path, torch.float32, torch.device("cpu")),
+        folder / "D",
         device=torch.device("cpu"),
-        data=str(folder / "text.txt"), sampling=sampling, ks=[K], mode="eager", clock=time.process_time,
-    )  # fmt: skip
+        data=str(folder / "text.txt"),
+        sampling=sampling,
+        ks=[K],
+        mode="eager",
+        clock=time.process_time,
+    )
     for name in (*DRAFTERS, "dflash", "dspark"):
         for batch in BATCHES:
             try:
@@ -217,10 +244,22 @@ def drafter_of(name: str, context: DrafterContext, folder: Path) -> Drafter:
     vocab, hidden = target.embed.shape
     ids = torch.arange(0, vocab, 3)
     shape = DFlashShape(
-        layers=2, hidden=hidden, heads=4, kv_heads=2, head_dim=16, ffn=64, eps=1e-6, context=256, vocab=vocab,
-        draft_vocab=len(ids), layer_ids=(1, 3), block_size=K + 2, mask_token_id=2, windows=(None, 6),
+        layers=2,
+        hidden=hidden,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        ffn=64,
+        eps=1e-6,
+        context=256,
+        vocab=vocab,
+        draft_vocab=len(ids),
+        layer_ids=(1, 3),
+        block_size=K + 2,
+        mask_token_id=2,
+        windows=(None, 6),
         causal=(False, True),
-    )  # fmt: skip
+    )
     rope = 1 / 10000 ** (torch.arange(0, 16, 2) / 16), 1.0
     if name == "dflash":
         head = DFlash(shape, weights(shape), target.embed, target.head[ids], ids, rope)

@@ -78,9 +78,15 @@ def main(
 
 
 def _measured(
-    shape: Shape, mode: Mode, dtype: str, device: torch.device, context: int, passes: int,
-    clock: Callable[[], float] | None, ceiling: float,
-) -> dict[str, float]:  # fmt: skip
+    shape: Shape,
+    mode: Mode,
+    dtype: str,
+    device: torch.device,
+    context: int,
+    passes: int,
+    clock: Callable[[], float] | None,
+    ceiling: float,
+) -> dict[str, float]:
     model = random_model(shape, devices.DTYPES[dtype], device, context + 8)
     name = f"{shape.layers}x{shape.hidden}"
     grid = Grid(widths=[1], batches=[1], contexts=[context], prompts=[], repeats=passes)
@@ -88,10 +94,18 @@ def _measured(
     one = curves[name].steady[-1]
     size = active_params(shape) * BYTES[dtype] / 1e9
     return {
-        "layers": shape.layers, "hidden": shape.hidden, "ffn": shape.ffn, "params": shape.params(), "read_gb": size,
-        "ms": one.median_ms, "low_ms": one.low_ms, "high_ms": one.high_ms, "n": one.n,
-        "read_gb_per_s": 1e3 * size / one.median_ms, "share_of_bandwidth": 1e3 * size / one.median_ms / ceiling,
-    }  # fmt: skip
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "ffn": shape.ffn,
+        "params": shape.params(),
+        "read_gb": size,
+        "ms": one.median_ms,
+        "low_ms": one.low_ms,
+        "high_ms": one.high_ms,
+        "n": one.n,
+        "read_gb_per_s": 1e3 * size / one.median_ms,
+        "share_of_bandwidth": 1e3 * size / one.median_ms / ceiling,
+    }
 
 
 def _line(rows: list[dict[str, float]], of: str, what: str) -> dict[str, float]:

@@ -88,9 +88,17 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> None:
     case = Case(
-        loss="", dtype="", top_k=0, tokens=tokens, vocab=vocab, hidden=hidden, teacher_hidden=teacher_hidden,
-        budget=budget, repeats=repeats, threads=threads,
-    )  # fmt: skip
+        loss="",
+        dtype="",
+        top_k=0,
+        tokens=tokens,
+        vocab=vocab,
+        hidden=hidden,
+        teacher_hidden=teacher_hidden,
+        budget=budget,
+        repeats=repeats,
+        threads=threads,
+    )
     peers = {name: metadata.version(name) for name in ("trl", "liger_kernel") if importlib.util.find_spec(name)}
     if len(peers) < 2:
         note("not installed, so left out: " + ", ".join({"trl", "liger_kernel"} - peers.keys()))

@@ -53,9 +53,14 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     wide, small = _draft(folder, *WIDE), _draft(folder, *SMALL)
     settings = Loop(
-        steps=ENDLESS, optimizer="adamw", lr=1e-4, weight_decay=0.1, dtype=dtype, eval_steps=ENDLESS,
+        steps=ENDLESS,
+        optimizer="adamw",
+        lr=1e-4,
+        weight_decay=0.1,
+        dtype=dtype,
+        eval_steps=ENDLESS,
         save_steps=ENDLESS,
-    )  # fmt: skip
+    )
     text = open_batches("stdlib", checkpoint.load_tokenizer(wide), rows=rows, seq_len=seq_len, steps=BATCHES, seed=0)
     setup = TrainingSetup(
         teacher=_target(settings),

@@ -113,7 +113,7 @@ def _measure(
         "acceptance_equal": abs(ours - theirs) <= 0.05 * theirs,
         "same_texts": {name: _same(arm, arms["fast_plain"]) for name, arm in arms.items()},
         "step_over_bandwidth_floor": _over_floor(fast, len(texts[0]) + new_tokens // 2),
-    }  # fmt: skip
+    }
 
 
 def _ours(target: Llama, draft: Llama | None, k: int, new_tokens: int) -> Arm:

@@ -85,13 +85,24 @@ def main(
     best = {name: max(row["speedup"] for row in found) for name, found in rows.items()}
     read = pass_bytes(shape, dtype) * alone["tokens_per_second"] / 1e9
     result = {
-        "benchmark": "expanded_target", "source": source, "target": target, "layers": shape.layers,
-        "of_layers": whole.layers, "dtype": dtype, "mode": mode, "device": device_name(place), "prompts": prompts,
-        "prompt_tokens": prompt_tokens, "new_tokens": new_tokens,
-        "plain_tokens_per_second": alone["tokens_per_second"], "bandwidth_gbs": ceiling,
-        "share_of_bandwidth": read / ceiling, "speedup": best, "rows": rows,
+        "benchmark": "expanded_target",
+        "source": source,
+        "target": target,
+        "layers": shape.layers,
+        "of_layers": whole.layers,
+        "dtype": dtype,
+        "mode": mode,
+        "device": device_name(place),
+        "prompts": prompts,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "plain_tokens_per_second": alone["tokens_per_second"],
+        "bandwidth_gbs": ceiling,
+        "share_of_bandwidth": read / ceiling,
+        "speedup": best,
+        "rows": rows,
         "beside_paper": {"paper": PAPER, "wide_796m_over_noft_1.3b": over(best, "wide-796m", "noft-1.3b")},
-    }  # fmt: skip
+    }
     print(json.dumps(result | environment(torch.get_num_threads())))
 
 

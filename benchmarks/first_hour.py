@@ -81,9 +81,13 @@ def type_line(line: str, folder: Path, threads: int) -> Typed:
     started = heard = time.monotonic()
     silence, output = 0.0, b""
     with subprocess.Popen(
-        ["bash", "-c", line], cwd=folder, env=os.environ | {"PATH": path, "OMP_NUM_THREADS": str(threads)},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0,
-    ) as running:  # fmt: skip
+        ["bash", "-c", line],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "OMP_NUM_THREADS": str(threads)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,
+    ) as running:
         assert running.stdout is not None
         while chunk := os.read(running.stdout.fileno(), 65536):
             now = time.monotonic()
@@ -92,9 +96,12 @@ def type_line(line: str, folder: Path, threads: int) -> Typed:
             sys.stderr.flush()
     ended = time.monotonic()
     return Typed(
-        line=line, exit_code=running.returncode, seconds=ended - started, silence=max(silence, ended - heard),
+        line=line,
+        exit_code=running.returncode,
+        seconds=ended - started,
+        silence=max(silence, ended - heard),
         output=output.decode(errors="replace"),
-    )  # fmt: skip
+    )
 
 
 def summary(typed: list[Typed]) -> dict[str, Any]:

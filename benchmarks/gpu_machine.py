@@ -13,8 +13,21 @@ import typer
 from benchmarks import environment
 
 ROOT = Path(__file__).parents[1]
-QUERIED = ("name", "driver_version", "pstate", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit",
-           "temperature.gpu", "memory.total", "memory.used", "ecc.mode.current", "mig.mode.current")  # fmt: skip
+QUERIED = (
+    "name",
+    "driver_version",
+    "pstate",
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+    "memory.total",
+    "memory.used",
+    "ecc.mode.current",
+    "mig.mode.current",
+)
 
 
 def main(

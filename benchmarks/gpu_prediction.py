@@ -56,9 +56,12 @@ def main(
         plain, rows = found[0][0], [row for _, each in found for row in each]
         errors = [abs(row["error"]) for row in rows]
         sources[source] = {
-            "plain_ms": plain, "plain_error": plain / measured["plain_ms"] - 1, "median_error": median(errors),
-            "largest_error": max(errors), "rows": {f"{row['draft']}, K = {row['k']}": row for row in rows},
-        }  # fmt: skip
+            "plain_ms": plain,
+            "plain_error": plain / measured["plain_ms"] - 1,
+            "median_error": median(errors),
+            "largest_error": max(errors),
+            "rows": {f"{row['draft']}, K = {row['k']}": row for row in rows},
+        }
     about = {key: measured[key] for key in ("device", "target", "layers", "mode", "dtype")}
     about |= {"alpha": alpha, "device_profile": device_profile, "measured": measured["date"]}
     sources["eager"] = launches([read_profile(eager / f"{name}.yaml") for name in measured["rows"]])
@@ -89,9 +92,7 @@ def compared(
     for own, (k, row) in zip(found.rows, rows.items(), strict=True):
         speedup = expected_tokens(alpha, k) * measured["plain_ms"] / row["step_ms"]
         guess = own.tokens_per_second / found.plain_tokens_per_second
-        result.append(
-            {"draft": name, "k": k, "measured": speedup, "predicted": guess, "error": guess / speedup - 1}
-        )  # fmt: skip
+        result.append({"draft": name, "k": k, "measured": speedup, "predicted": guess, "error": guess / speedup - 1})
     return 1e3 / found.plain_tokens_per_second, result
 
 

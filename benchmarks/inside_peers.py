@@ -48,9 +48,14 @@ def transformers(asked: dict) -> tuple[dict, str]:
     def decode(prompt: list[int], new_tokens: int) -> list[int]:
         ids = torch.tensor([prompt])
         written = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=new_tokens,
-            eos_token_id=asked["eos"], pad_token_id=asked["eos"][0], **options,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            eos_token_id=asked["eos"],
+            pad_token_id=asked["eos"][0],
+            **options,
+        )
         tokens = written[0, len(prompt) :].tolist()
         counted[0] += len(tokens) - prefills
         counted[1] -= prefills
@@ -67,13 +72,22 @@ def vllm(asked: dict) -> tuple[dict, str]:
         "plain": None,
         "draft": {"method": "draft_model", "model": asked["draft"], "num_speculative_tokens": asked["k"]},
         "ngram": {
-            "method": "ngram", "num_speculative_tokens": asked["k"], "prompt_lookup_max": NGRAM, "prompt_lookup_min": 1,
+            "method": "ngram",
+            "num_speculative_tokens": asked["k"],
+            "prompt_lookup_max": NGRAM,
+            "prompt_lookup_min": 1,
         },
-    }[asked["way"]]  # fmt: skip
+    }[asked["way"]]
     model = engine.LLM(
-        asked["target"], dtype=asked["dtype"], max_model_len=asked["context"], max_num_seqs=1, enforce_eager=False,
-        enable_prefix_caching=False, disable_log_stats=False, speculative_config=speculative,
-    )  # fmt: skip
+        asked["target"],
+        dtype=asked["dtype"],
+        max_model_len=asked["context"],
+        max_num_seqs=1,
+        enforce_eager=False,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        speculative_config=speculative,
+    )
 
     def decode(prompt: list[int], new_tokens: int) -> list[int]:
         how = engine.SamplingParams(temperature=0, max_tokens=new_tokens, stop_token_ids=asked["eos"], detokenize=False)

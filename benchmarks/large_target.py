@@ -80,18 +80,30 @@ def main(
     }
     gains = {a: {n: row["speedup"] for n, row in each.items()} for a, each in speedup.items()}
     result = {
-        "benchmark": "large_target", "target": target, "layers": shape.layers, "of_layers": whole.layers,
-        "dtype": dtype, "mode": mode, "device": device_name(place), "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens, "coin": coin, "plain_ms": alone[1], "plain_low_ms": alone[0],
-        "plain_high_ms": alone[2], "plain_passes": len(passes), "bandwidth_gbs": ceiling,
-        "share_of_bandwidth": pass_bytes(shape, dtype) / 1e6 / alone[1] / ceiling, "speedup": speedup,
+        "benchmark": "large_target",
+        "target": target,
+        "layers": shape.layers,
+        "of_layers": whole.layers,
+        "dtype": dtype,
+        "mode": mode,
+        "device": device_name(place),
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "coin": coin,
+        "plain_ms": alone[1],
+        "plain_low_ms": alone[0],
+        "plain_high_ms": alone[2],
+        "plain_passes": len(passes),
+        "bandwidth_gbs": ceiling,
+        "share_of_bandwidth": pass_bytes(shape, dtype) / 1e6 / alone[1] / ceiling,
+        "speedup": speedup,
         "beside_paper": {
             "paper": PAPER,
             "wide_796m_over_noft_1.3b": {a: over(each, "wide-796m", "noft-1.3b") for a, each in gains.items()},
         },
         "fastest": {a: max(each, key=lambda n: each[n]) for a, each in gains.items()},
         "rows": {name: [row.facts() for row in rows] for name, rows in steps.items()},
-    }  # fmt: skip
+    }
     print(json.dumps(result | environment(torch.get_num_threads())))
 
 
@@ -107,11 +119,16 @@ class StepTimes:
         low, middle, high = quartiles(self.ms)
         tokens = sum(len(step.tokens) for step in self.steps)
         return {
-            "k": self.k, "step_ms": middle, "low_ms": low, "high_ms": high, "steps": len(self.ms),
+            "k": self.k,
+            "step_ms": middle,
+            "low_ms": low,
+            "high_ms": high,
+            "steps": len(self.ms),
             "draft_ms": 1e3 * median(step.draft_seconds for step in self.steps),
             "verify_ms": 1e3 * median(step.verify_seconds for step in self.steps),
-            "live_tokens_per_pass": tokens / len(self.steps), "live_tokens_per_second": 1e3 * tokens / sum(self.ms),
-        }  # fmt: skip
+            "live_tokens_per_pass": tokens / len(self.steps),
+            "live_tokens_per_second": 1e3 * tokens / sum(self.ms),
+        }
 
 
 class Bench:
@@ -149,10 +166,16 @@ class Bench:
     def steps(self, target: Llama, drafter: Drafter, k: int) -> StepTimes:
         run = self._timed(
             lambda: speculative_decode(
-                target, drafter, [self.prompt], k, self.sampling, self.step_clock, rule=by_coin(self.coin),
+                target,
+                drafter,
+                [self.prompt],
+                k,
+                self.sampling,
+                self.step_clock,
+                rule=by_coin(self.coin),
                 draft_sampling=replace(self.sampling, temperature=0.0),
             )
-        )  # fmt: skip
+        )
         return StepTimes(k, *run)
 
     def _timed(self, run: Callable[[], Iterator[Step]]) -> tuple[list[float], list[Step]]:

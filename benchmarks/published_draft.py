@@ -38,17 +38,24 @@ SCORES: dict[str, Options] = {
     "greedy": {"drafter": ["latest-lookup", BEFORE.format(3)], "int8": ["draft"], "k": ["2,3,5"]},
     "int8": {"drafter": ["latest-lookup", BEFORE.format(3)], "int8": ["both"], "k": ["2,3,5"]},
     "sampled": {
-        "drafter": ["latest-lookup"], "int8": ["draft"], "k": ["1-5"], "temperature": ["1"], "rule": ["block"],
+        "drafter": ["latest-lookup"],
+        "int8": ["draft"],
+        "k": ["1-5"],
+        "temperature": ["1"],
+        "rule": ["block"],
     },
-}  # fmt: skip
+}
 # Five tokens are verified in the time of one there, and each token more costs time (passes_3b.json).
 LARGE: dict[str, Options] = {
     size: {
-        "drafter": [BEFORE.format(4)], "int8": ["draft"], "k": ["4"], "num-prompts": ["8"],
+        "drafter": [BEFORE.format(4)],
+        "int8": ["draft"],
+        "k": ["4"],
+        "num-prompts": ["8"],
         "target": [f"models/smollm2-{size}"],
     }
     for size in SIZES
-}  # fmt: skip
+}
 
 
 def main(

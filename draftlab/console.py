@@ -17,16 +17,20 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from draftlab.trust import printable
 
 Advance = Callable[[int, str], None]
 Clock = Callable[[], float]  # seconds
 MAX_SILENT_SECONDS = 7.0  # on a terminal
+WIDE = 110  # columns of a terminal that has room for a long bar
+CLOCK = 7  # columns of a time, 0:00:00
 LOG_SECONDS = 60.0  # between lines of progress where stderr is no terminal, such as in a log file
 # text that a user copies: a command or a path
 COPIED = re.compile(r"draftlab [a-z]|\w{2,}/\w{2,}|\.sh\b")
@@ -262,17 +266,32 @@ def progress(label: str, total: int) -> Iterator[Advance]:
 
 def _bar(shown: contextlib.ExitStack, console: Console, label: str, total: int) -> Advance:
     """Draw a bar until `shown` is closed, and return the function that updates it."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
-    )
-    bars = shown.enter_context(Progress(*columns, console=console))
+    bars = shown.enter_context(Progress(*_columns(label, total, console.width), console=console))
     task = bars.add_task(label, total=total, status="")
     return lambda done, status: bars.update(task, completed=done, status=status)
+
+
+def _columns(label: str, total: int, width: int) -> list[ProgressColumn]:
+    """Return the columns of a bar for a terminal of `width` columns.
+
+    Counts and times are never cut. What is left is for the label, at most two thirds of it, and for the status.
+    """
+    bar = 24 if width >= WIDE else 8
+    count = 2 * len(str(total)) + 1
+    left = max(2, width - bar - count - 2 * CLOCK - 5)  # there is a blank between two columns
+    named = min(len(label), max(1, 2 * left // 3))
+
+    def cut(columns: int) -> Column:
+        return Column(no_wrap=True, overflow="ellipsis", max_width=columns)
+
+    return [
+        TextColumn("{task.description}", table_column=cut(named)),
+        BarColumn(bar_width=bar),
+        MofNCompleteColumn(table_column=Column(min_width=count)),
+        TimeElapsedColumn(table_column=Column(min_width=CLOCK)),
+        TimeRemainingColumn(table_column=Column(min_width=CLOCK)),
+        TextColumn("{task.fields[status]}", table_column=cut(max(1, left - named))),
+    ]
 
 
 def _plain_lines(label: str, total: int, stage: Stage | None, clock: Clock = time.monotonic) -> Advance:

@@ -2,11 +2,13 @@
 
 import io
 import itertools
+import re
 import sys
 import time
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from draftlab import console
 from draftlab.console import (
@@ -153,3 +155,24 @@ def test_a_finished_bar_is_closed_before_the_block_ends(monkeypatch):
             assert str(stream.overdue()).startswith("measuring what rounding costs the target")
         time.sleep(0.3)  # several times the interval at which rich draws a bar
         assert terminal.getvalue() == drawn
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_counts_and_times_of_a_bar_are_whole_on_any_terminal(width):
+    label, status = "timing plain decoding, latest-lookup, fallback", "85 tokens/s, loss 2.811, acceptance 0.272"
+    now, drawn = 0.0, io.StringIO()
+    shown = Console(file=drawn, width=width, force_terminal=True)
+    columns = console._columns(label, 1500, width)
+    bars = Progress(*columns, console=shown, get_time=lambda: now)
+    task = bars.add_task(label, total=1500, status=status)
+    now = 10.0
+    bars.update(task, completed=500)
+    now = 20.0
+    bars.update(task, completed=1000)
+    shown.print(bars.get_renderable())
+    (line,) = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn.getvalue()).splitlines()
+    assert len(line) <= width
+    assert "1000/1500" in line
+    assert re.findall(r"\d+:\d\d:\d\d", line) == ["0:00:20", "0:00:10"]
+    assert label[:5] in line
+    assert (status in line) == (width == 160)

@@ -625,6 +625,24 @@ def heldout_prompts(
     return [ids for _, ids in found]
 
 
+def heldout_pieces(source: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int) -> list[list[int]]:
+    """Return the ids of at most `count` pieces of a source's held-out text, of 2 to `length` tokens each.
+
+    The pieces are the first tokens of documents and, if these pieces are too few, later parts of the same documents.
+
+    Raises:
+        UserError: The source cannot be read, or its held-out text gives no piece.
+    """
+    docs = documents(source, "heldout")
+    parts = [ids for _, ids in _tokenized(docs[:count], tokenizer)]
+    longest = max(map(len, parts))
+    pieces = [ids[at : at + length].tolist() for at in range(0, longest, length) for ids in parts]
+    long_enough = [piece for piece in pieces if len(piece) > 1]
+    if not long_enough:
+        raise UserError(f"data {source!r}: its held-out text has a single token; add text")
+    return long_enough[:count]
+
+
 def numbered_prompts(
     spec: str, tokenizer: PreTrainedTokenizerBase, *, count: int, length: int, seed: int
 ) -> list[tuple[int, list[int]]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from draftlab.acceptance.token_logprobs import score_tokens
-from draftlab.data import heldout_prompts
+from draftlab.data import first_source, heldout_pieces, is_chat_file
 from draftlab.data.prompts import file_prompts
 from draftlab.engine.generate import Drafter, ModelDrafter, Step, speculative_decode
 from draftlab.model import checkpoint, hub
@@ -29,19 +29,28 @@ PROMPT_TOKENS = 96
 def trial_prompts(
     model: Path, data: str, file: Path | None, count: int = PROMPTS, length: int = PROMPT_TOKENS
 ) -> list[list[int]]:
-    """Return prompts as token ids: pieces of held-out text, or prompts from a file, without unanswered later turns.
+    """Return prompts as token ids, from a file or from held-out text: conversations up to an answer, or pieces.
+
+    A trial needs no particular length, so a source with little text gives fewer or shorter prompts.
 
     Args:
         model: Directory of the tokenizer.
         data: Data whose held-out text is used.
         count: Largest number of prompts.
-        length: Number of tokens of each piece of held-out text.
+        length: Largest number of tokens of each piece of held-out text.
+
+    Raises:
+        UserError: The text cannot be read, or gives no prompt.
     """
     tokenizer = checkpoint.load_tokenizer(model)
-    if file is None:
-        return heldout_prompts(hub.check_data(data), tokenizer, count=count, length=length, seed=0)
-    prompts = file_prompts(file, tokenizer, count=count, or_fewer=True, chat="auto")
-    return [prompt.ids for prompt in prompts.rows]
+    if file is not None:
+        prompts = file_prompts(file, tokenizer, count=count, or_fewer=True, chat="auto")
+        return [prompt.ids for prompt in prompts.rows]
+    source = first_source(hub.check_data(data))
+    if tokenizer.chat_template and is_chat_file(source):
+        prompts = file_prompts(Path(source), tokenizer, count=count, or_fewer=True, chat="auto", split="heldout")
+        return [prompt.ids for prompt in prompts.rows]
+    return heldout_pieces(source, tokenizer, count=count, length=length)
 
 
 def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -> Finding:

@@ -102,9 +102,10 @@ def hellaswag_row(row: Row) -> Row:
     context = row["ctx_a"] + " " + row["ctx_b"].capitalize() if "ctx_b" in row else row["ctx"]
     topic = f"{row['activity_label']}: " if "activity_label" in row else ""
     return {
-        "query": preprocess(topic + context), "choices": list(map(preprocess, row["endings"])),
+        "query": preprocess(topic + context),
+        "choices": list(map(preprocess, row["endings"])),
         "label": int(row["label"]),
-    }  # fmt: skip
+    }
 
 
 def arc_row(row: Row) -> Row:

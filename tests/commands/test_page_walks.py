@@ -96,7 +96,7 @@ def test_the_tutorials_laptop_walk_goes_through(tmp_path, monkeypatch):
     config = json.loads(Path("runs/distill-3x128/config.json").read_text())
     assert (config["num_hidden_layers"], config["hidden_size"]) == (3, 128)
     scores = [json.loads(file.read_text()) for file in Path("runs").rglob("score.json")]
-    assert len(scores) == 3
+    assert len(scores) == 4
     assert {score["conditions"]["threads"] for score in scores} == {1}
     assert Path("report.html").exists()
     assert Path("runs/export-distill-3x128-transformers/assist.py").exists()
@@ -116,9 +116,15 @@ def test_servings_commands_go_through(chat_model):
     drafting = SmallVLLM(target, tokenizer, frozenset(), draft=draft, longest=512)
     with running(plain) as url, running(drafting) as drafting_url:
         names = {
-            "MODEL": chatty, "SMALLER": chatty, "SIBLING": sibling, "DRAFT": sibling, "HEAD": head,
-            "replay/SIBLING": "replay/sibling", "http://localhost:8000": url, "http://localhost:8001": drafting_url,
-        }  # fmt: skip
+            "MODEL": chatty,
+            "SMALLER": chatty,
+            "SIBLING": sibling,
+            "DRAFT": sibling,
+            "HEAD": head,
+            "replay/SIBLING": "replay/sibling",
+            "http://localhost:8000": url,
+            "http://localhost:8001": drafting_url,
+        }
         for words in typed("docs/serving.md"):
             if words[0] == "auto" and "--dry-run" not in words:
                 continue

@@ -125,6 +125,21 @@ def test_every_command_has_the_same_prompts(space):
     assert parts[0].manifest.selection != wanted.selection  # some prompts are held out
 
 
+def test_a_trial_of_a_model_takes_what_little_text_there_is(space, plain):
+    """Text: pieces of documents, shorter than asked for. Conversations: those that are held out."""
+    texts = [f"def {word}(self): return None" for word in WORDS] * 30
+    (space / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    pieces = trial_prompts(space / "target", "few.jsonl", None, count=3, length=96)
+    held_out = [plain(document.text).input_ids for document in documents("few.jsonl", "heldout")]
+    assert [len(piece) > 1 for piece in pieces] == [True] * 3
+    assert all(piece[: len(ids)] == ids for piece, ids in zip(pieces, held_out[:3], strict=True))
+    talks = [{"messages": [{"role": "user", "content": f"class {i}"}]} for i in range(90)]
+    (space / "asked.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    tokenizer = checkpoint.load_tokenizer(space / "target")
+    wanted = file_prompts(Path("asked.jsonl"), tokenizer, count=8, or_fewer=True, chat="on", split="heldout")
+    assert trial_prompts(space / "target", "asked.jsonl", None) == [prompt.ids for prompt in wanted.rows]
+
+
 def test_commands_have_the_same_heldout_conversations_of_data(space):
     talks = [
         {

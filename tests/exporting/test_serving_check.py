@@ -154,9 +154,14 @@ def test_an_export_is_verified_in_the_server_that_it_starts(target, draft, tmp_p
         monkeypatch.setattr(verify, "running", started)
         asked = {"prompt_file": prompts, "temperature": temperature, "k": answering.k}
         COMMANDS["export"](
-            draft=str(draft), target=str(target), to="vllm", verify_with=Path(sys.executable),
-            out=tmp_path / name, device="cpu", **asked,
-        )  # fmt: skip
+            draft=str(draft),
+            target=str(target),
+            to="vllm",
+            verify_with=Path(sys.executable),
+            out=tmp_path / name,
+            device="cpu",
+            **asked,
+        )
         return read_record(tmp_path / name).notes["acceptance"]
 
     found = exported(served(target, draft), "same")

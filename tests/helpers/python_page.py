@@ -46,7 +46,7 @@ def page() -> str:
 def section(name: str) -> str:
     function = getattr(draftlab, name)
     parameters = [shown(each) for each in inspect.signature(function).parameters.values()]
-    call = textwrap.fill(", ".join(parameters), 100, initial_indent="    ", subsequent_indent="    ")
+    call = textwrap.fill(", ".join(parameters), 120, initial_indent="    ", subsequent_indent="    ")
     lines = [
         f"## draftlab.{name}",
         "",

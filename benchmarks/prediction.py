@@ -22,8 +22,7 @@ from benchmarks import environment
 from draftlab import intervals
 from draftlab.acceptance.expected import chances, texts_of
 from draftlab.acceptance.token_logprobs import score_tokens
-from draftlab.commands.distill import distill
-from draftlab.commands.prune import prune
+from draftlab.commands import DISTILL, PRUNE
 from draftlab.console import note
 from draftlab.data import heldout_prompts
 from draftlab.drafters.parallel import model_drafter
@@ -94,11 +93,11 @@ def _draft(name: str, folder: Path) -> Path:
     layers, width = map(int, name.split("x"))
     pruned, distilled = folder / f"pruned-{name}", folder / f"distilled-{name}"
     if not pruned.exists():
-        prune(source=TARGET, layers=layers, width=width, data="stdlib", out=pruned)
+        PRUNE(source=TARGET, layers=layers, width=width, data="stdlib", out=pruned)
     if DRAFTS[name] == 0:
         return pruned
     if not distilled.exists():
-        distill(
+        DISTILL(
             draft=str(pruned),
             target=TARGET,
             data="stdlib",

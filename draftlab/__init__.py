@@ -1,8 +1,9 @@
 """Design, prune, distil and score draft models for speculative decoding.
 
 Each function of this package runs the command with the same name. The command's options are keyword arguments, for
-example draftlab.prune(source="tiny", layers=3). A function returns the command's result, and raises draftlab.UserError
-for anything that the caller can fix. draftlab.Checkpoint.open(NAME) reads a checkpoint: shape, tensors, tokenizer.
+example draftlab.prune(source="tiny", layers=3). A function returns the command's outcome, with the library's result as
+its attribute `result`, and raises draftlab.UserError for anything that the caller can fix.
+draftlab.Checkpoint.open(NAME) reads a checkpoint: shape, tensors, tokenizer.
 """
 
 from typing import Any

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import typer
 from pydantic.fields import FieldInfo
@@ -26,9 +26,9 @@ from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import Config, bound, extra
 from draftlab.console import is_main_process, never_silent, note, print_words, processes
 from draftlab.errors import UsageError, UserError, one_line, plain_words
-from draftlab.help import command_help, group_help, summary
+from draftlab.help import command_help, group_help
 from draftlab.model.cgroups import limit_threads
-from draftlab.recipe import run
+from draftlab.recipe import RUN
 from draftlab.streams import Unprintable, guard_streams
 from draftlab.trust import printable
 
@@ -55,18 +55,31 @@ SWITCHES = {  # options that are no settings -> help
 START = ("draftlab init --preset tiny", "draftlab prune --layers 3 --width 128")
 
 
+class HelpContext(Protocol):
+    """The part of click's context that --help reads. typer >= 0.27 has a copy of click with another class."""
+
+    @property
+    def parent(self) -> object: ...
+
+    @property
+    def info_name(self) -> str | None: ...
+
+    @property
+    def command_path(self) -> str: ...
+
+
 class Group(TyperGroup):
     """The group of all commands, or of those whose names have two words."""
 
-    def get_help(self, ctx: Any) -> str:
+    def get_help(self, ctx: HelpContext) -> str:
         print(self.help_of(ctx))  # click's echo hides that stdout cannot be written
         return ""
 
-    def help_of(self, ctx: Any) -> str:
+    def help_of(self, ctx: HelpContext) -> str:
         group = "" if ctx.parent is None else f"{ctx.info_name} "
         panels = {
             panel: {
-                each.name.removeprefix(group): summary(each)
+                each.name.removeprefix(group): each.help
                 for each in commands
                 if each.name.startswith(group) and (group or " " not in each.name)
             }
@@ -116,7 +129,7 @@ def typer_function(command: Command) -> Callable[..., None]:
     parameters += _wiring(command)
     call.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    call.__doc__ = command.function.__doc__
+    call.__doc__ = command.help
     return call
 
 
@@ -276,11 +289,11 @@ def _class_of(command: Command) -> type[TyperCommand]:
                 error.message = plain_words(error.message)
                 raise
 
-        def get_help(self, ctx: Any) -> str:
+        def get_help(self, ctx: HelpContext) -> str:
             print(self.help_of(ctx, everything=False))  # as in Group
             return ""
 
-        def help_of(self, ctx: Any, *, everything: bool) -> str:
+        def help_of(self, ctx: HelpContext, *, everything: bool) -> str:
             program = ctx.command_path if ctx.parent is None else f"draftlab {command.name}"
             return command_help(command, program, _switches(command), everything=everything)
 
@@ -299,7 +312,7 @@ def _add_commands() -> None:
         app.add_typer(groups[name], name=name)
 
 
-ALL = {**PANELS, "Run saved commands": (run,)}
+ALL = {**PANELS, "Run saved commands": (RUN,)}
 _add_commands()
 
 

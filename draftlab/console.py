@@ -90,7 +90,9 @@ class Pace:
     """Decides when a line of progress is due: `first` seconds after the start, then `gap` seconds after a line."""
 
     def __init__(self, first: float, gap: float, clock: Clock = time.monotonic) -> None:
-        self.gap, self.clock, self.due_at = gap, clock, clock() + first
+        self.gap = gap
+        self.clock = clock
+        self.due_at = clock() + first
 
     def is_due(self) -> bool:
         """Return whether a line is due. The caller then prints the line."""
@@ -119,7 +121,10 @@ class TimedStream:
     """
 
     def __init__(self, stream: TextIO, work: str, seconds: float, clock: Clock = time.monotonic) -> None:
-        self._stream, self._work, self._seconds, self._clock = stream, work, seconds, clock
+        self._stream = stream
+        self._work = work
+        self._seconds = seconds
+        self._clock = clock
         self._started_at = self.written_at = clock()
         self._stages: list[Stage] = []  # the inner ones last
 
@@ -165,7 +170,8 @@ def never_silent(work: str, seconds: float | None = None) -> Iterator[None]:
         yield
         return
     seconds = seconds or _seconds_between_lines(Console(stderr=True))
-    stream, done = TimedStream(sys.stderr, work, seconds), threading.Event()
+    stream = TimedStream(sys.stderr, work, seconds)
+    done = threading.Event()
     console = Console(file=cast("TextIO", stream))
 
     def report() -> None:
@@ -194,7 +200,9 @@ def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None
     Yield a function that sets the status text in this line. Lines go to the original stderr, even if the block
     redirects stderr.
     """
-    console, done, started = Console(file=sys.stderr), threading.Event(), time.monotonic()
+    console = Console(file=sys.stderr)
+    done = threading.Event()
+    started = time.monotonic()
     with _stage(label) as stage:
         shown = stage or Stage(label, started)
         # in a log, never_silent prints all lines of a stage but the first

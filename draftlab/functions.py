@@ -38,7 +38,8 @@ def library_function(name: str) -> Callable[..., Outcome]:
     fields = command.config.model_fields
 
     def call(**settings: Any) -> Outcome:
-        return command(**{name: _as_option(fields.get(name), value) for name, value in settings.items()})
+        options: dict[str, Any] = {name: _as_option(fields.get(name), value) for name, value in settings.items()}
+        return command(**options)
 
     call.__name__ = call.__qualname__ = name
     call.__module__ = "draftlab"
@@ -47,7 +48,7 @@ def library_function(name: str) -> Callable[..., Outcome]:
     return call
 
 
-def _as_option(field: FieldInfo | None, value: Any) -> Any:
+def _as_option(field: FieldInfo | None, value: object) -> object:
     """Return an argument in the type of its option: a path becomes text, and a single value becomes a list."""
     if field is None:
         return value
@@ -66,8 +67,7 @@ def _signature(command: Command) -> inspect.Signature:
         for name, field in command.config.model_fields.items()
     ]
     parameters += [inspect.Parameter(name, keyword, default=False, annotation=bool) for name in _switches(command)]
-    returned = inspect.signature(command.function).return_annotation
-    return inspect.Signature(parameters, return_annotation=returned)
+    return inspect.Signature(parameters, return_annotation=Outcome)
 
 
 def _default(field: FieldInfo) -> object:
@@ -81,8 +81,8 @@ def _switches(command: Command) -> list[str]:
 
 
 def _documentation(command: Command) -> str:
-    """Return the docstring of a command's function: the command's help, then every option with its help."""
+    """Return the docstring of a command: its help, then every option with its help."""
     options = {name: field.description or "" for name, field in command.config.model_fields.items()}
     options |= {name: SWITCHES[name] for name in _switches(command)}
     lines = [textwrap.fill(f"{name}: {text}", 116, subsequent_indent="    ") for name, text in options.items()]
-    return f"{command.function.__doc__}\n\nArgs:\n{textwrap.indent(chr(10).join(lines), '    ')}\n"
+    return f"{command.help}\n\nArgs:\n{textwrap.indent(chr(10).join(lines), '    ')}\n"

@@ -25,7 +25,9 @@ def command_help(command: Command, program: str, switches: Mapping[str, str], *,
         switches: Options that are no settings, with their help.
         everything: Whether to show advanced options.
     """
-    config, panels, needed = command.config, dict[str, list[str]](), list[str]()
+    config = command.config
+    panels = dict[str, list[str]]()
+    needed = list[str]()
     hidden = 0
     for name, field in config.model_fields.items():
         details = extra(field)
@@ -33,7 +35,8 @@ def command_help(command: Command, program: str, switches: Mapping[str, str], *,
             hidden += 1
             continue
         panel = details["panel"] or "Options"
-        flag, shown = config.flag(name), noun(field)
+        flag = config.flag(name)
+        shown = noun(field)
         if field.default is True:
             flag += " / --no-" + name.replace("_", "-")
         elif get_origin(details["typed"] or field.annotation) is list and details["argument"]:
@@ -50,7 +53,7 @@ def command_help(command: Command, program: str, switches: Mapping[str, str], *,
     output = panels.pop(OUTPUT, [])
     output += [_entry(flag, text, "") for flag, text in switches.items()]
     parts = [_wrapped(" ".join(["Usage:", program, *needed, "[OPTIONS]"]), "       ")]
-    parts.append(_wrapped(summary(command)))
+    parts.append(_wrapped(command.help))
     if command.example:
         lines = _lines(f"draftlab {command.example}", _columns() - 4)
         parts.append("Example:\n  " + " \\\n    ".join(lines))
@@ -81,11 +84,6 @@ def group_help(program: str, about: str, start: Sequence[str], panels: Mapping[s
         parts.append("\n".join([f"{name}:", *rows]))
     parts.append(f"{program} COMMAND --help shows the options of a command.")
     return "\n\n".join(parts)
-
-
-def summary(command: Command) -> str:
-    """Return what a command does, in one line."""
-    return " ".join((command.function.__doc__ or "").split())
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:

@@ -31,7 +31,8 @@ def inputs_of(config: Config) -> dict[str, str]:
     inputs: dict[str, str] = {}
     for name in type(config).model_fields.keys() - config.refused():
         # not getattr: a test traces which settings a command reads
-        value, reads = config.__dict__[name], extra(type(config).model_fields[name])["reads"]
+        value = config.__dict__[name]
+        reads = extra(type(config).model_fields[name])["reads"]
         if value in (None, "") or reads == "nothing":
             continue
         if reads == "text":
@@ -76,7 +77,7 @@ def _sources(mixture: str) -> list[str]:
     return list(dict.fromkeys(hub.split_column(source)[0] for source in hub.source_names(mixture)))
 
 
-def _items(value: Any) -> Iterable[Any]:
+def _items(value: object) -> Iterable[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
 
@@ -128,7 +129,7 @@ class _Loader(yaml.SafeLoader):
     """YAML of lm-eval's tasks, in which !function MODULE.NAME names a Python function."""
 
 
-def _function_file(loader: _Loader, node: Any) -> str:
+def _function_file(loader: _Loader, node: yaml.ScalarNode) -> str:
     return loader.construct_scalar(node).rpartition(".")[0].replace(".", "/") + ".py"
 
 

@@ -1,4 +1,4 @@
-"""Speed-ups, ratios and acceptance with 95 % intervals over conversations. No torch.
+"""Speed-ups, ratios and acceptance with 95 % intervals over conversations.
 
 The rows of all functions are conversations: the turns of a conversation depend on each other, so their tokens and
 seconds are summed (see by_conversation). A request without further turns is a conversation of its own.
@@ -15,15 +15,14 @@ Shapes: G conversations, C columns, K tested numbers of drafted tokens, P random
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import ConfigDict, field_serializer, field_validator
+from scipy.special import ndtri, stdtrit
 
 from draftlab.reading import FileModel
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import ArrayLike
 
 ALPHA = 0.05
 # chance with which the number of conversations that rows_to_show names shows a difference
@@ -48,10 +47,10 @@ class Timings(NamedTuple):
         [K, G left out, G], because another K is then chosen for it. None: each column has a fixed K.
     """
 
-    drafted: "ArrayLike"
-    plain: "ArrayLike"
+    drafted: ArrayLike
+    plain: ArrayLike
     alpha: float = ALPHA
-    swaps: "np.ndarray | None" = None
+    swaps: np.ndarray | None = None
 
 
 class Interval(FileModel):
@@ -111,15 +110,13 @@ class Interval(FileModel):
         return f"{value} (n = {self.n})" if self.n < 2 else f"{value} (n = {self.n}, too few)"
 
 
-def by_conversation(values: "ArrayLike", conversations: Sequence[int | None] | None) -> "np.ndarray":
+def by_conversation(values: ArrayLike, conversations: Sequence[int | None] | None) -> np.ndarray:
     """Return the sums over the requests of each conversation, [G, C].
 
     values: One row for each request, [requests, C].
     conversations: Number of each request's conversation. A request without a number counts for itself. None: No request
         has a number.
     """
-    import numpy as np
-
     if conversations is None:
         return np.asarray(values, dtype=float)
     places: dict[tuple[bool, int], int] = {}
@@ -133,19 +130,18 @@ def by_conversation(values: "ArrayLike", conversations: Sequence[int | None] | N
     return sums
 
 
-def ratio_intervals(over: "np.ndarray", under: "np.ndarray", most: "np.ndarray | float" = math.inf) -> list[Interval]:
+def ratio_intervals(over: np.ndarray, under: np.ndarray, most: np.ndarray | float = math.inf) -> list[Interval]:
     """Return the ratio sum(over) / sum(under) of each column, with its interval.
 
     A ratio with sum(under) = 0 is 0. Conversations without a denominator are not counted in n.
 
     over, under: Numerators and denominators, [G, C] each. most: Upper limit of each ratio, such as 1 for shares, [C].
     """
-    import numpy as np
-
     found = []
     for o, u, high in zip(over.T, under.T, np.broadcast_to(most, over.shape[1]), strict=True):
         used = u > 0
-        o, u = np.append(o[used], o[~used].sum()), np.append(u[used], 0.0)
+        o = np.append(o[used], o[~used].sum())
+        u = np.append(u[used], 0.0)
         n = int(used.sum())
         # the whole, then without each conversation; the last entry holds what has no denominator
         tops = o.sum() - np.append(0.0, o[:n])
@@ -155,10 +151,8 @@ def ratio_intervals(over: "np.ndarray", under: "np.ndarray", most: "np.ndarray |
     return found
 
 
-def ratio(pairs: "Sequence[tuple[float, float]] | np.ndarray") -> Interval:
+def ratio(pairs: Sequence[tuple[float, float]] | np.ndarray) -> Interval:
     """Return the sum of the first column over the sum of the second column, with its interval. pairs: [G, 2]."""
-    import numpy as np
-
     over, under = np.array(pairs, dtype=float).T[:, :, None]
     return ratio_intervals(over, under)[0]
 
@@ -183,7 +177,7 @@ def slowest_over_fastest(repeats: Sequence[Timing]) -> float:
     return max(times) / min(times) if min(times) > 0 else 1.0
 
 
-def speedup(timings: Timings, *, chosen_by: "ArrayLike | None" = None) -> Interval:
+def speedup(timings: Timings, *, chosen_by: ArrayLike | None = None) -> Interval:
     """Return the speed-up: tokens per second with drafts over tokens per second without drafts.
 
     Both rates are ratios of sums over conversations. A K that is chosen on the timed conversations looks faster than it
@@ -194,8 +188,6 @@ def speedup(timings: Timings, *, chosen_by: "ArrayLike | None" = None) -> Interv
 
     chosen_by: Timings by which the fastest K is chosen, [K, G, 2]. Default: the timings with drafts.
     """
-    import numpy as np
-
     logs = _log_speedups(timings, chosen_by)
     return _interval(np.exp(logs), alpha=timings.alpha)
 
@@ -208,8 +200,6 @@ def best_of(drafters: Sequence[Timings]) -> Interval:
 
     drafters: Timings of the same conversations.
     """
-    import numpy as np
-
     paces = [tokens_per_second(np.asarray(each.plain, dtype=float).tolist()) for each in drafters]
     columns = [
         np.asarray(each.drafted, dtype=float) * [1.0, pace / paces[0]]
@@ -222,9 +212,7 @@ def best_of(drafters: Sequence[Timings]) -> Interval:
     return speedup(Timings(np.concatenate(columns), drafters[0].plain, alpha, swaps))
 
 
-def _swaps(timings: Timings) -> "np.ndarray":
-    import numpy as np
-
+def _swaps(timings: Timings) -> np.ndarray:
     if timings.swaps is not None:
         return timings.swaps
     columns, n, _ = np.shape(timings.drafted)
@@ -245,7 +233,8 @@ def speedup_ratio(first: Timings, second: Timings, *, paired: bool) -> Interval:
         gap = _log_speedups(first) - _log_speedups(second)
         n = len(gap) - 1
         return _around(gap[0], _student(n - 1, alpha=alpha) * _standard_error(gap), n)
-    a, b = _log_speedups(first), _log_speedups(second)
+    a = _log_speedups(first)
+    b = _log_speedups(second)
     n = min(len(a), len(b)) - 1
     if n < 2:
         return _around(a[0] - b[0], math.inf, n)
@@ -281,10 +270,10 @@ def against_first(drafters: Sequence[Timings]) -> list[Behind]:
 
     drafters: Timings of the same conversations, the drafter with the highest speed-up first.
     """
-    import numpy as np
-
     logs = [_log_speedups(each) for each in _timed_in_all(drafters)]
-    n, m, alpha = len(logs[0]) - 1, len(logs), min(each.alpha for each in drafters)
+    n = len(logs[0]) - 1
+    m = len(logs)
+    alpha = min(each.alpha for each in drafters)
     gaps = [logs[0] - each for each in logs[1:]]
     errors = [_standard_error(gap) for gap in gaps]
     scores = np.array([gap[0] / error if error > 0 else math.inf for gap, error in zip(gaps, errors, strict=True)])
@@ -320,7 +309,6 @@ def rows_to_show(error: float, n: int, distance: float, pairs: int = 1) -> int |
 
     error: Standard error over n conversations. pairs: Number of comparisons among which this one is.
     """
-    from scipy.special import ndtri
 
     def shown(rows: int) -> bool:
         needed = _student(rows - 1, pairs) + float(ndtri(POWER))
@@ -336,19 +324,18 @@ def _student(df: float, pairs: int = 1, alpha: float = ALPHA) -> float:
 
     Without a degree of freedom, it is infinite.
     """
-    from scipy.special import stdtrit
-
     if df <= 0:
         return math.inf
     return float(stdtrit(df, 1 - alpha / 2 / pairs))
 
 
-def _interval(values: "np.ndarray", most: float = math.inf, alpha: float = ALPHA) -> Interval:
+def _interval(values: np.ndarray, most: float = math.inf, alpha: float = ALPHA) -> Interval:
     """Return a statistic with its interval, which is cut at 0 and at `most`.
 
     values: The statistic of all conversations, then without each of them, [1 + G].
     """
-    n, value = len(values) - 1, float(values[0])
+    n = len(values) - 1
+    value = float(values[0])
     half = _student(n - 1, alpha=alpha) * _standard_error(values)
     return Interval(value=value, low=max(0.0, value - half), high=min(most, value + half), n=n)
 
@@ -358,7 +345,7 @@ def _around(log: float, half: float, n: int) -> Interval:
     return Interval(value=math.exp(log), low=math.exp(log - half), high=math.exp(log + half), n=n)
 
 
-def _standard_error(values: "np.ndarray") -> float:
+def _standard_error(values: np.ndarray) -> float:
     """Return the jackknife's standard error, which is infinite for one conversation. values: as in _interval."""
     left = values[1:]
     if len(left) < 2:
@@ -368,8 +355,6 @@ def _standard_error(values: "np.ndarray") -> float:
 
 def _timed_in_all(drafters: Sequence[Timings]) -> list[Timings]:
     """Return the timings of the conversations that plain decoding timed in the runs of all drafters."""
-    import numpy as np
-
     arrays = [(np.asarray(each.drafted), np.asarray(each.plain)) for each in drafters]
     timed = np.all([plain[:, 1] > 0 for _, plain in arrays], axis=0)
     return [
@@ -378,11 +363,11 @@ def _timed_in_all(drafters: Sequence[Timings]) -> list[Timings]:
     ]
 
 
-def _among(swaps: "np.ndarray | None", timed: "np.ndarray") -> "np.ndarray | None":
+def _among(swaps: np.ndarray | None, timed: np.ndarray) -> np.ndarray | None:
     return None if swaps is None else swaps[:, timed][:, :, timed]
 
 
-def _log_speedups(timings: Timings, chosen_by: "ArrayLike | None" = None) -> "np.ndarray":
+def _log_speedups(timings: Timings, chosen_by: ArrayLike | None = None) -> np.ndarray:
     """Return the logarithm of the speed-up of the fastest column, then without each conversation, [1 + G].
 
     Each third of the conversations is timed at the column that is fastest on the other two thirds. Tokens and seconds
@@ -392,8 +377,6 @@ def _log_speedups(timings: Timings, chosen_by: "ArrayLike | None" = None) -> "np
 
     chosen_by: See speedup.
     """
-    import numpy as np
-
     plain = np.asarray(timings.plain, dtype=float)  # [G, 2]
     timed = plain[:, 1] > 0
     plain = plain[timed]
@@ -413,7 +396,7 @@ def _log_speedups(timings: Timings, chosen_by: "ArrayLike | None" = None) -> "np
     return logs if n > 1 else np.repeat(logs, 1 + n)
 
 
-def k_of_others(predicted: "np.ndarray", rows: "np.ndarray") -> "np.ndarray":
+def k_of_others(predicted: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return for each of these conversations the column with the fewest seconds on all other conversations, [G].
 
     predicted: Predicted seconds of all conversations, [C, K]. rows: Conversations of which K is wanted, [G].
@@ -421,14 +404,12 @@ def k_of_others(predicted: "np.ndarray", rows: "np.ndarray") -> "np.ndarray":
     return (predicted.sum(0) - predicted[rows]).argmin(-1)
 
 
-def swaps_of(predicted: "np.ndarray", rows: "np.ndarray") -> "np.ndarray":
+def swaps_of(predicted: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return by which factor the seconds of each conversation change if another one is left out, [G left out, G].
 
     The column of a conversation is the one with the fewest predicted seconds on the other conversations, see
     k_of_others. Without a conversation, it is chosen again on those that are left.
     """
-    import numpy as np
-
     seconds = predicted[rows]
     usual = k_of_others(predicted, rows)
     chosen = (predicted.sum(0) - seconds[None] - seconds[:, None]).argmin(-1)
@@ -437,15 +418,13 @@ def swaps_of(predicted: "np.ndarray", rows: "np.ndarray") -> "np.ndarray":
     return seconds[own, chosen] / seconds[own, usual]
 
 
-def _swapped(drafted: "np.ndarray", swaps: "np.ndarray") -> "np.ndarray":
+def _swapped(drafted: np.ndarray, swaps: np.ndarray) -> np.ndarray:
     """Return tokens and seconds of all conversations, then without each of them, [1 + G, C, G, 2]. See Timings."""
-    import numpy as np
-
     seconds = np.concatenate([np.ones((1, *swaps.shape[::2])), swaps.swapaxes(0, 1)])
     return drafted * np.stack([np.ones_like(seconds), seconds], -1)
 
 
-def _at_cross_validated_column(drafted: "np.ndarray", judged: "np.ndarray", kept: "np.ndarray") -> "np.ndarray":
+def _at_cross_validated_column(drafted: np.ndarray, judged: np.ndarray, kept: np.ndarray) -> np.ndarray:
     """Return tokens and seconds with drafts, [1 + G, 2]: sums over the parts of all partitions.
 
     Args:
@@ -454,11 +433,10 @@ def _at_cross_validated_column(drafted: "np.ndarray", judged: "np.ndarray", kept
         judged: Tokens and seconds by which the fastest column is chosen, [C, G, 2].
         kept: 1 for the conversations to use, [1 + G, G].
     """
-    import numpy as np
-
     if drafted.shape[-3] == 1:
         return (kept[:, None] @ drafted[..., 0, :, :])[:, 0]
-    n, rng = kept.shape[1], np.random.default_rng(0)
+    n = kept.shape[1]
+    rng = np.random.default_rng(0)
     parts = min(PARTS, n)
     part_of = np.stack([rng.permutation(n) % parts for _ in range(PARTITIONS)])
     part = (part_of[:, None] == np.arange(parts)[:, None]).reshape(-1, n)  # [parts * P, G]

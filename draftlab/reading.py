@@ -158,7 +158,8 @@ def parse_yaml(text: bytes | str, loader: type[yaml.SafeLoader] = yaml.SafeLoade
         yaml.YAMLError: It is not YAML.
     """
     value = yaml.load(text, loader)
-    waiting, count = [value], 0
+    waiting = [value]
+    count = 0
     while waiting:
         item = waiting.pop()
         parts = list(item.values()) if isinstance(item, dict) else item

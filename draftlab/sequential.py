@@ -10,12 +10,13 @@ Turnbull, Group Sequential Methods, 2000, section 4.4). python -m benchmarks.cov
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import root_scalar
+from scipy.special import ndtr
 
 from draftlab.intervals import ALPHA, Interval
-
-if TYPE_CHECKING:
-    import numpy as np
 
 LOOKS = (8, 12, 24)  # numbers of conversations after which a timing may end
 POINTS = 501  # points at which the density of the statistic is computed
@@ -55,13 +56,14 @@ def is_decided(gain: Interval, slower: Iterable[bool | None], precision: float) 
 
 def _levels_of(looks: Sequence[int], spent: Sequence[float]) -> list[float]:
     """Return two-sided levels for which a random walk leaves its bounds with probability `spent` by each look."""
-    from scipy.special import ndtr
-
-    walk, before, found = _Inside.at_start(), 0, list[float]()
+    walk = _Inside.at_start()
+    before = 0
+    found = list[float]()
     for i, look in enumerate(looks):
         earlier = spent[i - 1] if i else 0.0
         bound = walk.bound(look - before, spent[i] - earlier)
-        walk, before = walk.after(look - before, bound), look
+        walk = walk.after(look - before, bound)
+        before = look
         found.append(float(2 * ndtr(-bound / math.sqrt(look))))
     return found
 
@@ -75,20 +77,15 @@ class _Inside(NamedTuple):
     sums: Points, [P]. mass: Probability at each point, [P].
     """
 
-    sums: "np.ndarray"
-    mass: "np.ndarray"
+    sums: np.ndarray
+    mass: np.ndarray
 
     @classmethod
     def at_start(cls) -> "_Inside":
-        import numpy as np
-
         return cls(np.zeros(1), np.ones(1))
 
     def bound(self, steps: int, probability: float) -> float:
         """Return the bound that the walk leaves with this probability in so many steps."""
-        from scipy.optimize import root_scalar
-        from scipy.special import ndtr
-
         deviation = math.sqrt(steps)
 
         def outside(bound: float) -> float:
@@ -100,8 +97,6 @@ class _Inside(NamedTuple):
 
     def after(self, steps: int, bound: float) -> "_Inside":
         """Return the walk after so many steps, inside the bound."""
-        import numpy as np
-
         sums = np.linspace(-bound, bound, POINTS)
         moves = (sums[:, None] - self.sums) ** 2 / (2 * steps)
         mass = np.exp(-moves) @ self.mass / math.sqrt(2 * math.pi * steps) * (sums[1] - sums[0])

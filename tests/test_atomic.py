@@ -13,7 +13,7 @@ from helpers.errors import raises_option
 from safetensors import SafetensorError
 
 from draftlab import cli
-from draftlab.commands.report import ReportConfig
+from draftlab.commands.settings.report import ReportConfig
 from draftlab.errors import Interrupted, UserError
 from draftlab.output import Output
 from draftlab.runs import atomic

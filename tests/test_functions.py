@@ -20,7 +20,8 @@ def test_the_script_of_the_page_runs_as_it_stands(tmp_path, monkeypatch):
     exec(script, names)
     score = names["score"]
     assert score.path == Path("runs/score")
-    assert score.interval.low <= score.speedup <= score.interval.high
+    result = score.result
+    assert result.interval.low <= result.speedup <= result.interval.high
     assert score.data["scores"]
     assert "speed-up" in str(score)
 

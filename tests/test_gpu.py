@@ -73,9 +73,9 @@ def test_a_quick_score_times_its_winner_and_predicts_the_others(tmp_path, mode):
         mode=mode,
         out=tmp_path / "score",
     )
-    assert scored.best.timed
-    assert scored.best.identical
-    for each in scored.scores:
+    assert scored.result.best.timed
+    assert scored.result.best.identical
+    for each in scored.result.scores:
         assert each.ks == [1, 2, 3, 4, 5, 6]
         assert each.prediction.error < 1
 

@@ -8,6 +8,8 @@ from helpers.errors import raises_option
 
 from draftlab import shipped
 from draftlab.commands import COMMANDS
+from draftlab.commands.prune import prepare
+from draftlab.commands.settings.prune import PruneConfig
 from draftlab.errors import UserError
 from draftlab.inputs import inputs_of, task_files
 from draftlab.recipe import read_recipe
@@ -63,8 +65,7 @@ def test_an_unknown_recipe_is_told_the_shipped_ones(name, tmp_path, monkeypatch)
 
 def prune(shape: object) -> dict[str, object]:
     settings = {"source": "tiny", "data": "stdlib", "shape": str(shape)}
-    config = COMMANDS["prune"].config.build(settings)
-    return COMMANDS["prune"].prepare(config, False).facts()
+    return dict(prepare(PruneConfig.build(settings), False).facts())
 
 
 def test_prune_takes_a_shape_by_name_or_by_path(tmp_path, monkeypatch):

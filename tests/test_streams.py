@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from draftlab.cli import run_alone
-from draftlab.commands.base import Outcome, command
+from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import Config
 from draftlab.console import note, progress
 from draftlab.results.tables import TerminalTable
@@ -25,18 +25,23 @@ count = int(sys.argv.pop())
 class MakeConfig(Config):
     pass
 
-@command(MakeConfig, name="make")
-def make(config):
-    note("writing größe")
-    with progress("make", 20) as advance:
-        for i in range(20):
-            advance(i + 1, "")
-    Path("made").write_text("whole", encoding="utf-8")
+class Make:
+    def run(self):
+        note("writing größe")
+        with progress("make", 20) as advance:
+            for i in range(20):
+                advance(i + 1, "")
+        Path("made").write_text("whole", encoding="utf-8")
+
+def prepare(config, weights):
+    return Make()
+
+def show(result, config):
     rows = [["größe", "1.00 ±0.25"], ["no draft", "–"]] * count
     table = TerminalTable(heads=("draft", "accept"), rows=rows, title="Ranking")
     return Outcome(path=Path("made"), show=[table, "größe"], data={"größe": rows}, next="größe")
 
-run_alone(make)
+run_alone(Command(name="make", config=MakeConfig, module=__name__, help="Make."))
 """
 
 

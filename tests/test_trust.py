@@ -12,8 +12,8 @@ from helpers.builders import build
 from helpers.errors import raises_option
 
 from draftlab.commands import COMMANDS
-from draftlab.commands.distill import DistillConfig
-from draftlab.commands.score import ScoreConfig
+from draftlab.commands.settings.distill import DistillConfig
+from draftlab.commands.settings.score import ScoreConfig
 from draftlab.config.base import extra
 from draftlab.data.text import chat_text
 from draftlab.errors import UserError

@@ -11,7 +11,7 @@ from helpers.errors import raises_option
 from helpers.small_files import edit, write_functions
 from transformers import AutoTokenizer
 
-from draftlab.commands import outputs, score
+from draftlab.commands import OUTPUTS_BUILD, SCORE
 from draftlab.data import open_batches, tokenize
 from draftlab.data.sources import Document
 from draftlab.data.text import chat_ids, text_ids
@@ -95,11 +95,11 @@ def test_commands_refuse_before_a_pass(model, tmp_path, monkeypatch):
     for chat in ("off", "on"):
         for mode in ("native", "eager"):
             with raises_option("--prompt-file", "prompts.jsonl:2", "<far>"):
-                score(**target, draft=[str(model)], prompt_file=prompts, chat=chat, mode=mode)
+                SCORE(**target, draft=[str(model)], prompt_file=prompts, chat=chat, mode=mode)
         with raises_option("prompts.jsonl:2", "<far>"):
-            outputs.build(**target, prompt_file=prompts, chat=chat, use="replay", out=tmp_path / "a")
+            OUTPUTS_BUILD(**target, prompt_file=prompts, chat=chat, use="replay", out=tmp_path / "a")
     with raises_option("data.jsonl:", "<far>"):
-        outputs.build(**target, data=str(data), num_sequences=20, seq_len=16, out=tmp_path / "b")
+        OUTPUTS_BUILD(**target, data=str(data), num_sequences=20, seq_len=16, out=tmp_path / "b")
     with raises_option("data.jsonl:", "<far>"):
         open_batches(str(data), load_tokenizer(model), rows=1, seq_len=16, steps=1, seed=0)
 
@@ -108,7 +108,7 @@ def test_commands_refuse_before_a_pass(model, tmp_path, monkeypatch):
 def store(family_dirs, tmp_path_factory) -> Path:
     """Outputs of a target with all ids of its tokenizer."""
     space = tmp_path_factory.mktemp("store")
-    outputs.build(
+    OUTPUTS_BUILD(
         target=str(family_dirs["llama"]),
         data=write_functions(space / "text.txt", 200, 8),
         num_sequences=20,

@@ -161,9 +161,11 @@ def _walk(lengths: np.ndarray, by_age: np.ndarray, drafted: np.ndarray, k: int) 
     ages = np.arange(k + 1)[:, None]
     now = np.zeros((k + 1, rows))  # expected steps of each age at token i
     now[0] = 1
-    starts, examined = np.zeros((n, rows)), np.zeros((k, rows))
+    starts = np.zeros((n, rows))
+    examined = np.zeros((k, rows))
     reached = np.zeros((k + 1, rows))
-    steps, truncated = np.zeros(rows), np.zeros(rows)
+    steps = np.zeros(rows)
+    truncated = np.zeros(rows)
     for i in range(n + 1):
         inside = i < lengths
         reached[1:] += now[1:]

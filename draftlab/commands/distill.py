@@ -1,353 +1,29 @@
 """The command distill, which trains a draft model or a head by distillation from a target."""
 
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import AfterValidator, model_validator
-
-from draftlab.commands.base import Job, Outcome, command, fill
-from draftlab.config import shared
-from draftlab.config.base import (
-    CHECKPOINTS,
-    SERVER,
-    TRAINING,
-    Only,
-    OutputConfig,
-    advanced_option,
-    option,
-)
+from draftlab.commands.base import Outcome
+from draftlab.commands.settings.distill import DistillConfig
 from draftlab.config.outputs import check_store
-from draftlab.config.shared import (
-    CheckpointSettings,
-    Optimizer,
-    ServerSettings,
-    TrainingDtype,
-    Vocab,
-)
-from draftlab.console import note, note_if_slow
+from draftlab.data import is_chat_file, loss_on_of, parse_mixture
+from draftlab.data.text import check_prompts
 from draftlab.drafters.base import DRAFTERS
-from draftlab.errors import UserError, about, did_you_mean
+from draftlab.errors import UserError, about
 from draftlab.model import hub
-from draftlab.model.hub import ROW_FILES, has_suffix
-from draftlab.output import Output
-from draftlab.registry import CROSS_ENTROPY, LOSSES
+from draftlab.model.checkpoint import Checkpoint
+from draftlab.servers.client import Server
 from draftlab.shell import typed
-from draftlab.training.students.base import STUDENTS, Student
+from draftlab.training import checkpointer
+from draftlab.training.answers import PromptFile
+from draftlab.training.loop import Hardware, Loop
+from draftlab.training.losses import parse_loss
+from draftlab.training.reweighing import Reweighing, parse_reference
+from draftlab.training.run import Distillation, TrainingResult, check_trackers
+from draftlab.training.texts import TrainingText
 from draftlab.trust import check_address
 
-if TYPE_CHECKING:
-    from draftlab.training.answers import PromptFile
-    from draftlab.training.evaluate import LengthComparison
-    from draftlab.training.run import TrainingResult
 
-GENERATED = "Generated text"  # panel of --help
-# the best learning rates of a sweep (studies/losses)
-PROVEN_LR = {"muon": 4.0e-3, "adamw": 1.0e-3}
-TEXTS = ("data", "target", "draft")  # names in the value of --text
-
-
-def _texts(spec: str) -> str:
-    if unknown := sorted(shared.names(spec) - set(TEXTS)):
-        raise ValueError(f"{unknown[0]!r} is unknown{did_you_mean(unknown[0], TEXTS)}")
-    return spec
-
-
-def _proven_lr(settings: dict[str, Any]) -> float:
-    share = settings["student"].lr_share if "student" in settings else 1.0
-    return PROVEN_LR[settings.get("optimizer", "muon")] * share
-
-
-class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
-    """The settings of the command `distill`: the student, the target, the text, the loss and the length of training."""
-
-    student: Student = option(
-        "draft",
-        f"Kind of draft to train: {STUDENTS.listed()}; NAME:KEY=VALUE,... sets its options (docs/distilling.md).",
-        typed=str,
-    )
-    draft: str | None = option(
-        None,
-        "Checkpoint to train. Default: the newest pruned draft; for heads (--student eagle), a new head.",
-    )
-    target: str = shared.target()
-    data: str = shared.data()
-    text: Annotated[str, AfterValidator(_texts)] = option(
-        "data",
-        "Text to train on: data, target (text that the target writes), draft (text that the draft writes), or a "
-        "mixture: target=0.7,draft=0.3.",
-    )
-    outputs: Path | None = option(None, "Stored target outputs to distil from, in place of the target and the text.")
-    prompt_file: Path | None = option(
-        None,
-        "With --text target: JSON-lines file of prompts that the target answers, in place of --data.",
-    )
-    max_new_tokens: int = option(128, "Largest number of tokens of an answer.", ge=2)
-    chat: shared.ChatMode = shared.chat(panel=GENERATED, advanced=True)
-    system_prompt: str | None = shared.system_prompt(panel=GENERATED)
-    loss_on: shared.LossOn | None = advanced_option(
-        None,
-        "Tokens of conversations (rows of messages) to train on: the tokens of the assistant, or all tokens. Default: "
-        "assistant.",
-    )
-    prompt_tokens: int = advanced_option(
-        32,
-        "Number of tokens of data at the start of each sequence, which the target or the draft continues.",
-        ge=1,
-        panel=GENERATED,
-    )
-    sample_temperature: float = advanced_option(
-        1.0, "Temperature at which target and draft generate training text.", ge=0, panel=GENERATED
-    )
-    loss: shared.LossName = option(
-        "fkl",
-        f"Loss: {LOSSES.listed(CROSS_ENTROPY)}. With a parameter: jsd(0.5). A sum: 0.9*fkl + 0.1*ce. "
-        "A schedule: fkl@0.2 -> lk(3) uses fkl for the first 20 % of the steps, then lk(3).",
-    )
-    temperature: float = advanced_option(1.0, "Temperature of both distributions in the loss.", ge=0.01)
-    vocab: Vocab = shared.draft_vocab("the training text")
-    top_logprobs: int = advanced_option(
-        20,
-        "Number of most probable tokens that the server returns at each position.",
-        ge=1,
-        panel=SERVER,
-    )
-    steps: int = option(500, "Number of optimizer steps.", ge=1, panel=TRAINING)
-    batch_size: int = option(16, "Number of sequences per step, over all processes.", ge=1, le=1 << 16, panel=TRAINING)
-    seq_len: int = option(256, "Length of each sequence in tokens.", ge=8, panel=TRAINING)
-    optimizer: Optimizer = advanced_option(
-        "muon",
-        "adamw: AdamW for all weights; muon: Muon for the matrices of the layers, and AdamW for all other weights.",
-        panel=TRAINING,
-    )
-    lr: float = option(
-        factory=_proven_lr,
-        help="Peak learning rate.",
-        gt=0,
-        panel=TRAINING,
-        shown_default="0.004; 0.001 with adamw; half of that for heads",
-    )
-    weight_decay: float = advanced_option(
-        0.0, "Decoupled weight decay, as in AdamW, of the matrices.", ge=0, panel=TRAINING
-    )
-    warmup_ratio: float = advanced_option(
-        0.03,
-        "Fraction of the steps in which the learning rate rises to --lr.",
-        ge=0,
-        le=1,
-        panel=TRAINING,
-    )
-    training_dtype: TrainingDtype = advanced_option(
-        "auto",
-        "bfloat16: autocast with fp32 weights; auto: bfloat16 on devices that are fast in it, else float32.",
-        panel=TRAINING,
-    )
-    micro_batch_tokens: int = advanced_option(
-        4096,
-        "Largest number of tokens in a forward pass, which limits memory; 0: the whole batch in one pass.",
-        ge=0,
-        panel=TRAINING,
-    )
-    gradient_checkpointing: bool = advanced_option(
-        False,
-        "Recompute activations in the backward pass, which saves memory but makes steps slower.",
-        panel=TRAINING,
-    )
-    torch_compile: bool = advanced_option(
-        False, "Compile the model: the start is slower, but the steps are faster.", panel=TRAINING
-    )
-    reweigh_steps: int = shared.reweigh_steps()
-    reference_losses: str | None = shared.reference_losses("target")
-    eval_steps: int = advanced_option(
-        100, "Number of steps between evaluations on held-out text.", ge=1, panel=CHECKPOINTS
-    )
-    save_steps: int = advanced_option(
-        100,
-        "Number of steps between checkpoints, from which a killed run resumes.",
-        ge=1,
-        panel=CHECKPOINTS,
-    )
-    report_to: list[str] = advanced_option(
-        factory=list,
-        help="Tracker to log to: tensorboard, trackio or wandb; repeat the option for several trackers.",
-        panel=CHECKPOINTS,
-        acts="always",
-    )
-    device: str = shared.device()
-    device_map: shared.DeviceMap = shared.device_map()
-    memory: float = advanced_option(2.0, "Limit on the memory for the target's logits and KV caches, in GB.", ge=0.01)
-    seed: int = shared.seed()
-
-    only = (
-        Only(
-            ("target", "server", "seq_len", "reweigh_steps"),
-            lambda c: c.outputs is None or c.on_target,
-            "leave it out, because --outputs has the text and the target's probabilities",
-        ),
-        Only(
-            ("data", "text", "loss_on"),
-            lambda c: c.outputs is None,
-            "leave it out, because --outputs has the text",
-        ),
-        Only(
-            ("prompt_file",),
-            lambda c: c.text == "target" and c.outputs is None,
-            "works only with --text target, and without --outputs",
-        ),
-        Only(
-            ("reweigh_steps",),
-            lambda c: shared.names(c.text) == {"data"},
-            "works only with --text data, because generated text has no sources",
-        ),
-        Only(
-            ("data", "prompt_tokens", "loss_on"),
-            lambda c: c.prompt_file is None,
-            "leave it out, because the text is the target's answers to --prompt-file",
-        ),
-        Only(
-            ("seq_len",),
-            lambda c: c.prompt_file is None or c.on_target,
-            "leave it out, because the text is the target's answers to --prompt-file",
-        ),
-        Only(
-            ("max_new_tokens",),
-            lambda c: c.prompt_file is not None or c.may_answer_data,
-            "needs --text target with --prompt-file FILE, or with a file of conversations in --data",
-        ),
-        *shared.CHAT_RULES,
-        Only(
-            ("server",),
-            lambda c: "target" not in shared.names(c.text),
-            "here the target only scores text; first store its answers with draftlab outputs build --text target "
-            "--server URL, then distil with --outputs DIRECTORY",
-        ),
-        Only(
-            ("server",),
-            lambda c: c.compares_with_target,
-            "leave it out, because --loss ce does not use a target",
-        ),
-        shared.KEY_RULE,
-        Only(
-            ("temperature",),
-            lambda c: c.server is None,
-            "leave it out, because a server lists the target's probabilities at temperature 1",
-        ),
-        Only(("top_logprobs",), lambda c: c.server, "needs --server URL"),
-        Only(
-            ("target",),
-            lambda c: c.server is None,
-            "leave it out, because --server runs the target",
-        ),
-        Only(
-            ("reweigh_steps",),
-            lambda c: c.server is None or c.reference_losses,
-            "needs --reference-losses SOURCE=NATS, because --server runs the target",
-        ),
-        Only(("reference_losses",), lambda c: c.reweigh_steps, "needs --reweigh-steps N"),
-        Only(
-            ("target", "device_map"),
-            lambda c: c.needs_target,
-            "leave it out, because this run loads no target",
-        ),
-        Only(
-            ("memory",),
-            lambda c: c.needs_target or c.generates,
-            "leave it out, because this run loads no target and generates no text",
-        ),
-        Only(
-            ("temperature",),
-            lambda c: c.outputs or c.compares_with_target,
-            "leave it out, because --loss ce does not use a temperature",
-        ),
-        Only(
-            ("prompt_tokens", "sample_temperature"),
-            lambda c: c.generates,
-            "works only with --text target or --text draft",
-        ),
-    )
-
-    @model_validator(mode="after")
-    def _student_uses_all(self) -> Self:
-        if idle := [name for name in sorted(self.student.unused) if self.is_set(name)]:
-            raise ValueError(
-                f"{', '.join(map(self.flag, idle))}: --student {self.student.kind} does not use this option; "
-                "leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _leaves_room_to_generate(self) -> Self:
-        windows = self.generates and self.prompt_file is None
-        if windows and self.seq_len <= self.prompt_tokens:
-            raise ValueError(
-                f"--prompt-tokens {self.prompt_tokens} leaves no room for generated text in sequences of --seq-len "
-                f"{self.seq_len} tokens; lower --prompt-tokens"
-            )
-        return self
-
-    @property
-    def text_source(self) -> str | None:
-        return self.data if self.outputs is None and self.prompt_file is None else None
-
-    @property
-    def on_target(self) -> bool:
-        """Return whether the student is a head, which reads the target's hidden states and so needs the target."""
-        return not self.student.starts_from_draft
-
-    @property
-    def compares_with_target(self) -> bool:
-        """Return whether the loss compares the student with the target. Only the loss `ce` alone does not."""
-        return shared.names(self.loss) != {"ce"}
-
-    @property
-    def may_answer_data(self) -> bool:
-        """Return whether the target answers the conversations in --data, if --data has conversations."""
-        return self.text == "target" and self.outputs is None and has_suffix(self.data, ROW_FILES)
-
-    @property
-    def generates(self) -> bool:
-        """Return whether the target or the draft writes training text."""
-        return self.outputs is None and bool(shared.names(self.text) & {"target", "draft"})
-
-    @property
-    def needs_target(self) -> bool:
-        """Return whether this run loads the checkpoint of the target."""
-        asked = (
-            self.compares_with_target
-            or "target" in shared.names(self.text)
-            or (self.reweigh_steps > 0 and self.reference_losses is None)
-        )
-        return self.on_target or (self.outputs is None and self.server is None and asked)
-
-    def resolved(self) -> Self:
-        if self.draft is not None or self.on_target:
-            return self
-        draft = shared.newest_output("prune")
-        note(f"draft: {draft}")
-        return self.model_copy(update={"draft": str(draft)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Trained(Outcome):
-    """The outcome of distill.
-
-    Attributes:
-        acceptance_before: Acceptance rate of the student's tokens on held-out text, before training. None without a
-            target.
-        acceptance: Acceptance rate with the written weights.
-        tokens: Number of training tokens.
-        lengths: Tokens per target pass for every K, before and after training. Empty if they were not measured.
-    """
-
-    acceptance_before: float | None
-    acceptance: float | None
-    tokens: int
-    seconds: float
-    lengths: "list[LengthComparison]"
-
-
-def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
+def prepare(config: DistillConfig, weights: bool) -> Distillation:
     """Find the models and texts of the settings, check that they fit together, and return the job.
 
     weights: Whether weight files must be present.
@@ -356,27 +32,19 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
         UserError: A checkpoint, the text, the server or the stored outputs are missing or do not fit together, or a
             model cannot be trained with these settings.
     """
-    with note_if_slow("distill: loading torch and transformers"):
-        from draftlab.data import loss_on_of, parse_mixture
-        from draftlab.servers.client import Server
-        from draftlab.training import checkpointer, run
-        from draftlab.training.loop import Hardware, Loop
-        from draftlab.training.losses import parse_loss
-        from draftlab.training.reweighing import Reweighing, parse_reference
-        from draftlab.training.texts import TrainingText
-
     with about("--loss"):
         parse_loss(config.loss)
-    run.check_trackers(config.report_to)
+    check_trackers(config.report_to)
     checkpointer.check(optimizer=config.optimizer)
-    draft = target = None
+    draft = None
+    target = None
     if config.draft is not None:
         with about("--draft"):
             locate = hub.locate_model if config.student.starts_from_draft else hub.locate
-            draft = locate(config.draft, weights)
+            draft = Checkpoint(locate(config.draft, weights))
     if config.needs_target:
         with about("--target"):
-            target = hub.locate_model(config.target, weights)
+            target = Checkpoint(hub.locate_model(config.target, weights))
     if config.outputs is not None:
         with about("--outputs"):
             check_store(config.outputs)
@@ -388,9 +56,11 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
     reweighing = None
     if config.reweigh_steps:
         with about("--reference-losses"):
-            asked = config.reference_losses
-            reference = parse_reference(asked, weights) if asked else target
-            assert reference is not None  # this run loads the target
+            if config.reference_losses:
+                reference = parse_reference(config.reference_losses, weights)
+            else:
+                assert target is not None  # this run loads the target
+                reference = target.directory
         reweighing = Reweighing(every=config.reweigh_steps, reference=reference)
     server = None
     if config.api_key_file is not None and not config.api_key_file.exists():
@@ -400,42 +70,65 @@ def prepare(config: DistillConfig, weights: bool) -> "Job[TrainingResult]":
             check_address(config.server)
             name = config.served_model_name
             server = Server.connect(config.server, config.api_key_file, model=name) if weights else None
-    text = fill(
-        TrainingText,
-        config,
-        shares=shares,
-        reweighing=reweighing,
-        loss_on=loss_on_of(config.data, config.loss_on) if reads_data else None,
-        temperature=config.sample_temperature,
-    )
-    job = fill(
-        run.Distillation,
-        config,
-        draft=draft,
-        target=target,
-        text=text,
-        loop=fill(Loop, config, dtype=config.training_dtype),
+    job = Distillation(
+        name=config.student.name(Path(config.draft or ""), Path(config.target.partition("@")[0])),
+        student=config.student,
+        draft=None if draft is None else draft.directory,
+        target=None if target is None else target.directory,
+        text=TrainingText(
+            data=config.data,
+            shares=shares,
+            seq_len=config.seq_len,
+            loss_on=loss_on_of(config.data, config.loss_on) if reads_data else None,
+            prompt_tokens=config.prompt_tokens,
+            temperature=config.sample_temperature,
+            reweighing=reweighing,
+        ),
+        loop=_loop(config),
+        loss=config.loss,
+        temperature=config.temperature,
+        vocab=config.vocab,
+        outputs=config.outputs,
         answers=answers,
         server=server,
-        hardware=fill(Hardware, config),
+        top_logprobs=config.top_logprobs,
+        hardware=_hardware(config),
+        gradient_checkpointing=config.gradient_checkpointing,
+        report_to=config.report_to,
     )
     config.student.check(job)
-    name = config.student.name(Path(config.draft or ""), Path(config.target.partition("@")[0]))
-    return Job(partial(run.distill, job), name, partial(config.student.facts, job))
+    return job
 
 
-@command(
-    DistillConfig,
-    prepare=prepare,
-    dry_run=True,
-    example="distill --draft runs/prune-3x128 --text target --steps 2000",
-)
-def distill(result: "TrainingResult", output: Output) -> Trained:
-    """Train a draft model, or a head that reads the target's hidden states, to predict as the target does."""
+def _loop(config: DistillConfig) -> Loop:
+    return Loop(
+        steps=config.steps,
+        lr=config.lr,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        optimizer=config.optimizer,
+        weight_decay=config.weight_decay,
+        warmup_ratio=config.warmup_ratio,
+        dtype=config.training_dtype,
+        micro_batch_tokens=config.micro_batch_tokens,
+        torch_compile=config.torch_compile,
+        eval_steps=config.eval_steps,
+        save_steps=config.save_steps,
+    )
+
+
+def _hardware(config: DistillConfig) -> Hardware:
+    return Hardware(device=config.device, device_map=config.device_map, memory=config.memory)
+
+
+def show(result: TrainingResult, config: DistillConfig, out: Path) -> Outcome:
     cost = f"{result.tokens:,} tokens in {result.seconds:.0f} s; held-out loss {result.bits_per_byte:.3f} bits per byte"
-    lines = [str(output.out), cost]
-    before, after = result.before.acceptance, result.after.acceptance
-    slack, offsets, lengths = result.after.slack, result.after.offsets, result.lengths
+    lines = [str(out), cost]
+    before = result.before.acceptance
+    after = result.after.acceptance
+    slack = result.after.slack
+    offsets = result.after.offsets
+    lengths = result.lengths
     if before is not None and after is not None:
         more = f" (up to {slack:.3f} higher in truth, because only the most probable tokens were stored)"
         served = result.after.temperature
@@ -450,37 +143,30 @@ def distill(result: "TrainingResult", output: Output) -> Trained:
         lines.append("tokens per target pass before -> after (95% interval): " + "; ".join(text))
         if not any(n.gain.above(1) for n in lengths):
             lines.append("no significant gain at any K; try more --steps, another --lr or other text")
-    config = output.config
-    assert isinstance(config, DistillConfig)
     if result.skipped_steps:
         lines.append(
             f"{result.skipped_steps:,} of {config.steps:,} steps were skipped, because their loss or gradient norm was "
             "not finite"
         )
     kind = config.student.kind
-    drafter: list[object] = ["--drafter", f"{kind}:heads={output.out}"]
+    drafter: list[object] = ["--drafter", f"{kind}:heads={out}"]
     if config.student.starts_from_draft:
-        drafter = ["--draft", output.out]
+        drafter = ["--draft", out]
     # a comma separates the options of drafters, and a plug-in may have a student without a drafter
-    elif "," in str(output.out) or kind not in DRAFTERS.names():
+    elif "," in str(out) or kind not in DRAFTERS.names():
         drafter = []
-    return Trained(
-        path=output.out,
+    return Outcome(
+        path=out,
         show=lines,
-        data={"path": str(output.out), **result.as_dict()},
-        acceptance_before=before,
-        acceptance=after,
-        tokens=result.tokens,
-        seconds=result.seconds,
-        lengths=lengths,
+        data={"path": str(out), **result.as_dict()},
         next=typed("draftlab", "score", *drafter, *config.repeated("target", "data")),
     )
 
 
 def _check_models(
     config: DistillConfig,
-    draft: Path | None,
-    target: Path | None,
+    draft: Checkpoint | None,
+    target: Checkpoint | None,
     *,
     reads_data: bool,
     weights: bool,
@@ -490,43 +176,37 @@ def _check_models(
     Raises:
         UserError: One of these checks fails.
     """
-    from draftlab.model import checkpoint
-    from draftlab.model.hf_files import check_length, check_trimmable
-    from draftlab.model.tokenizer import common_vocabulary
-
     starts = config.student.starts_from_draft
     for model in filter(None, (draft, target)) if reads_data or not starts else ():
         with about("--seq-len"):
-            check_length(model, config.seq_len)
+            model.check_length(config.seq_len)
     if starts and draft is not None:
         if target is not None:
             with about("--draft"):
-                common_vocabulary(draft, target)
+                draft.common_vocabulary(target)
         if config.vocab is not None:
             with about("--vocab"):
-                check_trimmable(draft, config.vocab)
+                draft.check_trimmable(config.vocab)
     for model in filter(None, (draft if starts else None, target)) if weights else ():
-        checkpoint.check(model)
+        model.check()
 
 
-def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
+def _answers(config: DistillConfig, target: Checkpoint | None) -> PromptFile | None:
     """Return the prompts that the target answers before training, or None without such prompts.
 
     The prompts come from --prompt-file. Without this option and with --text target, they may come from the
     conversations in --data. Held-out conversations are left out, because the command `score` takes its prompts from
     them.
     """
-    from draftlab.data import is_chat_file
-    from draftlab.data.text import check_prompts
-    from draftlab.training.answers import PromptFile
-    from draftlab.training.loop import Hardware
-
-    file, of_data, longest = config.prompt_file, False, config.max_new_tokens
+    file = config.prompt_file
+    of_data = False
+    longest = config.max_new_tokens
     if file is not None:
         with about("--prompt-file"):
             check_prompts(file)
     elif config.may_answer_data and is_chat_file(config.data):
-        file, of_data = Path(config.data), True
+        file = Path(config.data)
+        of_data = True
     elif config.is_set("max_new_tokens"):
         raise UserError(
             f"--max-new-tokens: {config.data} has no conversations that the target could answer; leave the option out, "
@@ -534,16 +214,17 @@ def _answers(config: DistillConfig, target: Path | None) -> "PromptFile | None":
         )
     if file is None or target is None:
         return None
-    answers = fill(
-        PromptFile,
-        config,
+    answers = PromptFile(
         name=config.target,
-        target=target,
+        target=target.directory,
         file=file,
         of_data=of_data,
+        chat=config.chat,
+        system_prompt=config.system_prompt,
         max_new_tokens=longest,
         temperature=config.sample_temperature,
-        hardware=fill(Hardware, config),
+        seed=config.seed,
+        hardware=_hardware(config),
     )
     answers.check(config.temperature)
     return answers

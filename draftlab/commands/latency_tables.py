@@ -91,7 +91,8 @@ def k_table(prediction: Prediction) -> TerminalTable:
             ", ".join(shares),
         ]
         rows.append(cells)
-    best, plain = prediction.best, format_number(prediction.plain_tokens_per_second, 4)
+    best = prediction.best
+    plain = format_number(prediction.plain_tokens_per_second, 4)
     rows.insert(0, [NO_DRAFT, "1.00", "–", plain, "1.00", "–", "–", "–"])
     fastest = prediction.rows.index(best) + 1 if best.speedup.value > 1 else 0
     title = f"Predicted: {prediction.draft}\nwith {prediction.target}, batch size {prediction.batch}"

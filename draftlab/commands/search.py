@@ -1,147 +1,46 @@
 """The command search, which looks for the fastest draft of a target."""
 
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from draftlab.commands.base import Job, Outcome, command, fill
-from draftlab.config import shared
-from draftlab.config.base import (
-    DraftedTokens,
-    Numbers,
-    Only,
-    OutputConfig,
-    advanced_option,
-    numbers,
-    option,
-)
+from draftlab.commands.base import Outcome
+from draftlab.commands.settings.search import SearchConfig
+from draftlab.commands.steps import CommandStep, step_of
+from draftlab.data.prompts import file_prompts
 from draftlab.errors import UserError, about
-from draftlab.model import hub
-from draftlab.output import Output
+from draftlab.latency.profile import check_shape
+from draftlab.model import devices, hub
+from draftlab.model.checkpoint import Checkpoint
+from draftlab.model.modes import resolve
+from draftlab.model.shape import format_count
+from draftlab.pruning.source import prunable_shape
 from draftlab.quantities import format_duration, format_number
+from draftlab.results.ranking import NO_DRAFT
+from draftlab.results.score import RATES
+from draftlab.results.tables import TerminalTable
+from draftlab.searching.run import PROMPT_TOKENS, Searching, Wanted, shapes_to_try
+from draftlab.searching.schedule import NoCheapShape, Search, smaller_shapes
 from draftlab.shell import typed
-
-if TYPE_CHECKING:
-    from draftlab.intervals import Interval
-    from draftlab.results.tables import TerminalTable
-    from draftlab.searching.schedule import Search
-
-# panels of --help
-CANDIDATES = "Candidates"
-TEXT = "Text of users"
+from draftlab.target_outputs.store import finished_manifest
 
 
-class SearchConfig(OutputConfig, shared.CheckpointSettings):
-    """The settings of the command `search`: the candidates, the time to spend, and the text to train and measure on."""
-
-    minutes: float = option(15.0, "Time to spend, approximately.", gt=0)
-    layers: Numbers | None = option(
-        None,
-        "Numbers of layers to try, as 1,2,4. Default: from 1 to half of the source's layers.",
-        typed=str,
-        panel=CANDIDATES,
-    )
-    widths: Numbers | None = option(
-        None,
-        "Hidden sizes to try. Default: half, three quarters and all of the source's hidden size.",
-        typed=str,
-        panel=CANDIDATES,
-    )
-    vocab: shared.Vocab = shared.draft_vocab("--outputs or --data", panel=CANDIDATES)
-    k: DraftedTokens = numbers("1-6", "Numbers of drafted tokens per step to try, as 1-6 or 2,4,8.")
-    parallel: bool = option(
-        False,
-        "Search for parallel drafts, which draft several tokens in one pass: as many as the largest --k.",
-    )
-    target: str = shared.target()
-    source: str = shared.source()
-    data: str = shared.data()
-    outputs: Path | None = option(
-        None,
-        "Stored target outputs on which drafts are calibrated, trimmed and distilled, instead of --data.",
-        panel=TEXT,
-    )
-    prompt_file: Path | None = option(
-        None,
-        "JSON-lines file of prompts on which drafts are replayed and measured, instead of --data.",
-        panel=TEXT,
-    )
-    first_steps: int = advanced_option(
-        30,
-        "Number of distillation steps of every candidate in the first round. Later rounds have fewer candidates and "
-        "more steps.",
-        ge=1,
-    )
-    dtype: shared.WeightsDtype = shared.dtype(advanced=True)
-    device: str = shared.device()
-    threads: int | None = shared.threads()
-
-    only = (
-        Only(
-            ("data",),
-            lambda c: not (c.outputs and c.prompt_file),
-            "leave it out, because --outputs and --prompt-file replace it",
-        ),
-        Only(
-            ("parallel",),
-            lambda c: max(c.k) > 1,
-            "a parallel draft drafts several tokens in one pass; use a --k above 1",
-        ),
-    )
-
-    @property
-    def text_source(self) -> str | None:
-        return None if self.outputs is not None and self.prompt_file is not None else self.data
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Searched(Outcome):
-    """The outcome of search. draft: Checkpoint of the fastest candidate."""
-
-    search: "Search"
-    draft: Path
-
-    @property
-    def interval(self) -> "Interval":
-        """Return the measured speed-up of the fastest candidate, with its 95 % interval over prompts."""
-        return self.search.winner.gain
-
-    @property
-    def speedup(self) -> float:
-        return self.interval.value
-
-
-def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
+def prepare(config: SearchConfig, weights: bool) -> Searching:
     """Resolve and check the settings of the command `search`, and return the job.
 
     Raises:
         UserError: A checkpoint, the shapes or the text cannot be used.
     """
-    from draftlab.commands.steps import step_of
-    from draftlab.data.prompts import file_prompts
-    from draftlab.latency.profile import check_shape
-    from draftlab.model import checkpoint, devices
-    from draftlab.model.hf_files import check_trimmable
-    from draftlab.model.modes import resolve
-    from draftlab.model.size import read_size
-    from draftlab.model.tokenizer import common_vocabulary
-    from draftlab.pruning.source import prunable_shape
-    from draftlab.searching import run as library
-    from draftlab.searching.schedule import NoCheapShape, StepRunner, smaller_shapes
-    from draftlab.target_outputs.store import finished_manifest
-
     with about("--target"):
-        target = hub.locate_model(config.target, weights)
+        target = Checkpoint(hub.locate_model(config.target, weights))
     with about("--source"):
-        source = hub.locate_model(config.source, weights)
+        source = Checkpoint(hub.locate_model(config.source, weights))
         _, shape = prunable_shape(config.source)
         check_shape(config.source, shape)
-        common_vocabulary(source, target)
+        source.common_vocabulary(target)
     if config.vocab is not None:
-        check_trimmable(source, config.vocab)
+        source.check_trimmable(config.vocab)
         shape = shape.model_copy(update={"draft_vocab": config.vocab})
-    tried = library.shapes_to_try(shape, config.layers, config.widths)
+    tried = shapes_to_try(shape, config.layers, config.widths)
     smaller = smaller_shapes(shape, tried)
     if len(smaller) < 2:
         raise NoCheapShape(
@@ -149,7 +48,7 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
             f"give {len(smaller)}; add smaller numbers"
         )
     text: dict[str, Any] = {"data": config.data}
-    prompts = text | {"prompt_tokens": library.PROMPT_TOKENS}
+    prompts = text | {"prompt_tokens": PROMPT_TOKENS}
     if config.outputs is not None:
         with about("--outputs"):
             if finished_manifest(config.outputs).top_logprobs == 0:
@@ -161,19 +60,20 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
     requests = None
     if config.prompt_file is not None:
         with about("--prompt-file"):
-            tokenizer = checkpoint.load_tokenizer(target)
-            requests = len(file_prompts(config.prompt_file, tokenizer, chat="auto").rows)
+            requests = len(file_prompts(config.prompt_file, target.tokenizer, chat="auto").rows)
         prompts = {"prompt_file": config.prompt_file}
     device = devices.resolve_device(config.device)
-    mode, choice = resolve("auto", config.dtype, device, target, [target, source], threads=config.threads)
-    wanted = fill(
-        library.Wanted,
-        config,
-        target=target,
-        source=source,
+    mode, choice = resolve(
+        "auto", config.dtype, device, target.directory, [target.directory, source.directory], threads=config.threads
+    )
+    wanted = Wanted(
+        target=target.directory,
+        source=source.directory,
         source_shape=shape,
+        minutes=config.minutes,
         ks=config.k,
         offsets=max(config.k) if config.parallel else 1,
+        first_steps=config.first_steps,
         tried=tried,
         text=text,
         prompts=prompts,
@@ -186,46 +86,26 @@ def prepare_search(config: SearchConfig, weights: bool) -> "Job[Search]":
         "threads": config.threads,
         "trust_remote_code": config.trust_remote_code or None,
     }
-    facts = {
-        "target": read_size(target).describe(),
-        "source": shape.describe(),
-        "try": ", ".join(f"{each.layers} x {each.hidden}" for each in tried),
-        "minutes": config.minutes,
-    }
 
-    def run(output: Output) -> "Search":
-        runner = StepRunner(folder=output.state, make=partial(step_of, shared=running, where="search"))
-        try:
-            return library.search(wanted, runner, output)
-        except NoCheapShape as error:
-            raise NoCheapShape(f"--layers, --widths: {error}; try smaller numbers") from None
+    def make(command: str, settings: dict[str, Any]) -> CommandStep:
+        return step_of(command, settings, running, "search")
 
-    return Job(run, f"search-{hub.checkpoint_name(Path(config.source.partition('@')[0]))}", lambda: facts)
+    name = f"search-{hub.checkpoint_name(Path(config.source.partition('@')[0]))}"
+    return Searching(name=name, wanted=wanted, make=make)
 
 
-@command(SearchConfig, prepare=prepare_search, dry_run=True, example="search --minutes 60 --layers 1,2,4")
-def search(result: "Search", output: Output) -> Searched:
-    """Find the draft shape and K with which the target is fastest on this machine; a killed search resumes."""
-    draft = output.out / "draft"
-    return Searched(
-        path=output.out,
+def show(result: Search, config: SearchConfig, out: Path) -> Outcome:
+    draft = out / "draft"
+    return Outcome(
+        path=out,
         show=[_rung_table(result), *result.explain(), str(draft)],
-        data={"path": str(output.out), **result.model_dump(mode="json")},
-        search=result,
-        draft=draft,
-        next=typed("draftlab", "export", draft, *output.config.repeated("target"), "--to", "vllm")
-        if result.pays
-        else None,
+        data={"path": str(out), **result.model_dump(mode="json")},
+        next=typed("draftlab", "export", draft, *config.repeated("target"), "--to", "vllm") if result.pays else None,
     )
 
 
-def _rung_table(search: "Search") -> "TerminalTable":
+def _rung_table(search: Search) -> TerminalTable:
     """Return a table with one row per candidate, with its results on the last rung that it reached."""
-    from draftlab.model.shape import format_count
-    from draftlab.results.ranking import NO_DRAFT
-    from draftlab.results.score import RATES
-    from draftlab.results.tables import TerminalTable
-
     gains = {each.name: each.gain.as_speedup() for each in search.measured}
     rows: dict[str, list[str]] = {}
     for rung in reversed(search.rungs):

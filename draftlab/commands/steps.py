@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import Config, OutputConfig
 from draftlab.config.kinds import KindSpec
@@ -44,8 +45,12 @@ class CommandStep:
     def out(self) -> Path | None:
         if not isinstance(self.config, OutputConfig):
             return None
-        name = "" if self.config.out else self.command.job(self.resolved, False).name
+        name = "" if self.config.out else self._default_name()
         return self.config.out or workspace.load().runs / name
+
+    def _default_name(self) -> str:
+        assert isinstance(self.resolved, OutputConfig)
+        return self.command.planned(self.resolved, False).name
 
     @property
     def entry(self) -> dict[str, dict[str, Any]]:
@@ -81,7 +86,8 @@ class CommandStep:
         """Return the first input whose content differs from what the finished output was made of, or None."""
         if self._record is None:
             return None
-        read, now = self._record.inputs, {}
+        read = self._record.inputs
+        now = {}
         with contextlib.suppress(UserError):  # a text is missing
             now = inputs_of(self.resolved)
         for name in read.keys() - now.keys():
@@ -114,8 +120,6 @@ def step_of(name: str, settings: Mapping[str, Any], shared: Mapping[str, Any], w
     Raises:
         UserError: A setting is wrong.
     """
-    from draftlab.commands import COMMANDS
-
     fields = COMMANDS[name].config.model_fields
     known = {key: value for key, value in shared.items() if key in fields and value is not None}
     return read_step({name: {**known, **settings}}, where)
@@ -127,8 +131,6 @@ def read_step(content: Mapping[str, dict[str, Any] | None], where: str) -> Comma
     Raises:
         UserError: There is no such command, or a setting is wrong.
     """
-    from draftlab.commands import COMMANDS
-
     if len(content) != 1:
         raise UserError(f"{where}: a step must be one command with its settings, but is {one_line(content, 80)}")
     name, settings = next(iter(content.items()))
@@ -139,7 +141,7 @@ def read_step(content: Mapping[str, dict[str, Any] | None], where: str) -> Comma
     return step
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path | KindSpec) else value

@@ -46,7 +46,7 @@ LARGEST = 10**9  # largest absolute value of a number whose option has no bound 
 
 
 def option(
-    default: Any = PydanticUndefined,
+    default: object = PydanticUndefined,
     help: str = "",
     *,
     factory: Callable[[], Any] | Callable[[dict[str, Any]], Any] | None = None,
@@ -58,7 +58,7 @@ def option(
     advanced: bool = False,
     argument: bool = False,
     shown_default: str | None = None,
-    typed: Any = None,
+    typed: object = None,
     reads: Reads | None = None,
     acts: Acts | None = None,
 ) -> Any:
@@ -352,7 +352,8 @@ class Config(BaseModel):
 
     def command_line(self, command: str) -> str:
         """Return a command line that builds this config. It leaves out settings with default values, and passwords."""
-        words, arguments = ["draftlab", *command.split()], []
+        words = ["draftlab", *command.split()]
+        arguments = []
         for name, field in type(self).model_fields.items():
             value = self.__dict__[name]
             if not self.is_set(name):

@@ -25,7 +25,8 @@ class BadRows:
     """
 
     def __init__(self, source: str, total: int = 0) -> None:
-        self.source, self.total = source, total
+        self.source = source
+        self.total = total
         # reason without values -> name of each row with this reason -> the whole reason
         self._by_reason: dict[str, dict[str, str]] = {}
         self._unlimited = set[str]()  # names of rows that may be bad in any number

@@ -46,7 +46,7 @@ class TopLogprobs:
     log_p: np.ndarray
     tail: np.ndarray
 
-    def __getitem__(self, at: Any) -> "TopLogprobs":
+    def __getitem__(self, at: slice | np.ndarray | tuple[slice | list[int] | np.ndarray, ...]) -> "TopLogprobs":
         return TopLogprobs(self.ids[at], self.log_p[at], self.tail[at])
 
 
@@ -117,7 +117,8 @@ class Batch:
 
         rows: Indices of the sequences of each new row. needed: Number of tokens of each sequence, [B].
         """
-        number, place = np.full((len(rows), width), -1), np.zeros((len(rows), width), np.int64)
+        number = np.full((len(rows), width), -1)
+        place = np.zeros((len(rows), width), np.int64)
         for row, numbers in enumerate(rows):
             lengths = needed[numbers]
             number[row, : lengths.sum()] = np.repeat(numbers, lengths)
@@ -365,7 +366,8 @@ class DynamicBatches:
         start, weights, read = self.phases[-1]
         rows = self.base.rows_of(weights)
         scaled = {name: w * math.exp(max(0.0, losses[name] - self.reference[name])) for name, w in weights.items()}
-        total, floor = sum(scaled.values()), 1e-4
+        total = sum(scaled.values())
+        floor = 1e-4
         shares = {name: (1 - floor) * w / total + floor / len(scaled) for name, w in scaled.items()}
         read = {name: read[name] + (step - start) * n for name, n in rows.items()}
         self.phases.append((step, shares, read))
@@ -421,7 +423,8 @@ def open_batches(
         if PYTHON_SOURCES.keys() & weights and source in PYTHON_SOURCES
         for document in documents(source, "heldout")
     ]
-    streams, talks = {}, {}
+    streams = {}
+    talks = {}
     for name, weight in weights.items():
         needed = int(weight * rows * (seq_len + 1) * steps * 1.1) + 2 * seq_len
         docs = documents(name, "train")
@@ -534,7 +537,8 @@ class HeldOut:
 
     def subset(self, count: int) -> "HeldOut":
         """Return at most `count` windows, spread evenly over the text, in a single batch."""
-        ids, mask = self.ids, self.mask
+        ids = self.ids
+        mask = self.mask
         count = min(count, len(ids))
         chosen = [i * len(ids) // count for i in range(count)]
         documents = None if self.documents is None else [self.documents[i] for i in chosen]

@@ -39,7 +39,8 @@ class Conversation:
 
     def row(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids, cut or padded to [seq_len + 1], and a mask, [seq_len]. It is 1 where the next id counts."""
-        ids, mask = np.zeros(seq_len + 1, np.int64), np.zeros(seq_len, np.float32)
+        ids = np.zeros(seq_len + 1, np.int64)
+        mask = np.zeros(seq_len, np.float32)
         length = min(len(self.ids), seq_len + 1)
         ids[:length] = self.ids[:length]
         mask[: length - 1] = self.counted[1:length]
@@ -155,7 +156,8 @@ class _Turns:
             found = self._start(number, text, prompt)
             if found is None:
                 text = prompt + self._said(number, text)
-                ids, found = self._ids(text), len(prompt)
+                ids = self._ids(text)
+                found = len(prompt)
             parts = [(self._before(text, found, ids), len(ids))]
         start = parts[-1][0]
         end, stopped = self._end(number, text, ids, start)
@@ -227,7 +229,8 @@ class _Turns:
         if self.messages[number].get("tool_calls"):
             follows = {"role": "tool", "content": PROBE}
         try:
-            alone, longer = self._text(number, answer), self._text(number, answer, follows)
+            alone = self._text(number, answer)
+            longer = self._text(number, answer, follows)
         except UserError:  # the template takes no such message here
             return []
         return self._ids(longer.removeprefix(alone))[:1] if longer.startswith(alone) else []

@@ -373,7 +373,8 @@ def _may_have_rows(file: Path) -> bool:
 
 def _folder(folder: Path) -> Iterator[Document]:
     """Yield the documents of a folder's files, and say afterwards what was read."""
-    files, count = data_files(folder), 0
+    files = data_files(folder)
+    count = 0
     if not files.read:
         found = sorted({path.suffix for path in folder.rglob("*") if path.is_file()})
         raise UserError(
@@ -414,7 +415,8 @@ def _python_files(root: Path, label: str) -> Iterator[Document]:
 
     Copies of a module have the key of the first copy.
     """
-    rows, keys = BadRows(label), dict[str, str]()
+    rows = BadRows(label)
+    keys = dict[str, str]()
     left_out = hub.NOT_STDLIB if label == "stdlib" else frozenset[str]()
     files = list[Path]()
     for folder, folders, names in os.walk(root):
@@ -442,10 +444,13 @@ def _text_file(path: Path) -> Iterator[Document]:
     """
     check_downloaded(path)
     text = path.read_text("utf-8", errors="replace")
-    paragraphs, separator = re.split(r"\n[ \t]*\n", text), "\n\n"
+    paragraphs = re.split(r"\n[ \t]*\n", text)
+    separator = "\n\n"
     if len(paragraphs) == 1:
-        paragraphs, separator = text.split("\n"), "\n"
-    part, length = list[str](), 0
+        paragraphs = text.split("\n")
+        separator = "\n"
+    part = list[str]()
+    length = 0
     rows = BadRows(str(path))
 
     def document() -> Document:
@@ -458,7 +463,8 @@ def _text_file(path: Path) -> Iterator[Document]:
         length += len(paragraph)
         if length > 4000:
             yield document()
-            part, length = [], 0
+            part = []
+            length = 0
     if "".join(part).strip():
         yield document()
 
@@ -469,12 +475,13 @@ def _hub_domains(name: str, column: str) -> list[Document]:
     return list(_hub_dataset(name, partial(_row_with_domain, column)))
 
 
-def _row_with_domain(column: str, value: Any, where: str) -> TextRow:
+def _row_with_domain(column: str, value: dict[str, Any], where: str) -> TextRow:
     """Return the text of a row, with its domain as the category.
 
     column: Column of the domain. Dots separate nested keys, as in metadata.topic. where: Name of the row for errors.
     """
-    row, domain = row_of(value, where), value
+    row = row_of(value, where)
+    domain = value
     for key in column.split("."):
         domain = domain.get(key) if isinstance(domain, dict) else None
     if domain is None:

@@ -162,7 +162,7 @@ def _parquet_rows(file: Path) -> Iterator[Any]:
         yield from map(without_padding, rows)
 
 
-def without_padding(row: Any) -> Any:
+def without_padding(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row of a table without the null fields by which Arrow gives all objects of a column the same fields.
 
     A chat template would write them, as in the arguments of a tool call.
@@ -170,7 +170,7 @@ def without_padding(row: Any) -> Any:
     return {name: _without_nulls(value) for name, value in row.items()}
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
     if isinstance(value, dict):
         return {name: _without_nulls(v) for name, v in value.items() if v is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -232,7 +232,7 @@ def _checked_characters(row: TextRow, where: str) -> TextRow:
     return row
 
 
-def row_of(value: Any, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> TextRow:
+def row_of(value: object, where: str, columns: tuple[str, ...] = TEXT_COLUMNS) -> TextRow:
     """Return the text of a row to train on. Plain text is read from the first of `columns` whose value is a text.
 
     value: Raw content of the row. where: Name of the row for errors.
@@ -261,13 +261,15 @@ def _read(value: dict[str, Any], where: str, columns: tuple[str, ...]) -> tuple[
     if (given := _messages(value)) is not None:
         unchecked, read = given
         messages = read_messages(unchecked, where)
-        unread, left_out = frozenset(_parts(unchecked)), len(unchecked) - len(messages)
+        unread = frozenset(_parts(unchecked))
+        left_out = len(unchecked) - len(messages)
         if system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": value[system]})
             read |= {system}
         text = "\n".join(message.get("content") or "" for message in messages)
         return TextRow(text=text, messages=tuple(messages), left_out=left_out, unread=unread), read
-    turns, said = value.get("turns"), value[system] if system else ""
+    turns = value.get("turns")
+    said = value[system] if system else ""
     if turns and not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
         raise UserError(f"{where}: turns must be a list of texts, one for each turn of the user")
     if turns:
@@ -280,7 +282,7 @@ def _read(value: dict[str, Any], where: str, columns: tuple[str, ...]) -> tuple[
     return TextRow(text=value[column], system=said), {column}
 
 
-def prompt_of(value: Any, where: str) -> TextRow:
+def prompt_of(value: object, where: str) -> TextRow:
     """Return the text of a row that must have a prompt: a plain text, or a conversation that asks for an answer.
 
     value: Raw content of the row. where: Name of the row for errors.
@@ -290,7 +292,9 @@ def prompt_of(value: Any, where: str) -> TextRow:
             conversation (see prompts_of).
     """
     row = row_of(value, where, PROMPT_COLUMNS)
-    system, pair = _system(value), _pair(value)
+    assert isinstance(value, dict)  # row_of refuses other values
+    system = _system(value)
+    pair = _pair(value)
     if row.messages and not any(name in value for name in CONVERSATIONS):
         question = value["prompt"] if pair is None else pair[0]
         if isinstance(question, str):  # the prompt is the question alone, without its answer
@@ -308,7 +312,7 @@ def prompt_of(value: Any, where: str) -> TextRow:
     return row
 
 
-def read_messages(value: Any, where: str) -> list[Message]:
+def read_messages(value: Iterable[Any], where: str) -> list[Message]:
     """Return the messages that have a text or tool calls, under the names of roles and fields that templates read.
 
     Results of tools are left out with the message before them.
@@ -372,13 +376,13 @@ def _parts(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
                 yield f"{kind or 'other'} parts"
 
 
-def _calls(text: Any) -> list[dict[str, Any]]:
+def _calls(text: str | None) -> list[dict[str, Any]]:
     """Return the tool calls in the text of ShareGPT's role function_call: a JSON object, or a list of objects.
 
     Raises:
         ValueError: The text is not JSON, or an object has no name.
     """
-    calls = parse_json(text)
+    calls = parse_json(text or "")
     calls = calls if isinstance(calls, list) else [calls]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -443,7 +447,7 @@ def _tools(value: dict[str, Any]) -> list[Tool]:
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in given]
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: object) -> object:
     """Return the content of a JSON text. Tables have such texts in place of lists. Other values are returned as is."""
     try:
         return parse_json(value) if isinstance(value, str) else value

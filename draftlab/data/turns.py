@@ -109,7 +109,8 @@ def _write(file: Path, requests: list[Prompt]) -> None:
 
 def _present(prompts: Sequence[Prompt], rows: Sequence[Messages], bad: BadRows) -> list[Prompt]:
     """Return the prompts whose requests are among the rows of a file. Other prompts are left out as bad rows."""
-    present, row = list[Prompt](), 0
+    present = list[Prompt]()
+    row = 0
     for number, prompt in enumerate(prompts, 1):
         if row < len(rows) and rows[row] == tuple(read_messages(list(prompt.messages), "")):
             present.append(prompt)
@@ -134,7 +135,8 @@ def _asked(prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase, answer: An
                 bad.leave_out(f"conversation {i + 1}", str(ids))
                 talks[i] = []
                 continue
-            prompt, said = talks[i][-1], tokenizer.decode(list(ids), skip_special_tokens=True)
+            prompt = talks[i][-1]
+            said = tokenizer.decode(list(ids), skip_special_tokens=True)
             reply = {"role": "assistant", "content": said}
             messages = (*prompt.messages, reply, {"role": "user", "content": prompt.later[0]})
             where = f"turn {len(talks[i]) + 1} after {said[:40]!r}"

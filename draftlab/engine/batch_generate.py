@@ -227,12 +227,14 @@ def _generate(
     rows = torch.arange(len(prompts), device=device)  # prompt of each row of the cache
     running = torch.ones_like(rows, dtype=torch.bool)
     written = torch.zeros_like(uniform, dtype=torch.long)
-    chosen, t = torch.zeros_like(uniform), 0  # log-probabilities
+    chosen = torch.zeros_like(uniform)  # log-probabilities
+    t = 0
     for t in range(sampling.max_tokens):
         logits = model.forward(fed, cache, last=1)[:, -1, : batching.vocab]  # [B, V]
         check_logits(logits, "the target")
         ids, logprobs = _sample(logits.float(), sampling, uniform[rows, t])
-        written[rows, t], chosen[rows, t] = ids, logprobs
+        written[rows, t] = ids
+        chosen[rows, t] = logprobs
         if on_step:
             on_step([numbers[row] for row in rows.tolist()], logits, ids)
         fed = ids.unsqueeze(1)
@@ -245,8 +247,10 @@ def _generate(
             shrinks = isinstance(cache, Cache | HFCache | RecurrentCache)
             most = CPU_MOST_RUNNING if device.type == "cpu" else MOST_RUNNING
             if shrinks and 0 < left <= most * len(rows):
-                cache, rows = cache.rows(running), rows[running]
-                fed, running = fed[running], running[running]
+                cache = cache.rows(running)
+                rows = rows[running]
+                fed = fed[running]
+                running = running[running]
     columns = zip(written[:, : t + 1].cpu().numpy(), chosen[:, : t + 1].cpu().numpy(), strict=True)
     return [Completion.truncated(*row, stop_token_ids=sampling.stop_token_ids) for row in columns]
 
@@ -257,7 +261,8 @@ def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor
     If all prompts have the same length, the ids are the prompts, [B, P]. Otherwise this function feeds each prompt
     without its last token, and the ids are the last tokens, [B, 1].
     """
-    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    shortest = min(map(len, prompts))
+    longest = max(map(len, prompts))
     if shortest == longest:
         return torch.tensor([list(p) for p in prompts], device=model.device)  # [B, P]
     read = [p[:-1] for p in prompts]

@@ -173,7 +173,8 @@ class ModelDrafter(Drafter):
 
     def __init__(self, model: Decoder, vocab: int | None = None) -> None:
         """Make a drafter. vocab: Same as in Sampler."""
-        self.model, self.vocab = model, vocab
+        self.model = model
+        self.vocab = vocab
         self.own_vocab = model.vocab
         self.sampler: Callable[[SamplingParams, int | None], Sampler] = Sampler
         self.cache: Any = None
@@ -215,7 +216,8 @@ class ModelDrafter(Drafter):
             while cached[:agreed] != text[:agreed]:
                 agreed -= 1
             self.cache.used[row] = agreed
-        self.cached, self.drafted = [list(text) for text in texts], None
+        self.cached = [list(text) for text in texts]
+        self.drafted = None
 
 
 def decode(
@@ -262,13 +264,16 @@ def speculative_decode(
         drafter.reset(len(prompts), capacity)
         drafter.attach(cache)
     draws = _draws(sampling, numbers or range(len(prompts)), 2 * k + 1).to(target.device)
-    prefilled, nothing = False, Draft.empty(len(prompts), target.device)
+    prefilled = False
+    nothing = Draft.empty(len(prompts), target.device)
     while rows.live:
-        room, uniform = rows.room(), rows.current(draws)
+        room = rows.room()
+        uniform = rows.current(draws)
         count = min(k, max(room)) if prefilled else 0
         if count and target.replays_passes:
             count = k  # then every pass has the same shape; tokens beyond a text's limit are not verified
-        start, draft = clock(), nothing
+        start = clock()
+        draft = nothing
         if drafter and count:
             draft = drafter.propose(rows.texts, count, draft_sampling or sampling, uniform[:, :count]).to(target.device)
         drafted_at = clock()
@@ -328,7 +333,8 @@ def verify_batch(
         width = best.shape[1]
         both = torch.cat([best, draft.ids], 1).tolist()  # the only wait for the device
         return [_verify_greedy(row[:width], row[width:], tree) for row, tree in zip(both, parents, strict=True)]
-    p, rule = distribution(logits, sampling), rule or draft.rule
+    p = distribution(logits, sampling)
+    rule = rule or draft.rule
     if rule is None:
         return _verify_sampled_chains(p, draft, counts, uniform)
     return [
@@ -342,7 +348,9 @@ def _verify_greedy(best: list[int], ids: list[int], parents: Sequence[int]) -> t
 
     best: The most probable token of the target after the text's last token and after each drafted token, [T].
     """
-    node, path, tokens = 0, [], [best[0]]
+    node = 0
+    path = []
+    tokens = [best[0]]
     for i, parent in enumerate(parents):
         if parent == node and ids[i] == tokens[-1]:
             node = i + 1
@@ -379,7 +387,8 @@ def _verify_sampled(
     p: Probabilities of the target, [count + 1, V].
     """
     count = len(parents)
-    ids, q = draft.ids[row, :count], None if draft.q is None else draft.q[row, :count]
+    ids = draft.ids[row, :count]
+    q = None if draft.q is None else draft.q[row, :count]
     tokens = Tokens(ids=ids.tolist(), parents=parents, q=q)
     path, residual = rule(p, tokens, Uniforms(uniform))
     return path, [*ids[path].tolist(), int(draw(residual, uniform[-1]))]

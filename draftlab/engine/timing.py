@@ -35,7 +35,8 @@ class Rounds(Generic[Key]):
     """
 
     def __init__(self, chains: Sequence[Chain[Key]], clock: Clock) -> None:
-        self.chains, self.clock = list(chains), clock
+        self.chains = list(chains)
+        self.clock = clock
         self.times: dict[Key, list[float]] = {}
         self.done = 0
 

@@ -169,8 +169,10 @@ def verify_rows(p: Tensor, q: Tensor, drafted: Tensor, u: Tensor, counts: Tensor
 
     Returns: The numbers of accepted tokens, [B], and the distributions of the next tokens, [B, V].
     """
-    width, at = drafted.shape[1], drafted.unsqueeze(-1)
-    p_drafted, q_drafted = p[:, :-1].gather(-1, at).squeeze(-1), q.gather(-1, at).squeeze(-1)
+    width = drafted.shape[1]
+    at = drafted.unsqueeze(-1)
+    p_drafted = p[:, :-1].gather(-1, at).squeeze(-1)
+    q_drafted = q.gather(-1, at).squeeze(-1)
     passed = u.to(q) * q_drafted < p_drafted  # u < p / q, without dividing
     passed &= torch.arange(width, device=p.device) < counts.unsqueeze(1)
     accepted = passed.long().cumprod(1).sum(1)

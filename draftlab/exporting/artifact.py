@@ -21,12 +21,13 @@ from draftlab.heads.base import HeadSizes, head_kind
 from draftlab.heads.eagle3 import layout
 from draftlab.heads.eagle3.layout import HeadShape
 from draftlab.model import checkpoint, devices, hub, modes, parallel
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_files import read_head_ids
 from draftlab.model.sentencepiece import PROBES
 from draftlab.model.shape import Shape
 from draftlab.model.size import read_size
-from draftlab.model.tokenizer import check_embeds, common_vocabulary, first_difference
+from draftlab.model.tokenizer import first_difference
 from draftlab.quantities import format_number
 from draftlab.servers.kinds import Artifact, DraftKind, Finding, ServerKind, error, ok, warning
 from draftlab.shell import typed
@@ -84,13 +85,18 @@ class DraftModel:
         Raises:
             UserError: A checkpoint is missing or unreadable, or its tokenizer has ids without an embedding.
         """
-        self.path, self.target = path, target
-        checkpoint.check(path)
-        self.config: Mapping[str, Any] = checkpoint.read_config(path)
-        self.vocab, self.target_vocab = checkpoint.vocab_size(path), checkpoint.vocab_size(target)
+        self.path = path
+        self.target = target
+        self.draft_checkpoint = Checkpoint(path)
+        self.target_checkpoint = Checkpoint(target)
+        self.draft_checkpoint.check()
+        self.config: Mapping[str, Any] = self.draft_checkpoint.config
+        self.vocab = self.draft_checkpoint.vocab_size
+        self.target_vocab = self.target_checkpoint.vocab_size
         size = read_size(path)
         self.shape: Shape | None = size if isinstance(size, Shape) else None
-        self.tokenizers: tuple[Any, Any] = check_embeds(path), check_embeds(target)
+        self.draft_checkpoint.check_embeds()
+        self.target_checkpoint.check_embeds()
 
     @property
     def context(self) -> int:
@@ -98,11 +104,12 @@ class DraftModel:
         return checkpoint.max_model_len(self.path, DEFAULT_CONTEXT)
 
     def difference(self) -> str | None:
-        own, targets = (tokenizer.get_vocab() for tokenizer in self.tokenizers)
-        return first_difference(own, targets, min(self.vocab, self.target_vocab))
+        own = self.draft_checkpoint.vocabulary
+        return first_difference(own, self.target_checkpoint.vocabulary, min(self.vocab, self.target_vocab))
 
     def spelled_alike(self) -> str:
-        own, targets = (tokenizer.get_vocab() for tokenizer in self.tokenizers)
+        own = self.draft_checkpoint.vocabulary
+        targets = self.target_checkpoint.vocabulary
         return f"{spelled_alike(own, targets):,} of {len(targets):,}"
 
     def pre_tokenizer(self) -> tuple[str, float]:
@@ -125,7 +132,8 @@ class DraftModel:
         yield from self._weights()
 
     def _probe_texts(self, copy: str) -> Iterator[Finding]:
-        own, targets = self.tokenizers
+        own = self.draft_checkpoint.tokenizer
+        targets = self.target_checkpoint.tokenizer
         differing = [text for text in PROBES if own(text)["input_ids"] != targets(text)["input_ids"]]
         text = f"{len(differing)} of {len(PROBES)} probe texts get other token ids than with the target's tokenizer"
         own_file, file = (hf.tokenizer_files(model).get("tokenizer.json") for model in (self.path, self.target))
@@ -144,15 +152,14 @@ class DraftModel:
             yield error("tokenizer", f"{text}: {differing[0][:30]!r}", copy)
 
     def _special_tokens(self) -> Iterator[Finding]:
-        own, targets = map(checkpoint.special_ids, self.tokenizers)
+        own = checkpoint.special_ids(self.draft_checkpoint.tokenizer)
+        targets = checkpoint.special_ids(self.target_checkpoint.tokenizer)
         for name in ("bos", "eos"):
             if own[name] != targets[name]:
                 text = f"{name} is id {own[name]} in the draft, but {targets[name]} in the target"
                 yield error("special tokens", text, f"copy tokenizer_config.json from {self.target}")
-        ends, target_ends = (
-            checkpoint.eos_token_ids(self.path),
-            checkpoint.eos_token_ids(self.target),
-        )
+        ends = self.draft_checkpoint.eos_ids
+        target_ends = self.target_checkpoint.eos_ids
         if (beyond := max(ends, default=0)) >= self.vocab:
             text = f"end-of-text id {beyond} is not in the vocabulary, which has the ids 0 to {self.vocab - 1}"
             yield error("special tokens", text, "set eos_token_id to the id that ends a text")
@@ -179,7 +186,8 @@ class DraftModel:
             yield ok("vocabulary", text)
 
     def _chat_template(self) -> Iterator[Finding]:
-        own, targets = (tokenizer.chat_template for tokenizer in self.tokenizers)
+        own = self.draft_checkpoint.tokenizer.chat_template
+        targets = self.target_checkpoint.tokenizer.chat_template
         if own != targets:
             has = "another chat template than" if own else "no chat template, unlike"
             text = (
@@ -195,7 +203,8 @@ class DraftModel:
     @property
     def context_limit(self) -> str:
         """Return what limits the draft to shorter texts than the target's, or ""."""
-        own, targets = self.context, checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
+        own = self.context
+        targets = checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
         if own >= targets:
             return ""
         return (
@@ -204,7 +213,8 @@ class DraftModel:
         )
 
     def _context(self) -> Iterator[Finding]:
-        own, targets = self.context, checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
+        own = self.context
+        targets = checkpoint.max_model_len(self.target, DEFAULT_CONTEXT)
         if self.context_limit:
             fix = f"serve at most {own:,} tokens, or distil with a longer --seq-len from a source with a longer context"
             yield warning("context", self.context_limit, fix)
@@ -244,7 +254,7 @@ class DraftModel:
                 f"--to speculators is the layout of EAGLE-3 heads, but {self.path} is a draft model; use --to vllm"
             )
         if not form.heterogeneous:
-            common_vocabulary(self.path, self.target)
+            self.draft_checkpoint.common_vocabulary(self.target_checkpoint)
         elif self.difference() is None:
             raise UserError(f"--use-heterogeneous-vocab: leave it out, because {self.path} has the target's vocabulary")
         elif form.server is not None:
@@ -303,7 +313,8 @@ class ParallelDraft(DraftModel):
     def findings(self) -> Iterator[Finding]:
         yield from super().findings()
         try:
-            token, offsets = parallel.pard_token(self.path), parallel.trained_offsets(self.path)
+            token = parallel.pard_token(self.path)
+            offsets = parallel.trained_offsets(self.path)
         except UserError as failure:
             yield error("pard_token", str(failure), "train again with draftlab distill --student parallel")
             return
@@ -326,7 +337,8 @@ class PublishedHead:
 
     def __init__(self, path: Path, target: Path, kind: str, sizes: HeadSizes, config: Mapping[str, Any]) -> None:
         """Open the head at `path` for a target. kind: Kind of the head's drafter, as --drafter names it."""
-        self.path, self.target = path, target
+        self.path = path
+        self.target = target
         self.config: Mapping[str, Any] = config
         self.spec = head_kind(kind).of(heads=str(path))
         self.served_by: frozenset[str] | None = self.spec.served_by
@@ -469,7 +481,8 @@ def open_checkable(path: Path, target: Path, weights: bool = True) -> Checkable:
     Raises:
         UserError: The draft or head cannot be read, or the head belongs to another target or is of an unknown kind.
     """
-    kind, config = hub.known_head(path), checkpoint.read_config(path)
+    kind = hub.known_head(path)
+    config = checkpoint.read_config(path)
     if kind == "eagle":
         return HeadArtifact(path, target, layout.check(path, target, weights), config)
     if kind is not None:
@@ -490,7 +503,8 @@ def open_artifact(path: Path, target: Path, weights: bool = True) -> Exportable:
     artifact = open_checkable(path, target, weights)
     if isinstance(artifact, DraftModel | HeadArtifact):
         return artifact
-    kind, servers = hub.head_kind(path), " and ".join(sorted(artifact.served_by or ()))
+    kind = hub.head_kind(path)
+    servers = " and ".join(sorted(artifact.served_by or ()))
     raise UserError(
         f"{path} is a {kind} head, which {servers} can load without an export; measure the head with draftlab score "
         f"--drafter {kind}:heads={path}"

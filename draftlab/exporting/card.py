@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from draftlab.console import note
 from draftlab.errors import UserError
 from draftlab.reading import command_words
@@ -33,8 +35,6 @@ class Card:
 
     def text(self) -> str:
         """Return the text of the card. Control characters in all values are escaped."""
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-
         environment = Environment(
             loader=PackageLoader("draftlab.exporting"),
             undefined=StrictUndefined,

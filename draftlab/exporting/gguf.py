@@ -5,7 +5,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from draftlab.model import checkpoint
 from draftlab.model.llama import sliding_window
 from draftlab.model.shape import Shape
 from draftlab.quantities import format_bytes
+
+if TYPE_CHECKING:  # the package gguf is optional
+    from gguf import GGUFWriter
 
 UNQUANTIZED = "f16"  # type of a matrix whose rows cannot be divided into blocks
 DEFAULT_CONTEXT = 2048  # tokens, if config.json names no context
@@ -107,7 +110,8 @@ class Written:
 
     def lines(self) -> list[str]:
         """Return lines of text about the file: unquantized matrices, limits, tokenizer, and size."""
-        lines, tokenizer = [], self.tokenizer
+        lines = []
+        tokenizer = self.tokenizer
         if self.unquantized:
             lines.append(
                 f"{len(self.unquantized)} matrices stay f16, because the row length is not a multiple of the type's "
@@ -150,7 +154,8 @@ def architecture(directory: Path) -> Architecture:
         UserError: GGUF export does not support the architecture, or llama.cpp does not compute a part of the model:
             the activation, biases, the width of the heads or the rotary embeddings.
     """
-    config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
+    config = checkpoint.read_config(directory)
+    shape = checkpoint.read_shape(directory)
     model_type = str(config.get("model_type"))
     if model_type not in ARCHITECTURES:
         raise UserError(
@@ -204,12 +209,11 @@ def write(directory: Path, file: Path, qtype: str) -> Written:
     Raises:
         UserError: llama.cpp does not know the model, its tokenizer or its rotary scaling.
     """
-    kind, shape, config = (
-        architecture(directory),
-        checkpoint.read_shape(directory),
-        checkpoint.read_config(directory),
-    )
-    weights, infos = checkpoint.Weights(directory), tensor_infos(shape, qtype, kind)
+    kind = architecture(directory)
+    shape = checkpoint.read_shape(directory)
+    config = checkpoint.read_config(directory)
+    weights = checkpoint.Weights(directory)
+    infos = tensor_infos(shape, qtype, kind)
     scales = {setting: float(str(config.get(key, 1.0))) for key, setting in kind.scales.items()}
     return _write(directory, file, qtype, kind, shape, directory, infos, weights, scales)
 
@@ -250,7 +254,8 @@ def _write(
 ) -> Written:
     """Write a GGUF file. directory: Directory with config.json. settings: Settings that only this architecture has."""
     tokenizer = read_tokenizer(tokenizer_from, shape.vocab)
-    gguf, rope = library(), read_rope(directory, shape.head_dim)
+    gguf = library()
+    rope = read_rope(directory, shape.head_dim)
     if lacks := _lacks(kind, shape, rope):
         raise UserError(f"{directory} has {lacks}, which llama.cpp does not compute for EAGLE-3 heads; use --to vllm")
     unquantized = [info.name for info in infos if len(info.dims) == 2 and info.qtype != qtype]
@@ -352,8 +357,9 @@ def fake_quantize(tensor: Tensor, qtype: str) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(back)).to(tensor.dtype)
 
 
-def _add_settings(writer: Any, directory: Path, name: str, shape: Shape, qtype: str) -> None:
-    gguf, config = library(), checkpoint.read_config(directory)
+def _add_settings(writer: "GGUFWriter", directory: Path, name: str, shape: Shape, qtype: str) -> None:
+    gguf = library()
+    config = checkpoint.read_config(directory)
     writer.add_type("model")
     if not any(phi in name.lower() for phi in ("phi-3", "phi3")):
         # by this name, llama.cpp skips the white space after special tokens, and needs those of Phi-3
@@ -373,7 +379,7 @@ def _add_settings(writer: Any, directory: Path, name: str, shape: Shape, qtype: 
     writer.add_rope_dimension_count(shape.head_dim)
 
 
-def _add_tokenizer(writer: Any, tokenizer: GGUFTokenizer) -> None:
+def _add_tokenizer(writer: "GGUFWriter", tokenizer: GGUFTokenizer) -> None:
     writer.add_tokenizer_model(tokenizer.model)
     writer.add_tokenizer_pre(tokenizer.pre)
     writer.add_token_list(tokenizer.tokens)

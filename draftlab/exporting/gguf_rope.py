@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint
@@ -131,10 +133,8 @@ def _check_fields(rope: Mapping[str, Any], kind: str, directory: Path) -> None:
         )
 
 
-def _longrope(config: Any, settings: Settings, unscaled: Tensor) -> Rope:
+def _longrope(config: PreTrainedConfig, settings: Settings, unscaled: Tensor) -> Rope:
     """Return LongRoPE in GGUF's form: divisors for short texts and for long texts, and the factor of the tables."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     original = int(config.rope_parameters["original_max_position_embeddings"])
     tensors: dict[str, Tensor] = {}
     attention_factor = 1.0
@@ -149,7 +149,7 @@ def _longrope(config: Any, settings: Settings, unscaled: Tensor) -> Rope:
     return Rope(settings=settings, tensors=tensors, needs="rotary scaling 'longrope'", short=original)
 
 
-def _yarn_settings(config: Any, attention_factor: float) -> Settings:
+def _yarn_settings(config: PreTrainedConfig, attention_factor: float) -> Settings:
     """Return YaRN's settings.
 
     llama.cpp multiplies attn_factor by 0.1 ln(factor) + 1. For the architectures of gguf.py it reads neither

@@ -145,13 +145,16 @@ def read_tokenizer(directory: Path, vocab: int) -> GGUFTokenizer:
     texts = [*PROBES, *_beside_special(spec, special, templates)]
     expected = [wrapped(text, add_special_tokens=False)["input_ids"] for text in texts]
     probes = Probes(texts=texts, ids=expected, plain=len(PROBES))
-    pre, scores, space_prefix = "default", None, False
+    pre = "default"
+    scores = None
+    space_prefix = False
     if byte_fallback:
         scores = _scores(tokens, merges)
         space_prefix, equal = choose_space_prefix(tokens, scores, special, probes)
     else:
         pre, equal = nearest_pre_tokenizer(spec, special, probes)
-    bos, eos = wrapped.bos_token_id, wrapped.eos_token_id
+    bos = wrapped.bos_token_id
+    eos = wrapped.eos_token_id
     framed = wrapped("a")["input_ids"]
     roles = checkpoint.special_ids(wrapped) | {"unk": wrapped.unk_token_id}
     ends = [eos] if isinstance(eos, int) else []
@@ -189,7 +192,8 @@ def _beside_special(spec: dict[str, Any], special: Mapping[str, int], templates:
         if token["content"] in special and (kind not in flags or token["content"] in named):
             flags.add(kind)
             chosen[token["content"]] = None
-    before, after = "The quick brown fox", "jumps over the lazy dog."
+    before = "The quick brown fox"
+    after = "jumps over the lazy dog."
     texts: list[str] = []
     for token in chosen:
         texts += [
@@ -213,7 +217,8 @@ def choose_space_prefix(
     for prefix in (True, False):
         inner = llama_cpp_tokenizer.SentencePiece(tokens, scores, prefix)
         equal = probes.equal(lambda text, inner=inner: llama_cpp_tokenizer.encode(text, special, inner.encode))
-        results[prefix], ranks[prefix] = equal, (sum(equal), sum(equal[: probes.plain]))
+        results[prefix] = equal
+        ranks[prefix] = (sum(equal), sum(equal[: probes.plain]))
     best = max(ranks, key=lambda prefix: ranks[prefix])
     return best, results[best]
 
@@ -242,7 +247,8 @@ def nearest_pre_tokenizer(spec: dict[str, Any], special: Mapping[str, int], prob
 
         equal = probes.equal(lambda text, encode=encode: llama_cpp_tokenizer.encode(text, special, encode))
         known = [json.dumps(pattern) in spelled for pattern in pre_tokenizer.patterns]
-        results[name], ranks[name] = equal, (sum(equal), all(known) * len(known))
+        results[name] = equal
+        ranks[name] = (sum(equal), all(known) * len(known))
     best = max(ranks, key=lambda name: ranks[name])
     return best, results[best]
 

@@ -30,7 +30,8 @@ def write(draft: Path, out: Path, *, tokenizer_from: Path, dtype: torch.dtype | 
     stored = checkpoint.stored_dtype(draft)
     if dtype is not None and dtype != stored:
         changed.append(f"weights from {devices.dtype_name(stored)} to {devices.dtype_name(dtype)}")
-    config, source = checkpoint.read_config(draft), checkpoint.Weights(draft).items()
+    config = checkpoint.read_config(draft)
+    source = checkpoint.Weights(draft).items()
     if (ids := read_head_ids(draft, checkpoint.vocab_size(draft))) is not None:
         config, source = as_whole(config, checkpoint.Weights(draft), ids)
         changed.append(

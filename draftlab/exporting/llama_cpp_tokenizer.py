@@ -71,7 +71,8 @@ class SentencePiece:
             _, left, right, merged = heapq.heappop(merges)
             if not pieces[left] or not pieces[right] or pieces[left] + pieces[right] != merged:
                 continue  # one of them has been merged since
-            pieces[left], pieces[right] = merged, ""
+            pieces[left] = merged
+            pieces[right] = ""
             following[left] = following[right]
             if following[right] >= 0:
                 previous[following[right]] = left

@@ -1,7 +1,7 @@
 """Write an export: a directory or GGUF file with a model card and a server's start script. Verify it in that server."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,87 +58,106 @@ class Exported:
     advice: str
 
 
-def export(
-    artifact: Exportable,
-    output: Output,
-    *,
-    form: Form,
-    target: str,
-    chosen: ChosenK,
-    scores: Sequence[Score],
-    verifier: Verifier | None,
-) -> Exported:
-    """Export a draft or head in a form. With a verifier, also verify the export in a server.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """The export of a draft or head in a form.
 
-    Args:
+    Attributes:
+        name: Default name of the output directory.
         target: Name of the target in the start script and in the model card.
         chosen: Number of tokens to draft.
         scores: Scores of this draft, the newest first.
-
-    Raises:
-        UserError: The disk is full, the server does not start, or its acceptance differs from the acceptance in
-            draftlab.
+        verifier: The server in which to verify the export, or None.
     """
-    draft = artifact.path
-    serving = target_name(target, artifact.target)
-    params = read_size(draft).params() if artifact.head is None else artifact.head.params()
-    output.check_space(2 * params, "the export")
-    file, verified = f"{draft.name}-{form.outtype}.gguf" if form.outtype else "", None
-    output.inputs([draft])
-    with output.directory() as work, tempfile.TemporaryDirectory(dir=work) as temporary:
-        directory = Path(temporary) if form.outtype else work
-        changed = artifact.write(directory, form, chosen.k, serving)
-        lines = list(changed)
-        if form.outtype:
-            lines += artifact.write_gguf(directory, work / file, form.outtype).lines()
-        notes: dict[str, object] = {"changed": changed, "k": chosen.k}
-        if verifier is not None:
-            prompts, verified = _verify(artifact, form, directory, work / file, chosen.k, verifier)
-            lines.append(verified.line())
-            about = {"data": prompts.source, "selection": prompts.selection, "chat": prompts.chat}
-            notes |= {"verified": verified.line(), "acceptance": verified.facts(), "prompts": about}
-        if artifact.context_limit:
-            lines.append(artifact.context_limit)
-        script = None
-        if form.server is not None and form.to != "gguf":
-            launch = Launch(
-                target=serving,
-                k=chosen.k,
-                reason=chosen.reason,
-                kind=artifact.kind,
-                file=file,
-                layer_ids=artifact.layer_ids,
-                sliding_window=None if artifact.head is None else artifact.head.sliding_window,
-                heterogeneous=form.heterogeneous,
-                sampling=choose_sampling(form.heterogeneous, verified),
-                own_target=form.layout == "speculators",
-                limit=artifact.context_limit,
-            )
-            script = form.server.script(launch)
-            (work / script[0]).write_text(script[1], encoding="utf-8")
-            if artifact.in_parallel and not form.server.parallel:
-                lines.append(
-                    f"--to {form.to}: {form.server.name} cannot draft several tokens in one pass, so this draft makes "
-                    "one pass for each drafted token"
+
+    name: str
+    artifact: Exportable
+    form: Form
+    target: str
+    chosen: ChosenK
+    scores: Sequence[Score]
+    verifier: Verifier | None
+
+    def facts(self) -> Mapping[str, object]:
+        """Return the facts that a dry run shows."""
+        return {
+            "draft": self.artifact.path,
+            "target": self.target,
+            "k": self.chosen.k,
+            "because": self.chosen.reason,
+        }
+
+    def run(self, output: Output) -> Exported:
+        """Write the export. With a verifier, also verify it in a server.
+
+        Raises:
+            UserError: The disk is full, the server does not start, or its acceptance differs from the acceptance in
+                draftlab.
+        """
+        artifact = self.artifact
+        form = self.form
+        chosen = self.chosen
+        draft = artifact.path
+        serving = target_name(self.target, artifact.target)
+        params = read_size(draft).params() if artifact.head is None else artifact.head.params()
+        output.check_space(2 * params, "the export")
+        file = f"{draft.name}-{form.outtype}.gguf" if form.outtype else ""
+        verified = None
+        output.inputs([draft])
+        with output.directory() as work, tempfile.TemporaryDirectory(dir=work) as temporary:
+            directory = Path(temporary) if form.outtype else work
+            changed = artifact.write(directory, form, chosen.k, serving)
+            lines = list(changed)
+            if form.outtype:
+                lines += artifact.write_gguf(directory, work / file, form.outtype).lines()
+            notes: dict[str, object] = {"changed": changed, "k": chosen.k}
+            if self.verifier is not None:
+                prompts, verified = _verify(artifact, form, directory, work / file, chosen.k, self.verifier)
+                lines.append(verified.line())
+                about = {"data": prompts.source, "selection": prompts.selection, "chat": prompts.chat}
+                notes |= {"verified": verified.line(), "acceptance": verified.facts(), "prompts": about}
+            if artifact.context_limit:
+                lines.append(artifact.context_limit)
+            script = None
+            if form.server is not None and form.to != "gguf":
+                launch = Launch(
+                    target=serving,
+                    k=chosen.k,
+                    reason=chosen.reason,
+                    kind=artifact.kind,
+                    file=file,
+                    layer_ids=artifact.layer_ids,
+                    sliding_window=None if artifact.head is None else artifact.head.sliding_window,
+                    heterogeneous=form.heterogeneous,
+                    sampling=choose_sampling(form.heterogeneous, verified),
+                    own_target=form.layout == "speculators",
+                    limit=artifact.context_limit,
                 )
-            shell = "sh" if script[0].endswith(".sh") else "python"
-            lines.append(f"serve with: {typed(shell, output.out / script[0])}")
-        changes = f" Changed in this export: {', '.join(changed)}." if changed else ""
-        commands, heldout = history(draft)
-        card = Card(
-            name=draft.name,
-            target=target,
-            kind=artifact.kind,
-            summary=artifact.summary(directory, form) + changes,
-            commands=commands,
-            heldout=heldout,
-            scores=scores,
-            script=script,
-            verified=verified.line() if verified else "",
-        )
-        (work / "README.md").write_text(card.text())
-        output.record(work, **notes)
-    return Exported(lines=lines, notes=notes, advice=advice(scores, draft))
+                script = form.server.script(launch)
+                (work / script[0]).write_text(script[1], encoding="utf-8")
+                if artifact.in_parallel and not form.server.parallel:
+                    lines.append(
+                        f"--to {form.to}: {form.server.name} cannot draft several tokens in one pass, so this draft "
+                        "makes one pass for each drafted token"
+                    )
+                shell = "sh" if script[0].endswith(".sh") else "python"
+                lines.append(f"serve with: {typed(shell, output.out / script[0])}")
+            changes = f" Changed in this export: {', '.join(changed)}." if changed else ""
+            commands, heldout = history(draft)
+            card = Card(
+                name=draft.name,
+                target=self.target,
+                kind=artifact.kind,
+                summary=artifact.summary(directory, form) + changes,
+                commands=commands,
+                heldout=heldout,
+                scores=self.scores,
+                script=script,
+                verified=verified.line() if verified else "",
+            )
+            (work / "README.md").write_text(card.text())
+            output.record(work, **notes)
+        return Exported(lines=lines, notes=notes, advice=advice(self.scores, draft))
 
 
 def _verify(
@@ -153,7 +172,8 @@ def _verify(
     Returns:
         A prompt for every turn of the verifier's conversations, and the comparison.
     """
-    server, target = form.server, artifact.target
+    server = form.server
+    target = artifact.target
     assert server is not None  # the settings require it with --verify-with
     ends = checkpoint.eos_token_ids(target)
     model = modes.load(target, torch.float32, verifier.device)
@@ -225,7 +245,8 @@ def target_name(named: str, target: Path) -> str:
 
 def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -> ChosenK:
     """Return K and the reason for it. The user's K comes first, then the newest score's best K, then the default K."""
-    scores, measured = _alone(scores), ""
+    scores = _alone(scores)
+    measured = ""
     if scores:
         measured = scores[0].headline()
         if not measured.startswith("Faster"):

@@ -126,7 +126,8 @@ class ServedDraft:
         yield from self._acceptance(found)
 
     def _chat_template(self) -> Finding:
-        about, tokenizer = "chat template", checkpoint.load_tokenizer(self.target)
+        about = "chat template"
+        tokenizer = checkpoint.load_tokenizer(self.target)
         if not tokenizer.chat_template:
             return ok(about, "the target has no chat template here")
         own = chat_ids([{"role": "user", "content": PROBES[0]}], tokenizer, str(self.target))
@@ -141,7 +142,8 @@ class ServedDraft:
         return error(about, text, fix)
 
     def _context(self) -> Iterator[Finding]:
-        served, own = self.server.max_length, self.artifact.context
+        served = self.server.max_length
+        own = self.artifact.context
         if served is not None and served > own:
             text = f"the server reads {served:,} tokens, but the draft only {own:,}"
             fix = f"limit the server's context to {own:,} tokens, because acceptance falls beyond the draft's context"

@@ -79,7 +79,8 @@ def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -
 def check_decoding(model: Decoder, prompts: Sequence[list[int]]) -> Finding:
     """Decode with the model as both draft and target, and check that every drafted token is accepted."""
     steps = _decode(model, ModelDrafter(model), [ids[:16] for ids in prompts])
-    drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
+    drafted = sum(s.drafted for s in steps)
+    accepted = sum(s.accepted for s in steps)
     text = f"with the draft as its own target, {accepted} of {drafted} drafted tokens are accepted"
     if accepted < drafted:
         return error(

@@ -64,7 +64,8 @@ def running(
             raise UserError(
                 f"{words[0]} cannot be started ({error.strerror}); name the path of the program with --verify-with"
             ) from None
-        name, url = Path(words[0]).name, f"http://{HOST}:{port}"
+        name = Path(words[0]).name
+        url = f"http://{HOST}:{port}"
 
         def wait(seconds: float, what: str = "ended") -> None:
             _check_alive(process, log, f"{name} {what}")
@@ -271,7 +272,8 @@ def ask(
         UserError: The server refused a request, it also answered other clients meanwhile, or its counters contradict
             its answers.
     """
-    answers, completions = ServerAnswers(before=read_metrics(server)), []
+    answers = ServerAnswers(before=read_metrics(server))
+    completions = []
     for seed, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=tokens, temperature=temperature, seed=seed)
         ids, _ = answers.ask(server, prompt, sampling, time.perf_counter)
@@ -313,7 +315,9 @@ def compare(
         method: How the server's draft samples above temperature 0. Default: by the method whose acceptance length is
             nearest to the server's.
     """
-    adapter, texts, measured = server.adapter, answered.texts, answered.measured
+    adapter = server.adapter
+    texts = answered.texts
+    measured = answered.measured
     if texts.temperature == 0:
         texts = before_end(extended(texts, model), adapter, ends)
     chances = chances_of(score(texts), texts, model, vocab)
@@ -403,11 +407,13 @@ def greedy_steps(hits: np.ndarray, k: int, tokens: int) -> tuple[int, int]:
         tokens: Number of tokens of the text to count.
     """
     by_age = hits if hits.ndim == 2 else np.repeat(hits[:, None], k, axis=1)
-    at, steps = 1, 0
+    at = 1
+    steps = 0
     while at < tokens:
         drafted = by_age[at : at + k].diagonal()
         accepted = next((i for i, hit in enumerate(drafted) if not hit), len(drafted))
-        at, steps = at + accepted + 1, steps + 1
+        at = at + accepted + 1
+        steps = steps + 1
     return at - 1, steps
 
 
@@ -428,7 +434,8 @@ def measured_length(server: ServerKind, counters: Counters, lengths: Sequence[in
     """
     if not server.cuts_last_step:
         return counters.acceptance.mean_acceptance_length
-    tokens, accepted = sum(lengths) - len(lengths), sum(counters.num_accepted_tokens_per_pos)
+    tokens = sum(lengths) - len(lengths)
+    accepted = sum(counters.num_accepted_tokens_per_pos)
     if accepted >= tokens:
         raise UserError(
             f"the server's counters contradict its answers: {accepted:g} drafted tokens were accepted, but the answers "

@@ -11,11 +11,14 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from draftlab.errors import UserError, one_line
 from draftlab.model import checkpoint
 from draftlab.model.hf_files import ADAPTER
+from draftlab.model.trimmed_head import output_head
 from draftlab.reading import read_object, reading
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -100,7 +103,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def base_name(folder: Path) -> str:
     """Return the name of the base in an adapter's config: a path, or a hub name with the revision, if it has one."""
     content = read_object(folder / ADAPTER)
-    name, revision = content.get("base_model_name_or_path"), content.get("revision")
+    name = content.get("base_model_name_or_path")
+    revision = content.get("revision")
     return f"{name}@{revision}" if revision and not Path(str(name)).exists() else str(name)
 
 
@@ -114,7 +118,7 @@ def check_fits(folder: Path, base: Path) -> None:
     merge(checkpoint.meta_model(config, torch.float32), folder, base)
 
 
-def merge(model: Any, folder: Path, base: Path) -> Any:
+def merge(model: PreTrainedModel, folder: Path, base: Path) -> PreTrainedModel:
     """Merge an adapter into a model of transformers, and return the model.
 
     Where the merged embedding and LM head differ, the model is untied. If the adapter was saved with another number of
@@ -128,7 +132,8 @@ def merge(model: Any, folder: Path, base: Path) -> Any:
     from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 
     problem = f"the adapter {folder} does not fit its base {base}"
-    settings, tensors = read_settings(folder), _read_tensors(folder)
+    settings = read_settings(folder)
+    tensors = _read_tensors(folder)
     meta = next(model.parameters()).is_meta
     tied = model.config.get_text_config().tie_word_embeddings
     with reading(problem), warnings.catch_warnings():
@@ -156,8 +161,6 @@ def _names_transformers(mapping: object) -> bool:
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of an adapter. Raises UserError: they are missing or damaged."""
-    from safetensors.torch import load_file
-
     file = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if file is None:
         raise UserError(f"{folder} has {ADAPTER}, but no {WEIGHTS[0]}; download or save the adapter again")
@@ -171,7 +174,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _resize(model: Any, tensors: Mapping[str, Tensor], problem: str) -> None:
+def _resize(model: PreTrainedModel, tensors: Mapping[str, Tensor], problem: str) -> None:
     """Resize the vocabulary of a model to that of the embedding or LM head in an adapter, if it has one.
 
     Raises:
@@ -202,7 +205,7 @@ def _resize(model: Any, tensors: Mapping[str, Tensor], problem: str) -> None:
     model.resize_token_embeddings(new.pop(), mean_resizing=False)
 
 
-def _check_tensors(adapted: Any, tensors: Mapping[str, Tensor], problem: str) -> None:
+def _check_tensors(adapted: PreTrainedModel, tensors: Mapping[str, Tensor], problem: str) -> None:
     """Raise UserError unless an adapter's tensors have the names and sizes that a base requires."""
     from peft import get_peft_model_state_dict
 
@@ -218,19 +221,20 @@ def _check_tensors(adapted: Any, tensors: Mapping[str, Tensor], problem: str) ->
             )
 
 
-def _separate(adapted: Any) -> None:
+def _separate(adapted: PreTrainedModel) -> None:
     """Give the LM head weights of its own. PEFT would merge both changes into weights that are tied."""
     shared = {id(parameter) for parameter in adapted.get_input_embeddings().parameters()}
-    for module in adapted.get_output_embeddings().modules():
+    for module in output_head(adapted).modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if name == "weight" and id(parameter) in shared:
                 module.weight = nn.Parameter(parameter.detach().clone())
 
 
-def _tie(model: Any, tied: bool) -> None:
+def _tie(model: PreTrainedModel, tied: bool) -> None:
     """Tie the LM head to the embedding if `tied` is true and their weights are equal. Otherwise untie them."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if tied := tied and torch.equal(head.weight, embedding.weight):
-        head.weight = embedding.weight
+    head = output_head(model)
+    weight = model.get_input_embeddings().get_parameter("weight")
+    if tied := tied and torch.equal(head.get_parameter("weight"), weight):
+        head.weight = weight
     for config in {id(c): c for c in (model.config, model.config.get_text_config())}.values():
         config.tie_word_embeddings = tied

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.integrations.gguf.utils import is_gguf_arch_supported
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.utils import logging
 
 from draftlab.errors import UserError, one_line
 from draftlab.exporting.gguf import ROPE_FACTORS, library
@@ -35,6 +49,8 @@ from draftlab.model.hf_files import check_config
 from draftlab.reading import reading
 
 if TYPE_CHECKING:
+    from gguf import ReaderTensor
+
     from draftlab.importing.gguf_reader import Reader
 
 COMPLETED = ("llama", "qwen2", "qwen3")  # architectures whose settings this module completes
@@ -172,19 +188,15 @@ def read_header(file: Path) -> GGUFHeader:
     )
 
 
-def load_config(header: GGUFHeader) -> Any:
+def load_config(header: GGUFHeader) -> PreTrainedConfig:
     """Return the transformers config of the model in a GGUF file.
 
     Raises:
         UserError: transformers or this module does not support the architecture or a setting.
     """
-    from transformers import AutoConfig
-
-    from draftlab.importing.gguf_reader import given_to_transformers
-
     with (
         reading(f"{header.file} ({header.architecture}) is not supported by transformers"),
-        given_to_transformers(header.reader),
+        header.reader.given_to_transformers(),
     ):
         config: Any = AutoConfig.from_pretrained(
             header.file.parent, gguf_file=header.file.name, trust_remote_code=False
@@ -203,7 +215,7 @@ def load_config(header: GGUFHeader) -> Any:
     return config
 
 
-def tensor_names(header: GGUFHeader, model: Any) -> dict[str, str] | None:
+def tensor_names(header: GGUFHeader, model: PreTrainedModel) -> dict[str, str] | None:
     """Return the name in a model of each tensor of its GGUF file, or None if some are joined or split in the model.
 
     model: A model on the meta device with the config of the file.
@@ -211,17 +223,11 @@ def tensor_names(header: GGUFHeader, model: Any) -> dict[str, str] | None:
     Raises:
         UserError: The model has other weights than the file.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.integrations.gguf.utils import is_gguf_arch_supported
-    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
-
-    from draftlab.importing.gguf_reader import given_to_transformers
-
     if is_gguf_arch_supported(header.architecture) or get_model_conversion_mapping(model, add_legacy=False):
         return None
     with (
         reading(f"{header.file} ({header.architecture}) is not supported by transformers"),
-        given_to_transformers(header.reader),
+        header.reader.given_to_transformers(),
     ):
         known = get_gguf_hf_weights_map(model, _processor(header, model.config))
     names = {name: known[name] for name in header.names if name in known}
@@ -233,7 +239,7 @@ def tensor_names(header: GGUFHeader, model: Any) -> dict[str, str] | None:
 
 
 def tensors(
-    header: GGUFHeader, model: Any, names: Mapping[str, str], dtype: torch.dtype
+    header: GGUFHeader, model: PreTrainedModel, names: Mapping[str, str], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a GGUF file under their names in a model. One tensor is in memory at a time.
 
@@ -242,7 +248,8 @@ def tensors(
     Raises:
         UserError: A tensor cannot be dequantised, has another size than in the model, or is not finite.
     """
-    processor, needed = _processor(header, model.config), model.state_dict()
+    processor = _processor(header, model.config)
+    needed = model.state_dict()
     with reading(f"{header.file} cannot be loaded"):
         for tensor in header.reader.tensors:
             if tensor.name not in names:
@@ -262,7 +269,7 @@ def tensors(
             yield name, weight
 
 
-def _dequantised(header: GGUFHeader, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+def _dequantised(header: GGUFHeader, tensor: "ReaderTensor", dtype: torch.dtype) -> torch.Tensor:
     """Read and dequantise a tensor in pieces. The file is not mapped, so that none of its pages stay in memory."""
     gguf = library()
     weights, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]  # of a block, and in bytes
@@ -276,14 +283,12 @@ def _dequantised(header: GGUFHeader, tensor: Any, dtype: torch.dtype) -> torch.T
     return weight
 
 
-def _processor(header: GGUFHeader, config: Any) -> Any:
+def _processor(header: GGUFHeader, config: PreTrainedConfig) -> TensorProcessor:
     """Return transformers' object that undoes llama.cpp's changes to the tensors of an architecture."""
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
-
     return TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
 
 
-def _check_weights(header: GGUFHeader, weights: int, missing: Any) -> None:
+def _check_weights(header: GGUFHeader, weights: int, missing: AbstractSet[str]) -> None:
     """Raise UserError if a model has weights that its GGUF file lacks, or another number of weights."""
     if missing or weights != header.weights:
         raise UserError(
@@ -298,11 +303,6 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
     Raises:
         UserError: The reader of transformers fails or omits weights.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    from draftlab.importing.gguf_reader import given_to_transformers
-
     logging.disable_progress_bar()
     config = load_config(header)
     # where the reader of transformers writes its progress bar
@@ -310,7 +310,7 @@ def load(header: GGUFHeader, dtype: torch.dtype) -> Any:
     with (
         reading(f"{header.file} cannot be loaded"),
         contextlib.redirect_stderr(stream),
-        given_to_transformers(header.reader),
+        header.reader.given_to_transformers(),
     ):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             header.file.parent,
@@ -350,13 +350,9 @@ def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
     Raises:
         UserError: The kind of vocabulary or pre-tokenizer is unknown, or transformers forgets the bos token.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    from draftlab.importing.gguf_reader import given_to_transformers
-
     with (
         reading(f"the tokenizer of {header.file} cannot be read"),
-        given_to_transformers(header.reader),
+        header.reader.given_to_transformers(),
     ):
         original: Any = AutoTokenizer.from_pretrained(
             header.file.parent, gguf_file=header.file.name, trust_remote_code=False
@@ -380,7 +376,7 @@ def load_tokenizer(header: GGUFHeader, context: int | None) -> Any:
     return tokenizer
 
 
-def check_starts(tokenizer: Any, header: GGUFHeader) -> None:
+def check_starts(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) -> None:
     """Check that a tokenizer puts the bos token before a text if its GGUF file says so.
 
     Raises:
@@ -394,12 +390,12 @@ def check_starts(tokenizer: Any, header: GGUFHeader) -> None:
         )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return a float with the shortest decimal of the same float32: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _completed(config: Any, header: GGUFHeader) -> Any:
+def _completed(config: PreTrainedConfig, header: GGUFHeader) -> PreTrainedConfig:
     """Return transformers' config, completed by the settings of the file that transformers ignores."""
     biases = {name.split(".")[2] for name in header.names if name.endswith(".bias") and name.startswith("blk.0.")}
     if header.architecture == "llama" and "attn_q" in biases and "attn_output" not in biases:
@@ -408,7 +404,8 @@ def _completed(config: Any, header: GGUFHeader) -> Any:
     elif header.architecture == "llama":
         # transformers fails to load the mistral config that its reader makes for some files
         config = _as(config, "llama")
-        config.attention_bias, config.mlp_bias = "attn_q" in biases, "ffn_down" in biases
+        config.attention_bias = "attn_q" in biases
+        config.mlp_bias = "ffn_down" in biases
     head_dim = header.setting("attention.key_length") or header.setting("rope.dimension_count")
     config.head_dim = head_dim or config.hidden_size // config.num_attention_heads
     if header.setting("rope.dimension_count") not in (None, config.head_dim):
@@ -422,16 +419,14 @@ def _completed(config: Any, header: GGUFHeader) -> Any:
     return config
 
 
-def _as(config: Any, kind: str) -> Any:
-    from transformers import AutoConfig
-
+def _as(config: PreTrainedConfig, kind: str) -> PreTrainedConfig:
     fields = config.to_dict()
     for name in ("model_type", "architectures"):
         fields.pop(name, None)
     return AutoConfig.for_model(kind, **fields)
 
 
-def _rope(header: GGUFHeader, config: Any) -> dict[str, Any]:
+def _rope(header: GGUFHeader, config: PreTrainedConfig) -> dict[str, Any]:
     theta = header.setting("rope.freq_base")
     theta = 10000.0 if theta is None else float(theta)
     if header.rope_factors is not None:
@@ -458,7 +453,9 @@ def _llama3_scaling(header: GGUFHeader, factors: np.ndarray, theta: float) -> di
     rope_factors are 1 for high frequencies, and the scaling factor for low frequencies. Several settings give the same
     factors. As in all known checkpoints, low_freq_factor is set to 1 and high_freq_factor to 4.
     """
-    most, low, high = float(factors.max()), 1.0, 4.0
+    most = float(factors.max())
+    low = 1.0
+    high = 4.0
     wavelengths = 2 * np.pi * theta ** (np.arange(len(factors)) / len(factors))
     between = (factors > 1.0001) & (factors < 0.9999 * most)
     original = int(header.setting("context_length") or 0)

@@ -14,6 +14,8 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGUFReader, GGUFValueType
+from transformers.integrations import gguf as functions
+from transformers.integrations.gguf import reader as module
 
 MOST_ITEMS = 2_000_000  # of an array; the largest vocabularies have 300,000 tokens and 500,000 merges
 TOKENS = "tokenizer.ggml.tokens"
@@ -32,8 +34,10 @@ class Reader(GGUFReader):
         """Return the size of a value in bytes, its parts, the indices of the items among the parts, and the types."""
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
-        item, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-        start, size = orig_offs + item.nbytes + count.nbytes, int(count[0])
+        item = self._get(orig_offs, np.uint32)
+        count = self._get(orig_offs + 4, np.uint64)
+        start = orig_offs + item.nbytes + count.nbytes
+        size = int(count[0])
         kind = GGUFValueType(item[0])
         if size > MOST_ITEMS:
             raise ValueError(f"an array has {size:,} items")
@@ -45,7 +49,8 @@ class Reader(GGUFReader):
             values = np.asarray(self._get(start, self.gguf_scalar_to_np[kind], size))
             if len(values) != size:
                 raise ValueError("the file ends within an array")
-            items, end = list(values.reshape(-1, 1)), start + values.nbytes
+            items = list(values.reshape(-1, 1))
+            end = start + values.nbytes
         types = [GGUFValueType.ARRAY, kind] if items else [GGUFValueType.ARRAY]
         return end - orig_offs, [item, count, *items], list(range(2, 2 + size)), types
 
@@ -54,7 +59,9 @@ class Reader(GGUFReader):
         if self.byte_order == "S":
             raise ValueError("the file is big-endian; use a little-endian file")
         # slicing a memmap takes twenty times as long as slicing its array
-        data, items, length_of = np.asarray(self.data), [], struct.Struct("<Q").unpack_from
+        data = np.asarray(self.data)
+        items = []
+        length_of = struct.Struct("<Q").unpack_from
         buffer = data.data
         for _ in range(count):
             (length,) = length_of(buffer, offset)
@@ -90,32 +97,29 @@ class Reader(GGUFReader):
         fields[TOKENS] = tokens._replace(parts=[(0,)], data=[0] * len(tokens.data), types=[GGUFValueType.UINT32])
         return SimpleNamespace(fields=fields, tensors=self.tensors)
 
+    @contextlib.contextmanager
+    def given_to_transformers(self) -> Iterator[None]:
+        """Within the block, give transformers this reader in place of each that it would open.
 
-@contextlib.contextmanager
-def given_to_transformers(reader: Reader) -> Iterator[None]:
-    """Within the block, give transformers this reader in place of each that it would open.
+        Its functions take a path and open the file themselves, and have no parameter for a reader. Their table of
+        names, which they make once per module of a model, is made once, too.
+        """
 
-    Its functions take a path and open the file themselves, and have no parameter for a reader. Their table of names,
-    which they make once per module of a model, is made once, too.
-    """
-    from transformers.integrations import gguf as functions
-    from transformers.integrations.gguf import reader as module
+        def metadata(_path: str, string_arrays: Container[str] = ()) -> Any:
+            return self.metadata(string_arrays)
 
-    def metadata(_path: str, string_arrays: Container[str] = ()) -> Any:
-        return reader.metadata(string_arrays)
-
-    opened = reader.without_vocabulary()
-    replaced: list[tuple[Any, str, Any]] = [
-        (gguf, "GGUFReader", lambda _path: opened),
-        (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
-        (functions, "read_gguf_metadata", metadata),
-        (module, "read_gguf_metadata", metadata),
-    ]
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    try:
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in originals:
-            setattr(owner, name, value)
+        opened = self.without_vocabulary()
+        replaced: list[tuple[Any, str, Any]] = [
+            (gguf, "GGUFReader", lambda _path: opened),
+            (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+            (functions, "read_gguf_metadata", metadata),
+            (module, "read_gguf_metadata", metadata),
+        ]
+        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+        try:
+            for owner, name, value in replaced:
+                setattr(owner, name, value)
+            yield
+        finally:
+            for owner, name, value in originals:
+                setattr(owner, name, value)

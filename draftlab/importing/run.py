@@ -4,11 +4,10 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from draftlab.console import note, progress
 from draftlab.errors import UserError
@@ -27,7 +26,7 @@ from draftlab.model.hf_files import (
     read_head_ids,
     write_head_ids,
 )
-from draftlab.model.tokenizer import check_embeds
+from draftlab.model.trimmed_head import output_head
 from draftlab.output import Output
 from draftlab.reading import read_object, reading
 from draftlab.runs import provenance
@@ -103,6 +102,26 @@ class ImportSource:
             "dtype": devices.dtype_name(self.dtype),
         }
 
+    def run(self, output: Output) -> "ImportSource":
+        """Convert the checkpoint to a Hugging Face directory, and check that it can be loaded. Return the source.
+
+        Raises:
+            UserError: load raises it, or other commands could not use the directory.
+        """
+        path = self.layout.path
+        output.inputs([path, *([self.base] if self.base else [])])
+        with output.directory() as work:
+            note(f"converting {path} to {devices.dtype_name(self.dtype)} weights")
+            if self.layout.kind == "multimodal":
+                text_part.write(path, work, self.dtype)
+            else:
+                _convert_model(self, work)
+            written = checkpoint.Checkpoint(work)
+            written.check()
+            written.check_embeds()
+            output.record(work)
+        return self
+
 
 def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSource:
     """Return the import source at a path or in a hub repository. Files of a repository are downloaded.
@@ -143,24 +162,6 @@ def inspect(name: str, dtype: torch.dtype | None, base: str | None) -> ImportSou
     return ImportSource(layout=layout, dtype=dtype or stored, base=directory)
 
 
-def convert(source: ImportSource, output: Output) -> None:
-    """Convert an import source to a Hugging Face directory, and check that it can be loaded.
-
-    Raises:
-        UserError: load raises it, or other commands could not use the directory.
-    """
-    output.inputs([source.layout.path, *([source.base] if source.base else [])])
-    with output.directory() as work:
-        note(f"converting {source.layout.path} to {devices.dtype_name(source.dtype)} weights")
-        if source.layout.kind == "multimodal":
-            text_part.write(source.layout.path, work, source.dtype)
-        else:
-            _convert_model(source, work)
-        checkpoint.check(work)
-        check_embeds(work)
-        output.record(work)
-
-
 def _convert_model(source: ImportSource, work: Path) -> None:
     """Write the weights, config.json and tokenizer of an import source that transformers loads."""
     if source.header is not None:
@@ -183,8 +184,9 @@ def _convert_gguf(source: ImportSource, header: gguf.GGUFHeader, work: Path) -> 
     Models whose tensors transformers joins or splits, such as mixtures of experts, are in memory as a whole.
     """
     config = gguf.load_config(header)
-    model: Any = checkpoint.meta_model(config.to_dict(), source.dtype)
-    names, size = gguf.tensor_names(header, model), source.dtype.itemsize
+    model = checkpoint.meta_model(config.to_dict(), source.dtype)
+    names = gguf.tensor_names(header, model)
+    size = source.dtype.itemsize
     memory = size * header.weights if names is None else 2 * size * header.largest + SHARD_BYTES
     check_fits({"weights": memory}, torch.device("cpu"), "a machine with more memory")
     # before the weights, because a tokenizer can be of an unknown kind
@@ -215,13 +217,13 @@ def _shown(tensors: Iterator[tuple[str, Tensor]], size: int) -> Iterator[tuple[s
             advance(done // 10**6, name)
 
 
-def _save_model(model: Any, work: Path) -> None:
+def _save_model(model: PreTrainedModel, work: Path) -> None:
     # the file's own generation config may fail the validation of transformers
     model.generation_config = GenerationConfig.from_model_config(model.config)
     model.save_pretrained(work, max_shard_size=SHARD)
 
 
-def load(source: ImportSource) -> Any:
+def load(source: ImportSource) -> PreTrainedModel:
     """Load an import source as a transformers model, with an adapter merged into its base.
 
     Raises:
@@ -255,9 +257,9 @@ def _check_complete(directory: Path) -> None:
         )
 
 
-def _loaded_config(config: dict[str, object], model: Any) -> dict[str, object]:
+def _loaded_config(config: dict[str, object], model: PreTrainedModel) -> dict[str, object]:
     """Return a config.json with the vocabulary and the tie of a model, which adapters and stored heads can change."""
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    tied = output_head(model).weight is model.get_input_embeddings().weight
     vocab = model.config.get_text_config().vocab_size
     part = config.get("text_config")
     if isinstance(part, dict):

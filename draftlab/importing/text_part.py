@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, saving
@@ -32,8 +33,6 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises:
         UserError: transformers cannot read config.json, or the text part is no causal language model of transformers.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
-
     whole = checkpoint.read_config(directory)
     with reading(f"{directory}/config.json cannot be used"):
         read: Any = checkpoint.auto_config(directory)
@@ -70,7 +69,8 @@ def check(directory: Path) -> None:
             size.
     """
     checkpoint.check_unquantised(directory, checkpoint.read_config(directory))
-    weights, config = checkpoint.Weights(directory), read_config(directory)
+    weights = checkpoint.Weights(directory)
+    config = read_config(directory)
     model = checkpoint.meta_model(config, torch.float32)
     needed = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stored = {new: weights.shape(old) for new, old in _names(weights).items()}

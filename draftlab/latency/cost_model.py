@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import yaml
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from scipy.optimize import root_scalar
 
 from draftlab.errors import UserError
 from draftlab.model import Mode
@@ -245,8 +246,6 @@ def alpha_for(length: float, k: int) -> float:
     """
     if not 1 <= length <= k + 1:
         raise UserError(f"acceptance length {length:g} is impossible at K = {k}; it must be between 1 and {k + 1}")
-    from scipy.optimize import root_scalar
-
     return float(root_scalar(lambda alpha: expected_tokens(alpha, k) - length, bracket=(0.0, 1.0), xtol=1e-15).root)
 
 

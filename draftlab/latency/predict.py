@@ -3,9 +3,11 @@
 The time of a text is the expected number of its steps times the cost of a step.
 """
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,9 @@ from draftlab.latency.steps import (
     total_ms,
 )
 from draftlab.latency.workload import Workload
+from draftlab.runs.atomic import writing
+
+TITLE_WIDTH = 44  # characters of a line above a plot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +185,8 @@ def _drafted_by(draft: CostModel, work: Workload) -> Workload:
             f"{draft.profile.name} drafts only in steps without a draft of prompt lookup, which predict cannot time; "
             "measure the drafter with draftlab score"
         )
-    profiled, replayed = draft.profile.drafter, work.kind
+    profiled = draft.profile.drafter
+    replayed = work.kind
     if work.model is None:  # assumed acceptance fits any draft
         return replace(work, kind=profiled)
     # a parallel draft is profiled as a draft model
@@ -252,7 +258,8 @@ def required_length(prediction: Prediction, speedup: float) -> tuple[int, float]
 
 def verdict(prediction: Prediction) -> str:
     """Return text with the predicted speed-up, the largest cost, and what to change first."""
-    row, gain = prediction.best, prediction.best.speedup
+    row = prediction.best
+    gain = prediction.best.speedup
     opening = "No clear difference" if gain.decides else "Speed-up"
     if gain.above(1):
         opening = "Faster"
@@ -295,7 +302,8 @@ def _row(
     speedup: Interval,
     batch: int,
 ) -> KPrediction:
-    prompts, plain = work.prompt_tokens, float(plain_ms(costs, work).sum())
+    prompts = work.prompt_tokens
+    plain = float(plain_ms(costs, work).sum())
     at = work.middle - costs.first
     unit = costs.verify[0, at] + costs.host[0]
     time = expected_time(costs, prompts, steps_)
@@ -344,7 +352,8 @@ def _halved(costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: flo
 
 def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, widest: int) -> list[str]:
     """Return notes on what limits the prediction's accuracy. widest: Number of tokens in the draft's widest pass."""
-    first, last = int(work.prompt_tokens.min()), int(work.prompt_tokens.max())
+    first = int(work.prompt_tokens.min())
+    last = int(work.prompt_tokens.max())
     contexts = first, work.longest + k - 1
     notes = draft.beyond("prompt", first + 1, last + 1)
     for cost, width in ((draft, widest), (target, k + 1)):
@@ -352,9 +361,63 @@ def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: i
     kinds = {cost.profile.kind for cost in (draft, target)}
     notes += [text for kind, text in ASSUMPTIONS.items() if kind in kinds]
     for name in ("device", "dtype", "mode"):
-        a, b = getattr(draft.profile, name), getattr(target.profile, name)
+        a = getattr(draft.profile, name)
+        b = getattr(target.profile, name)
         if a != b:
             notes.append(f"the profiles of draft and target differ in {name}: {a} and {b}")
     if batch > 1:
         notes.append("host time is assumed to be that of batch size 1")
     return notes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicting:
+    """The prediction for several drafts and a target.
+
+    Attributes:
+        drafts: The cost of each draft, and the acceptance of its texts.
+        prompts: Prompt lengths in tokens. None: each prompt has its own length.
+        notes: Sentences to add to each prediction.
+        plot: Picture to write, or None.
+    """
+
+    target: CostModel
+    drafts: Sequence[tuple[CostModel, Workload]]
+    ks: Sequence[int]
+    batches: Sequence[int]
+    prompts: Sequence[int | None]
+    notes: Sequence[str]
+    plot: Path | None
+
+    def run(self) -> list[DraftPrediction]:
+        """Return a prediction for each draft, and draw the picture. Raises UserError: it cannot be written."""
+        predicted = [
+            predict_draft(draft, self.target, work, self.ks, batches=self.batches, prompts=self.prompts)
+            for draft, work in self.drafts
+        ]
+        for each in predicted:
+            each.prediction.notes.extend(self.notes)
+        if self.plot is not None:
+            _draw(self.plot, [each.prediction for each in predicted])
+        return predicted
+
+
+def _draw(plot: Path, predictions: list[Prediction]) -> None:
+    """Draw the speed-up of every draft by K. The file's directory is made.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    from draftlab.results.plots import Panel, save_panels, short  # matplotlib is optional
+
+    first = predictions[0]
+    ordered = sorted(predictions, key=lambda p: p.best.speedup.value, reverse=True)
+    panel = Panel(
+        title=textwrap.fill(f"{first.target}, batch {first.batch}", TITLE_WIDTH),
+        x="K, drafted tokens per step",
+        y="predicted speed-up",
+        series={short(p.name): [(row.k, row.speedup.value) for row in p.rows] for p in ordered},
+        level=(1, "no draft"),
+    )
+    with writing(plot):
+        save_panels(plot, [panel])

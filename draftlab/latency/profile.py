@@ -15,6 +15,7 @@ from draftlab.errors import UserError
 from draftlab.latency.cost_model import Profile, active_params, write_profile
 from draftlab.latency.machine_state import device_name, read_environment, steady_clock, warn_if_busy
 from draftlab.latency.profiler import Grid, LatencyCurves, measure, random_model
+from draftlab.latency.scaling_law import ScalingLaw, fit_law
 from draftlab.model import Mode, devices, hub, llama, parallel
 from draftlab.model.decoder import Decoder
 from draftlab.model.hf_decoder import HFDecoder
@@ -23,6 +24,7 @@ from draftlab.model.modes import check_mode, load, resolve, set_threads, with_mo
 from draftlab.model.shape import Shape
 from draftlab.model.size import ApproximateSize, read_size
 from draftlab.output import Output
+from draftlab.quantities import format_bytes
 from draftlab.runs import provenance
 
 
@@ -75,7 +77,8 @@ def _subject(name: str, place: Path | Shape, whole: Mapping[str, Path]) -> Subje
         return Subject(name=name, place=place, size=place)
     if name in whole:
         return Subject(name=name, place=place, size=read_size(place))
-    reason, kind = "its target is not named", str(hub.known_head(place))
+    reason = "its target is not named"
+    kind = str(hub.known_head(place))
     head = DRAFTERS.get(kind, name)
     for target, path in whole.items():
         try:
@@ -169,37 +172,69 @@ def needed_bytes(models: Sequence[Subject], grid: Grid, running: Running) -> dic
     return needs | {"caches": sum(tokens * model.size.kv_bytes_per_token(width) for model in counted)}
 
 
-def profile_models(models: Sequence[Subject], grid: Grid, running: Running, output: Output) -> list[Profile]:
-    """Measure all models in one process, and write NAME.yaml for each model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """A latency profile for each model. law: The law fitted to the profiles, or None."""
 
-    Raises:
-        UserError: A model has a shorter context than the grid needs, or there is too little memory.
+    profiles: list[Profile]
+    law: ScalingLaw | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiling:
+    """The timing of models.
+
+    Attributes:
+        name: Default name of the output directory.
+        fits_law: Whether to fit a latency law to the profiles.
     """
-    set_threads(running.mode, running.threads)
-    remedy = devices.less_memory(running.dtype, "--device-map auto, or fewer or smaller values of --batch")
-    devices.check_fits(needed_bytes(models, grid, running), running.device, remedy)
-    output.inputs([model.path for model in models if model.path is not None])
-    decoders = _load(models, grid, running)
-    warn_if_busy(read_environment())
-    clock = steady_clock(running.device)
-    with progress("timing passes, round", grid.repeats) as advance:
-        curves = measure(
-            {name: _in_mode(model, running.mode) for name, model in decoders.items()},
-            grid,
-            clock=clock,
-            advance=lambda rounds: advance(rounds, ""),
-        )
-    dtypes = sorted({running.dtype, torch.float32, torch.bfloat16}, key=str)
-    tflops = {devices.dtype_name(dtype): matmul_tflops(dtype, running.device) for dtype in dtypes}
-    profiles = [
-        _profile(model, decoders[model.name], curves[model.name], running, tflops, output.command_line)
-        for model in models
-    ]
-    with output.directory() as work:
-        for profile in profiles:
-            write_profile(profile, work / f"{profile.name}.yaml")
-        output.record(work)
-    return profiles
+
+    name: str
+    models: Sequence[Subject]
+    grid: Grid
+    running: Running
+    fits_law: bool
+
+    def facts(self) -> Mapping[str, object]:
+        """Return the facts that a dry run shows."""
+        grid = self.grid
+        points = len(grid.widths) * len(grid.batches) * len(grid.contexts)
+        memory = sum(needed_bytes(self.models, grid, self.running).values())
+        sizes: dict[str, object] = {model.name: model.size.describe() for model in self.models}
+        return sizes | {"passes": points * grid.repeats * len(self.models), "memory": format_bytes(memory)}
+
+    def run(self, output: Output) -> Profiled:
+        """Measure all models in one process, and write NAME.yaml for each model.
+
+        Raises:
+            UserError: A model has a shorter context than the grid needs, or there is too little memory.
+        """
+        running = self.running
+        set_threads(running.mode, running.threads)
+        remedy = devices.less_memory(running.dtype, "--device-map auto, or fewer or smaller values of --batch")
+        devices.check_fits(needed_bytes(self.models, self.grid, running), running.device, remedy)
+        output.inputs([model.path for model in self.models if model.path is not None])
+        decoders = _load(self.models, self.grid, running)
+        warn_if_busy(read_environment())
+        clock = steady_clock(running.device)
+        with progress("timing passes, round", self.grid.repeats) as advance:
+            curves = measure(
+                {name: _in_mode(model, running.mode) for name, model in decoders.items()},
+                self.grid,
+                clock=clock,
+                advance=lambda rounds: advance(rounds, ""),
+            )
+        dtypes = sorted({running.dtype, torch.float32, torch.bfloat16}, key=str)
+        tflops = {devices.dtype_name(dtype): matmul_tflops(dtype, running.device) for dtype in dtypes}
+        profiles = [
+            _profile(model, decoders[model.name], curves[model.name], running, tflops, output.command_line)
+            for model in self.models
+        ]
+        with output.directory() as work:
+            for profile in profiles:
+                write_profile(profile, work / f"{profile.name}.yaml")
+            output.record(work)
+        return Profiled(profiles=profiles, law=fit_law(profiles) if self.fits_law else None)
 
 
 def _in_mode(model: Decoder, mode: Mode) -> Decoder:
@@ -233,7 +268,8 @@ def _profile(
     tflops: dict[str, float],
     command: str,
 ) -> Profile:
-    device, dtype = running.device, running.dtype
+    device = running.device
+    dtype = running.dtype
     shape = model.shape if isinstance(model, Llama) else None
     weights = int(active_params(shape)) if shape else model.weight_bytes // dtype.itemsize
     return Profile(

@@ -28,7 +28,10 @@ class RandomWeights(Mapping[str, Tensor]):
     """Random weights of a shape, by name. Each access draws a new tensor, so that no tensor stays in memory here."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.axes, self.dtype, self.device = shape, shape.axes(), dtype, device
+        self.shape = shape
+        self.axes = shape.axes()
+        self.dtype = dtype
+        self.device = device
 
     def __getitem__(self, name: str) -> Tensor:
         size = self.shape.dims(self.axes[name])
@@ -184,7 +187,8 @@ def host_times(model: Decoder, width: int, grid: Grid, clock: Clock) -> list[flo
 
     Each step verifies `width` tokens of one text.
     """
-    k, longest = width - 1, (grid.repeats + 2) * width  # enough if all drafted tokens are accepted
+    k = width - 1
+    longest = (grid.repeats + 2) * width  # enough if all drafted tokens are accepted
     sampling = SamplingParams(max_tokens=min(longest, model.context - width))
     steps = speculative_decode(model, RepeatLastToken(), [[1]], k, sampling, clock)
     return [1e3 * step.host_seconds for step in itertools.islice(steps, 1, grid.repeats + 1) if step.drafted == k]

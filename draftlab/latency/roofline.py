@@ -86,7 +86,8 @@ class MLPs(FileModel):
 
     @model_validator(mode="after")
     def _counts_fit(self) -> "MLPs":
-        tokens, used = [point[0] for point in self.curve], [point[1] for point in self.curve]
+        tokens = [point[0] for point in self.curve]
+        used = [point[1] for point in self.curve]
         grows = tokens == sorted(set(tokens)) and used == sorted(used)
         if max([self.active, *used]) > self.experts or not grows:
             raise ValueError(
@@ -284,11 +285,11 @@ def _device_ms(sizes: ModelSizes, device: Device, dtype: str, width: int, batch:
 
     more: Number of weights that the pass reads in addition to the weights of the shape.
     """
-    shape, tokens, count = sizes.shape, width * batch, device.count
-    bytes_per_ms, flops_per_ms = (
-        device.bandwidth_gbs * 1e6 * count,
-        device.tflops[dtype] * 1e9 * count,
-    )
+    shape = sizes.shape
+    tokens = width * batch
+    count = device.count
+    bytes_per_ms = device.bandwidth_gbs * 1e6 * count
+    flops_per_ms = device.tflops[dtype] * 1e9 * count
     weights = _read_bytes(sizes, dtype, sizes.mlps.expected_active(tokens)) + more * BYTES[dtype]
     products = 2 * tokens * (sizes.params(sizes.mlps.active) + more)
     cached = batch * (context + width) * shape.kv_bytes_per_token(max(2, BYTES[dtype]))

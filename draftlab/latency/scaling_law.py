@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from draftlab.errors import UserError, about
 from draftlab.latency.cost_model import BYTES, Profile, active_params, exact, read_profile
@@ -195,8 +196,6 @@ def fit(shapes: Sequence[Shape], times: np.ndarray, bytes_per_weight: int) -> Fi
     Raises:
         UserError: a time is 0, or too large for its logarithm.
     """
-    from scipy.optimize import least_squares
-
     features = _features(shapes, bytes_per_weight)
     start = np.log(np.median(times) / TERMS / np.median(features, axis=0))
     curves: list[FittedCurve] = []
@@ -273,3 +272,29 @@ def design(source: Shape, layers: Sequence[int], budget: Budget, law: ScalingLaw
     """Return one shape per number of layers, which meets the budget. Raises UserError: no shape meets the budget."""
     shapes = {shape_name(shape): shape for shape in family(source, layers, budget)}
     return Design(shapes, {name: law.ms(shape) for name, shape in shapes.items()} if law else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Designing:
+    """The search for shapes with one budget.
+
+    Attributes:
+        layers: Numbers of layers, each of which gets a shape.
+        out: Folder to write a file for each shape to. None: no file is written.
+        comment: First line of these files.
+    """
+
+    source: Shape
+    layers: Sequence[int]
+    budget: Budget
+    law: ScalingLaw | None
+    out: Path | None
+    comment: str
+    overwrite: bool
+
+    def run(self) -> Design:
+        """Return the shapes, and write them. Raises UserError: no shape meets the budget, or a file exists."""
+        found = design(self.source, self.layers, self.budget, self.law)
+        if self.out is not None:
+            found.write(self.out, self.comment, overwrite=self.overwrite)
+        return found

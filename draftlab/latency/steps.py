@@ -64,7 +64,8 @@ class StepCosts:
 
     def without_turns(self, at: int) -> "StepCosts":
         """Return simpler costs: all steps have the context of column `at`, and no pass is slowed by another model."""
-        passes, steady = self.passes, self.passes.steady[at : at + 1]
+        passes = self.passes
+        steady = self.passes.steady[at : at + 1]
         contexts = passes.contexts[at : at + 1]
         flat = replace(passes, contexts=contexts, steady=steady, warmup=passes.warmup[:0], by_width={1: steady})
         return replace(self, passes=flat, tables={})
@@ -75,7 +76,8 @@ class StepCosts:
         The axes are the number of tokens that the step before accepted, the number of tokens to draft, and the context.
         """
         if k not in self.tables:
-            passes, counts = replace(self.passes, k=k), range(k + 1)
+            passes = replace(self.passes, k=k)
+            counts = range(k + 1)
             rows = [[self.step_cost(passes, drafted, accepted) for drafted in counts] for accepted in counts]
             self.tables[k] = np.array(rows)
         return self.share * self.tables[k]
@@ -139,7 +141,8 @@ def _after(starts: np.ndarray, chances: np.ndarray, drafted: np.ndarray, k: int)
     For the first step, the prefill counts as a previous step with 0 accepted tokens.
     """
     n = starts.shape[1]
-    after, alive = np.zeros((*starts.shape, k + 1)), starts
+    after = np.zeros((*starts.shape, k + 1))
+    alive = starts
     after[:, 0, 0] = starts[:, 0]
     # alive: steps that have accepted at least a tokens, by the token at which they started
     for a in range(min(k + 1, n - 1)):
@@ -154,7 +157,8 @@ def _after(starts: np.ndarray, chances: np.ndarray, drafted: np.ndarray, k: int)
 
 def expected_time(costs: StepCosts, prompt_tokens: np.ndarray, steps: Steps) -> TimeSplit:
     """Return the expected time to decode every text, from its steps and their costs."""
-    drafted, accepted = steps.drafted, np.arange(steps.after.shape[2])
+    drafted = steps.drafted
+    accepted = np.arange(steps.after.shape[2])
     last = costs.verify.shape[1] - len(costs.host)
     at = np.minimum(prompt_tokens[:, None] - costs.first + np.arange(drafted.shape[1]), last)
     drafting = costs.drafting(len(accepted) - 1)[accepted, drafted[:, :, None], at[:, :, None]]
@@ -173,7 +177,8 @@ def total_ms(
     Raises:
         UserError: A context, width or batch is outside a profile.
     """
-    costs, ms = step_costs(draft, target, work, max(by_k), batch), dict[int, float]()
+    costs = step_costs(draft, target, work, max(by_k), batch)
+    ms = dict[int, float]()
     for k, each in by_k.items():
         ms[k] = float(expected_time(costs, work.prompt_tokens, each).total.sum())
     return float(plain_ms(costs, work).sum()), ms

@@ -109,7 +109,8 @@ def workload_of_score(score: Score) -> Workload:
             row = _outcomes(generation)
             known = outcomes.setdefault(generation.prompt, row)
             known[np.isnan(known)] = row[np.isnan(known)]
-    order, conditions = sorted(outcomes), score.conditions
+    order = sorted(outcomes)
+    conditions = score.conditions
     chances = [np.nan_to_num(outcomes[i], nan=unknown) for i in order]
     lengths = [score.prompts[i].tokens if score.prompts else conditions.prompt_tokens or 0 for i in order]
     return Workload(

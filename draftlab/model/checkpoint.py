@@ -13,12 +13,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
+from accelerate import init_empty_weights
 from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    cache_utils,
+)
+from transformers.models.auto.auto_factory import _get_model_class
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils import logging
 
 from draftlab.console import note
 from draftlab.errors import OtherArchitecture, Quantised, UserError, one_line
@@ -28,8 +43,10 @@ from draftlab.model.hf_files import (
     BUFFERS,
     CONFIG,
     GENERATION,
+    HEAD_IDS,
     MODEL_TYPES,
     Header,
+    check_head_size,
     check_unquantised,
     is_quantised,
     max_model_len,
@@ -43,13 +60,10 @@ from draftlab.model.hf_files import (
     vocab_size,
 )
 from draftlab.model.shape import Axis, Shape, block_options
-from draftlab.model.tokenizer import load_tokenizer, special_ids
+from draftlab.model.tokenizer import different_tokenizers, first_difference, load_tokenizer, special_ids
 from draftlab.model.trimmed_head import trim_model
 from draftlab.reading import read_object, reading
 from draftlab.trust import trusts_remote_code
-
-if TYPE_CHECKING:  # transformers takes seconds to import, and few functions here need it
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CPU = torch.device("cpu")
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -69,7 +83,7 @@ ROPE_FIELDS = ("rope_parameters", "rope_scaling")  # names in transformers 5 and
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in a directory. Its config, shape and tokenizer are read on first access."""
+    """A checkpoint in a directory. Each of its parts is read once, on first access."""
 
     directory: Path
 
@@ -90,11 +104,47 @@ class Checkpoint:
 
     @functools.cached_property
     def shape(self) -> Shape:
-        return read_shape(self.directory)
+        """Return the shape, from the config and the names and sizes of its tensors.
+
+        Biases and q/k norms are detected by the names and sizes of tensors. Values are not read, with one exception:
+        if config.json ties the LM head to the embedding but both are stored, both are read and must be equal. Before
+        the weights are downloaded, the shape comes from config.json alone.
+
+        Raises:
+            UserError: the checkpoint is quantised or not LLaMA-like, or its config and tensors disagree.
+        """
+        directory = self.directory
+        config = self.config
+        check_unquantised(directory, config)
+        if not any(directory.glob("*.safetensors")) and not other_layout(directory):
+            parameters = meta_model(config, torch.float32).named_parameters()
+            return _fitting_shape(directory, config, {name: tuple(p.shape) for name, p in parameters})
+        headers = read_headers(directory)
+        shape = _fitting_shape(directory, config, {name: header.shape for name, header in headers.items()})
+        _check_floats(directory, headers)
+        if shape.tied and "lm_head.weight" in headers:
+            weights = Weights(directory)
+            # transformers would untie a head that differs
+            if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
+                raise contradiction(
+                    directory,
+                    "tie_word_embeddings",
+                    True,
+                    False,
+                    "lm_head.weight is no copy of the embedding",
+                )
+        ids = read_head_ids(directory, shape.vocab)
+        return shape if ids is None else shape.model_copy(update={"draft_vocab": len(ids)})
 
     @functools.cached_property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.directory)
+
+    @functools.cached_property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Return the id of each token. Raises UserError: see check_embeds."""
+        self.check_embeds()
+        return self.tokenizer.get_vocab()
 
     @property
     def chat_template(self) -> str | None:
@@ -103,7 +153,19 @@ class Checkpoint:
 
     @functools.cached_property
     def eos_ids(self) -> tuple[int, ...]:
-        return eos_token_ids(self.directory)
+        """Return all eos ids of the tokenizer, config.json and generation_config.json; chat models have several.
+
+        Raises:
+            UserError: an eos_token_id is no integer.
+        """
+        ids = [special_ids(self.tokenizer)["eos"]]
+        for file in (self.directory / CONFIG, self.directory / GENERATION):
+            value = read_object(file).get("eos_token_id") if file.is_file() else None
+            with reading(f"{file}: eos_token_id"):
+                several = value if isinstance(value, list) else [value]
+                ids += TypeAdapter(list[int | None]).validate_python(several, strict=True)
+        # old checkpoints have -1 for no id
+        return tuple(sorted({i for i in ids if i is not None and i >= 0}))
 
     @property
     def vocab_size(self) -> int:
@@ -125,82 +187,92 @@ class Checkpoint:
         """Return the token ids for which a trimmed LM head has logits, or None if the head is not trimmed."""
         return read_head_ids(self.directory, self.vocab_size)
 
+    def check(self) -> None:
+        """Check that the checkpoint can be loaded. Weights need not be downloaded.
+
+        Of downloaded weights only the headers are read, with the exception in shape. Tensors of other architectures
+        than LLaMA are compared with config.json on loading.
+
+        Raises:
+            UserError: files are broken, transformers or this machine cannot run the model, the model's cache cannot be
+                rolled back, or tensors of a LLaMA-like model disagree with config.json.
+        """
+        directory = self.directory
+        config = self.config
+        refuse_unconverted(directory, str(directory))
+        _check_code(directory, config)
+        if is_quantised(config):
+            check_quantised_runs(directory, config)
+            return
+        try:
+            _ = self.shape
+            _check_lists(directory, config)
+        except OtherArchitecture:
+            if config.get("model_type") in MODEL_TYPES:
+                raise
+            _check_cache(directory, meta_model(config, torch.float32))
+
+    def check_length(self, seq_len: int) -> None:
+        """Raise UserError if seq_len exceeds the context of the model."""
+        if seq_len > self.max_model_len:
+            raise UserError(
+                f"--seq-len {seq_len}: {self.directory} reads at most {self.max_model_len} tokens; use a smaller "
+                "--seq-len"
+            )
+
+    def check_trimmable(self, size: int) -> None:
+        """Raise UserError if the LM head is trimmed already, or has no more than `size` ids."""
+        check_head_size(size, self.vocab_size)
+        if self.head_ids is not None:
+            raise UserError(
+                f"--vocab {size}: the head of {self.directory} is already trimmed to {len(self.head_ids):,} ids; leave "
+                "--vocab out"
+            )
+
+    def check_embeds(self) -> None:
+        """Raise UserError if the tokenizer has ids without an embedding. Added tokens are not counted."""
+        ids = self.tokenizer.vocab_size
+        if ids > self.vocab_size:
+            raise UserError(
+                f"{self.directory} has embeddings for {self.vocab_size:,} ids, but the tokenizer there has {ids:,} "
+                "ids; copy the tokenizer files with which the model was trained"
+            )
+
+    def common_vocabulary(self, target: "Checkpoint") -> int:
+        """Check that each id is the same token here and in the target. Return the number of ids that both have.
+
+        Speculative decoding compares ids. Models of a family may pad their LM heads to different sizes; the smaller
+        size is returned.
+
+        Raises:
+            UserError: an id stands for different tokens, a tokenizer has ids that its model does not embed, or the
+                target's LM head is trimmed.
+        """
+        own = self.vocabulary
+        targets = target.vocabulary
+        if (target.directory / HEAD_IDS).is_file():
+            raise UserError(
+                f"{target.directory} has a trimmed LM head ({HEAD_IDS}), so it can be a draft but not a target; use "
+                "--target with a complete model"
+            )
+        size = min(self.vocab_size, target.vocab_size)
+        other = first_difference(own, targets, size)
+        if other is not None:
+            raise UserError(different_tokenizers(self.directory, target.directory, other))
+        return size
+
     def tensors(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> "Weights":
         return Weights(self.directory, dtype, device)
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Return all eos ids of the tokenizer, config.json and generation_config.json; chat models have several.
-
-    Raises:
-        UserError: an eos_token_id is no integer.
-    """
-    ids = [special_ids(load_tokenizer(directory))["eos"]]
-    for file in (directory / CONFIG, directory / GENERATION):
-        value = read_object(file).get("eos_token_id") if file.is_file() else None
-        with reading(f"{file}: eos_token_id"):
-            several = value if isinstance(value, list) else [value]
-            ids += TypeAdapter(list[int | None]).validate_python(several, strict=True)
-    # old checkpoints have -1 for no id
-    return tuple(sorted({i for i in ids if i is not None and i >= 0}))
-
-
-def check(directory: Path) -> None:
-    """Check that a checkpoint can be loaded. Weights need not be downloaded.
-
-    Of downloaded weights only the headers are read, with the exception in read_shape. Tensors of other architectures
-    than LLaMA are compared with config.json on loading.
-
-    Raises:
-        UserError: files are broken, transformers or this machine cannot run the model, the model's cache cannot be
-            rolled back, or tensors of a LLaMA-like model disagree with config.json.
-    """
-    config = read_config(directory)
-    refuse_unconverted(directory, str(directory))
-    _check_code(directory, config)
-    if is_quantised(config):
-        check_quantised_runs(directory, config)
-        return
-    try:
-        read_shape(directory)
-        _check_lists(directory, config)
-    except OtherArchitecture:
-        if config.get("model_type") in MODEL_TYPES:
-            raise
-        _check_cache(directory, meta_model(config, torch.float32))
+    """Return all eos ids of a checkpoint, see Checkpoint.eos_ids. Raises UserError: see there."""
+    return Checkpoint(directory).eos_ids
 
 
 def read_shape(directory: Path) -> Shape:
-    """Return the shape of a checkpoint from its config and the names and sizes of its tensors.
-
-    Biases and q/k norms are detected by the names and sizes of tensors. Values are not read, with one exception:
-    if config.json ties the LM head to the embedding but both are stored, both are read and must be equal. Before the
-    weights are downloaded, the shape comes from config.json alone.
-
-    Raises:
-        UserError: the checkpoint is quantised or not LLaMA-like, or its config and tensors disagree.
-    """
-    config = read_config(directory)
-    check_unquantised(directory, config)
-    if not any(directory.glob("*.safetensors")) and not other_layout(directory):
-        parameters = meta_model(config, torch.float32).named_parameters()
-        return _fitting_shape(directory, config, {name: tuple(p.shape) for name, p in parameters})
-    headers = read_headers(directory)
-    shape = _fitting_shape(directory, config, {name: header.shape for name, header in headers.items()})
-    _check_floats(directory, headers)
-    if shape.tied and "lm_head.weight" in headers:
-        weights = Weights(directory)
-        # transformers would untie a head that differs
-        if not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"]):
-            raise contradiction(
-                directory,
-                "tie_word_embeddings",
-                True,
-                False,
-                "lm_head.weight is no copy of the embedding",
-            )
-    ids = read_head_ids(directory, shape.vocab)
-    return shape if ids is None else shape.model_copy(update={"draft_vocab": len(ids)})
+    """Return the shape of a checkpoint, see Checkpoint.shape. Raises UserError: see there."""
+    return Checkpoint(directory).shape
 
 
 def _check_floats(directory: Path, headers: Mapping[str, Header]) -> None:
@@ -212,9 +284,6 @@ def _check_floats(directory: Path, headers: Mapping[str, Header]) -> None:
 
 def _check_code(directory: Path, config: Mapping[str, object]) -> None:
     """Raise UserError if transformers has no such causal language model and --trust-remote-code is not set."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     kind = str(config.get("model_type"))
     if kind not in CONFIG_MAPPING and not trusts_remote_code():
         own = "add --trust-remote-code to run the Python code in the checkpoint"
@@ -229,14 +298,12 @@ def _check_code(directory: Path, config: Mapping[str, object]) -> None:
         )
 
 
-def _check_cache(directory: Path, model: "PreTrainedModel") -> None:
+def _check_cache(directory: Path, model: PreTrainedModel) -> None:
     """Check that a model's cache can drop rejected draft tokens.
 
     Raises:
         UserError: the model has no KV cache, and no recurrent states that draftlab can save and restore.
     """
-    from transformers import DynamicCache, cache_utils
-
     recurrent = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
     copied = any(isinstance(layer, recurrent) for layer in DynamicCache(config=model.config).layers)
     arguments = inspect.signature(model.forward).parameters
@@ -263,7 +330,8 @@ def shape_of(config: dict[str, object], tensors: Mapping[str, tuple[int, ...]]) 
             )
         return value
 
-    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    hidden = number("hidden_size")
+    heads = number("num_attention_heads")
     with reading(f"config.json of a {config.get('model_type')} model"):
         shape = Shape(
             layers=number("num_hidden_layers"),
@@ -340,7 +408,8 @@ def _wrong_size(directory: Path, shape: Shape, sizes: Mapping[str, tuple[int, ..
     If all tensors have the same other size on an axis, config.json is wrong, and the error names the field and both
     values. sizes: Size of each tensor by name.
     """
-    expected, size = shape.dims(shape.axes()[name]), sizes[name]
+    expected = shape.dims(shape.axes()[name])
+    size = sizes[name]
     said = f"{name} has the size {size}"
     stored: dict[Axis, set[int]] = defaultdict(set)
     for other, axes in shape.axes().items():
@@ -381,7 +450,8 @@ def config_for(shape: Shape, base: dict[str, object], kept_layers: Sequence[int]
     if isinstance(full_below, int):
         config["max_window_layers"] = sum(i < full_below for i in layers)
     for name in ROPE_FIELDS:
-        rope, head_dim = base.get(name), base.get("head_dim") or _head_dim(base)
+        rope = base.get(name)
+        head_dim = base.get("head_dim") or _head_dim(base)
         if isinstance(rope, dict) and isinstance(head_dim, int):
             config[name] = {
                 key: _resized(value, len(value) * shape.head_dim // head_dim)
@@ -445,8 +515,6 @@ def read_by_transformers(config: Mapping[str, object]) -> Any:
     Raises:
         UserError: transformers cannot read the config.
     """
-    from transformers import AutoConfig
-
     fields = copy.deepcopy(dict(config))  # transformers writes into the objects that it is given
     with reading("transformers cannot build this model"):
         return AutoConfig.for_model(str(fields.pop("model_type")), **fields)
@@ -463,13 +531,12 @@ def _is_refused(config: Mapping[str, object]) -> bool:
 @functools.cache
 def _generation_fields() -> frozenset[str]:
     """Return the settings of generation, which old checkpoints have in config.json."""
-    from transformers import GenerationConfig
-
     return frozenset(GenerationConfig().to_dict())
 
 
 def _head_dim(config: Mapping[str, object]) -> int | None:
-    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    hidden = config.get("hidden_size")
+    heads = config.get("num_attention_heads")
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else None
 
 
@@ -479,7 +546,7 @@ def _resized(values: list[Any], size: int) -> list[Any]:
 
 def load_model(
     directory: Path, dtype: torch.dtype, device: torch.device = CPU, device_map: str | None = None
-) -> "PreTrainedModel":
+) -> PreTrainedModel:
     """Load a checkpoint with transformers, and check that no weight is missing or unused.
 
     device_map: A device_map of accelerate, such as "auto", or the name of a .json file with a device_map. It spreads
@@ -490,7 +557,8 @@ def load_model(
         UserError: transformers cannot build the model, a weight is missing or unused, or a value is not finite.
     """
     config = read_config(directory)
-    weights, places = Weights(directory), device_map  # Weights checks all files
+    weights = Weights(directory)  # checks all files
+    places = device_map
     if device_map is not None and device_map.endswith(".json"):
         places = read_object(Path(device_map))
     if is_quantised(config):
@@ -506,8 +574,8 @@ def load_model(
 
 
 def load_any_files(
-    directory: Path, dtype: torch.dtype, places: Any = None, weights: "Weights | None" = None
-) -> "PreTrainedModel":
+    directory: Path, dtype: torch.dtype, places: Mapping[str, Any] | str | None = None, weights: "Weights | None" = None
+) -> PreTrainedModel:
     """Load a model from `weights` or, if `weights` is None, from the directory's safetensors or .bin files.
 
     places: device_map of accelerate. It is ignored if `weights` is not None.
@@ -515,9 +583,6 @@ def load_any_files(
     Raises:
         UserError: the errors of load_model.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
     logging.disable_progress_bar()
     with reading(f"{directory} cannot be loaded"):
         loaded: Any = (
@@ -572,20 +637,18 @@ def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def new_model(config: dict[str, object], seed: int) -> "PreTrainedModel":
+def new_model(config: dict[str, object], seed: int) -> PreTrainedModel:
     """Return a randomly initialised fp32 model."""
     torch.manual_seed(seed)
     return from_config(config, torch.float32)
 
 
-def meta_model(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel":
+def meta_model(config: dict[str, object], dtype: torch.dtype) -> PreTrainedModel:
     """Return a model whose parameters are on the meta device and take no memory. Its buffers (rotary tables) are real.
 
     Raises:
         UserError: transformers cannot build the model.
     """
-    from accelerate import init_empty_weights
-
     with init_empty_weights(include_buffers=False):
         return from_config(config, dtype).eval()
 
@@ -602,15 +665,11 @@ def auto_config(directory: Path) -> Any:
     Raises:
         ValueError, OSError: there is no config, or it needs the checkpoint's own code and --trust-remote-code is off.
     """
-    from transformers import AutoConfig
-
     return AutoConfig.from_pretrained(directory, trust_remote_code=trusts_remote_code())
 
 
-def from_config(config: dict[str, object], dtype: torch.dtype) -> "PreTrainedModel":
+def from_config(config: dict[str, object], dtype: torch.dtype) -> PreTrainedModel:
     """Return a randomly initialised model. Raises UserError: transformers cannot build a model from the config."""
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-
     model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         raise UserError(
@@ -628,9 +687,6 @@ def from_slices(directory: Path, weights: "Weights", dtype: torch.dtype) -> Any:
 
     Files are read into memory, not mapped.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.models.auto.auto_factory import _get_model_class
-
     config: Any = auto_config(directory)
     # AutoModelForCausalLM.from_pretrained chooses the class in this way
     model_class: Any = _get_model_class(config, AutoModelForCausalLM._model_mapping)
@@ -655,12 +711,15 @@ class Weights(Mapping[str, Tensor]):
 
     def __init__(self, directory: Path, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
         """Read the headers of the files. By default, tensors have the dtype in which they are stored, on the CPU."""
-        self.directory, self._dtype, self._device = directory, dtype, device
+        self.directory = directory
+        self._dtype = dtype
+        self._device = device
         self._headers = read_headers(directory)
         self._open_file = functools.cache(functools.partial(safe_open, framework="pt", backend="pread"))
 
     def __getitem__(self, name: str) -> Tensor:
-        rows, stored = self._slice(name), STORED.get(self._headers[name].stored)
+        rows = self._slice(name)
+        stored = STORED.get(self._headers[name].stored)
         if stored is None or not self.shape(name):
             return rows[...].to(self._device)
         tensor = torch.empty(self.shape(name), dtype=self._dtype or stored, device=self._device)
@@ -742,8 +801,6 @@ def check_quantised_runs(directory: Path, config: dict[str, object]) -> None:
             f"{directory} is quantised ({quantization_method(config)}) and needs a GPU, but this machine has no GPU; "
             "run the model on a server (docs/servers.md), or use the original checkpoint"
         )
-    from transformers.quantizers.auto import AutoHfQuantizer
-
     with reading(f"{directory} is quantised ({quantization_method(config)}) and cannot be loaded"):
         quantizer: Any = AutoHfQuantizer.from_config(cast(Any, config["quantization_config"]), pre_quantized=True)
         quantizer.validate_environment(device_map={"": "cuda"})

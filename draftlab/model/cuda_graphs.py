@@ -108,7 +108,8 @@ class CudaGraphLlama(Llama):
         if store is None:
             self._stores = [store for store in self._stores if store not in free]
             size = (self.shape.layers, rows, self.shape.kv_heads, length, self.shape.head_dim)
-            keys, values = self.embed.new_zeros(size), self.embed.new_zeros(size)
+            keys = self.embed.new_zeros(size)
+            values = self.embed.new_zeros(size)
             self._stores.append(store := _Store(keys, values, weakref.ref(keys)))
         # this view is freed together with the cache that uses it
         keys = store.keys.view_as(store.keys)
@@ -139,7 +140,8 @@ class CudaGraphLlama(Llama):
         width = ids.shape[1]
         end = _end(cache, width)
         layers = () if cache.layer_states is None else cache.layer_states.ids
-        key, graphs = (len(ids), width, last, end, layers), self._store(cache).graphs
+        key = (len(ids), width, last, end, layers)
+        graphs = self._store(cache).graphs
         inputs = ids, staged(cache.used, self.device).unsqueeze(1), states
         if key not in graphs:
             run = self._static_pass(cache, len(ids), width, last, end)
@@ -176,7 +178,8 @@ class CudaGraphLlama(Llama):
         """
         rows, count = uniform.shape
         end = _end(cache, count - 1)
-        key, graphs = (rows, count, end, choose), self._store(cache).graphs
+        key = (rows, count, end, choose)
+        graphs = self._store(cache).graphs
         inputs = (
             logits,
             staged(cache.used, self.device).unsqueeze(1),

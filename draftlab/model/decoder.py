@@ -247,7 +247,8 @@ def draft_chain(logits: Tensor, uniform: Tensor, choose: Sampler, following: Cal
 
     Returns: The tokens, [B, K], and their distributions, [B, K, V], or None if `choose` returns no distributions.
     """
-    ids, q = [], []
+    ids = []
+    q = []
     for draws in uniform.unbind(1):
         token, drawn_from = choose(following(ids[-1]) if ids else logits, draws)
         ids.append(token)

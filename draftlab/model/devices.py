@@ -101,7 +101,8 @@ def add_lower(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: int =
 def mirror_lower(matrix: torch.Tensor) -> torch.Tensor:
     """Copy the blocks that add_lower computes below the diagonal to those above it, and return the matrix, [N, N]."""
     for start in range(0, len(matrix), SYMMETRIC_BLOCK):
-        rows, below = slice(start, start + SYMMETRIC_BLOCK), slice(start + SYMMETRIC_BLOCK, None)
+        rows = slice(start, start + SYMMETRIC_BLOCK)
+        below = slice(start + SYMMETRIC_BLOCK, None)
         matrix[rows, below] = matrix[below, rows].T
     return matrix
 
@@ -118,7 +119,8 @@ def free_bytes(device: torch.device, cgroups: Cgroups = OWN) -> int:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    available, limit = psutil.virtual_memory().available, cgroups.free_memory()
+    available = psutil.virtual_memory().available
+    limit = cgroups.free_memory()
     return available if limit is None else min(available, limit)
 
 
@@ -137,7 +139,8 @@ def check_fits(needs: Mapping[str, float], device: torch.device, advice: str) ->
 
     advice: What to use instead, as the end of the message.
     """
-    free, total = free_bytes(device), sum(needs.values())
+    free = free_bytes(device)
+    total = sum(needs.values())
     if total > free:
         raise UserError(
             f"not enough memory on {device}: {format_bytes(free)} are free, but this needs {listed(needs)}; "

@@ -260,7 +260,8 @@ def _reach(source: Shape, layers: int, budget: Budget) -> str:
     if budget.kind == "kv":
         low = _kv_bytes_per_head(source, layers)
         return f"{depth}: multiples of {_text(budget, low)} up to {_text(budget, low * source.kv_heads)}"
-    widths, ends = _widths(source, layers, budget), (min(budget.steps()), source.ffn)
+    widths = _widths(source, layers, budget)
+    ends = (min(budget.steps()), source.ffn)
     if not widths:
         return f"{depth}: no width can be split over {budget.tensor_parallel} devices"
     low, *_, high = sorted(budget.cost(shape.model_copy(update={"ffn": ffn})) for shape in widths for ffn in ends)

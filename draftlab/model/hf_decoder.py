@@ -28,6 +28,7 @@ from draftlab.model import checkpoint
 from draftlab.model.decoder import Decoder, Tree, end_of_pass
 from draftlab.model.hf_files import FULL, SLIDING, context_of, quantization_method
 from draftlab.model.llama import LayerStates
+from draftlab.model.trimmed_head import output_head
 
 # base class of cache layers that have a recurrent state instead of keys and values
 RECURRENT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
@@ -116,7 +117,8 @@ class HFCache:
 
     def _pack(self) -> None:
         """Sort each row's slots by position, and shorten the cache to the longest row."""
-        positions, self.slots = self.position, max(self.used)
+        positions = self.position
+        self.slots = max(self.used)
         order = positions.masked_fill(positions < 0, self.capacity + 1).argsort(1)
         order = order[:, : self.slots]
         for layer in cast(Any, self.past.layers):
@@ -137,8 +139,10 @@ class HFDecoder(Decoder):
             trained: Whether the model is trained between passes. Passes then avoid inference mode, because FSDP2
                 gathers weights in a pass into tensors with which it later trains.
         """
-        self.model, self.config = model, model.config.get_text_config()
-        self.one_length, self.trained = one_length, trained
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.one_length = one_length
+        self.trained = trained
         self.arguments = frozenset(inspect.signature(model.forward).parameters)
         self.context = context_of(self.config.to_dict())
         # states of the last pass by layer id: the states of id i are the residual stream after i layers
@@ -170,7 +174,7 @@ class HFDecoder(Decoder):
     @property
     def head(self) -> Tensor:
         """Return the output layer, [V, E]."""
-        return _weight(self.model.get_output_embeddings())
+        return _weight(output_head(self.model))
 
     @property
     def takes_rows(self) -> bool:
@@ -230,7 +234,8 @@ class HFDecoder(Decoder):
 
     def _run(self, ids: Tensor, cache: HFCache, last: int, tree: Tree | None = None) -> Tensor:
         """Run a pass, and record the positions of its tokens."""
-        width, plain = ids.shape[1], tree is None and cache.table is None
+        width = ids.shape[1]
+        plain = tree is None and cache.table is None
         layout = {} if plain else self._layout(cache, width, tree)
         run: Any = self.model
         logits = run(input_ids=ids, past_key_values=cache.past, use_cache=True, logits_to_keep=last, **layout).logits
@@ -254,7 +259,8 @@ class HFDecoder(Decoder):
 
     def _layout(self, cache: HFCache, width: int, tree: Tree | None) -> dict[str, Any]:
         """Return the arguments position_ids and attention_mask of a pass."""
-        tree, used = tree or Tree.chain(width), torch.tensor(cache.used).unsqueeze(1)
+        tree = tree or Tree.chain(width)
+        used = torch.tensor(cache.used).unsqueeze(1)
         at = (used + tree.depth.cpu()).expand(len(used), -1)  # [B, T]
         old = (cache.position >= 0).unsqueeze(1).expand(-1, width, -1)
         seen = torch.cat([old, tree.mask.cpu().expand(len(used), -1, -1)], 2)  # [B, T, S + T]
@@ -319,7 +325,7 @@ class HFDecoder(Decoder):
             return run(input_ids=ids, use_cache=False, logits_to_keep=last, **layout).logits
 
 
-def _weight(module: Any) -> Tensor:
+def _weight(module: nn.Module) -> Tensor:
     """Return a module's weight. A weight that accelerate keeps on disk is read into memory."""
     with align_module_device(module):
         return module.get_parameter("weight").detach()
@@ -335,10 +341,10 @@ def keep_states(model: PreTrainedModel, layer_ids: Iterable[int], states: dict[i
     """
     layers = decoder_layers(model)
 
-    def keep_input(module: nn.Module, args: Any, named: Any) -> None:
+    def keep_input(module: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
         states[0] = args[0] if args else named["hidden_states"]
 
-    def keep_output(layer_id: int, module: nn.Module, args: Any, output: Any) -> None:
+    def keep_output(layer_id: int, module: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
         states[layer_id] = output[0] if isinstance(output, tuple) else output
 
     for layer_id in layer_ids:
@@ -358,7 +364,7 @@ def new_past(model: PreTrainedModel) -> DynamicCache:
     return past
 
 
-def has_layers(model: PreTrainedModel, kind: Any) -> bool:
+def has_layers(model: PreTrainedModel, kind: type | tuple[type, ...]) -> bool:
     """Return whether a model's cache has a layer of a class, such as RECURRENT."""
     return any(isinstance(layer, kind) for layer in new_past(model).layers)
 

@@ -170,7 +170,8 @@ class _Settings(BaseModel):
     @model_validator(mode="after")
     def _ascends(self) -> Self:
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-            a, b = getattr(self, low), getattr(self, high)
+            a = getattr(self, low)
+            b = getattr(self, high)
             if None not in (a, b) and a >= b:
                 raise ValueError(f"{low} is {a}, but must be below {high}, which is {b}")
         return self
@@ -197,7 +198,7 @@ def check_config(config: Mapping[str, Any], file: Path) -> None:
             check_config(part, file)
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     """Return a JSON value with floats in place of transformers' notation for them, {"__float__": "Infinity"}."""
     if isinstance(value, list):
         return [_number(item) for item in value]
@@ -279,7 +280,8 @@ def context_of(config: Mapping[str, Any], default: int = UNLIMITED) -> int:
     lengths = [config[name] for name in CONTEXT_NAMES if isinstance(config.get(name), int)]
     if not lengths:
         return default
-    length, factor = lengths[0], 1.0
+    length = lengths[0]
+    factor = 1.0
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
     for part in by_layer_type or [rope]:
@@ -289,14 +291,6 @@ def context_of(config: Mapping[str, Any], default: int = UNLIMITED) -> int:
             if kind == "yarn":
                 length = part.get("original_max_position_embeddings") or length
     return int(length * factor)
-
-
-def check_length(model: Path | None, seq_len: int) -> None:
-    """Raise UserError if seq_len exceeds the context of a checkpoint. Without a checkpoint, do nothing."""
-    if model is not None and seq_len > max_model_len(model):
-        raise UserError(
-            f"--seq-len {seq_len}: {model} reads at most {max_model_len(model)} tokens; use a smaller --seq-len"
-        )
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -335,16 +329,6 @@ def check_head_size(size: int, vocab: int, special: int = 0) -> None:
     if not special < size < vocab:
         least = f"more than {special:,} ids (the special tokens) and " if special else ""
         raise UserError(f"--vocab {size}: use {least}fewer than {vocab:,} ids (the complete vocabulary)")
-
-
-def check_trimmable(draft: Path, size: int) -> None:
-    """Raise UserError if a draft's LM head is trimmed already, or has no more than `size` ids."""
-    vocab = vocab_size(draft)
-    check_head_size(size, vocab)
-    if (ids := read_head_ids(draft, vocab)) is not None:
-        raise UserError(
-            f"--vocab {size}: the head of {draft} is already trimmed to {len(ids):,} ids; leave --vocab out"
-        )
 
 
 @dataclass(frozen=True, slots=True)

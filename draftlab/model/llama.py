@@ -8,12 +8,13 @@ back: the positions from there on are not read, and the next tokens overwrite th
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftlab.errors import OtherArchitecture
 from draftlab.model import checkpoint
@@ -159,7 +160,9 @@ class Llama(Decoder):
             rope_scale: Factor of the rotary tables cos and sin.
             context: Length in tokens of the longest text.
         """
-        self.shape, self.eps, self.context = shape, eps, context
+        self.shape = shape
+        self.eps = eps
+        self.context = context
         names = shape.names()
         self.embed = weights[names["embed"]]
         self.head = self.embed if shape.tied else weights[names["head"]]
@@ -215,7 +218,8 @@ class Llama(Decoder):
 
     def new_layer_states(self, cache: Cache, ids: tuple[int, ...]) -> LayerStates:
         """Return empty LayerStates for every position of a cache. ids: Ids of the layers, see LayerStates."""
-        rows, capacity = cache.keys.shape[1], cache.capacity
+        rows = cache.keys.shape[1]
+        capacity = cache.capacity
         return LayerStates(ids, self.embed.new_zeros(rows, capacity, len(ids) * self.shape.hidden))
 
     @torch.inference_mode()
@@ -241,7 +245,8 @@ class Llama(Decoder):
 
         The pass writes to the cache, but cache.used does not change. last: 0 stands for all tokens.
         """
-        x, layer_states = F.embedding(ids, self.embed), cache.layer_states  # [B, T, D]
+        x = F.embedding(ids, self.embed)  # [B, T, D]
+        layer_states = cache.layer_states
         with pinned_backends(self.device):
             for layer, block in enumerate(self.blocks):
                 if layer_states is not None:
@@ -266,11 +271,13 @@ class Llama(Decoder):
         return x if weight is None else rms_norm(x, weight, self.eps)
 
     def _metadata(self, cache: Cache, width: int, tree: Tree | None) -> AttentionMetadata:
-        end, device = max(cache.used) + width, self.device
+        end = max(cache.used) + width
+        device = self.device
         slides = self.window is not None and end > self.window
         if tree is not None or slides or min(cache.used) != max(cache.used):
             return self.attention_metadata(staged(cache.used, device).unsqueeze(1), width, end, tree)
-        start, folded = end - width, width == 1 or (end - width > 0 and width <= NARROW)
+        start = end - width
+        folded = width == 1 or (end - width > 0 and width <= NARROW)
         mask: Tensor | None = None
         if width > 1 and folded:
             attended = torch.ones(width, end, dtype=torch.bool, device=device).tril(start)
@@ -322,7 +329,8 @@ class Llama(Decoder):
         s = self.shape
         # [B, H+2K, T, C]
         qkv = F.linear(x, block.qkv, block.qkv_bias).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)
-        qk, v = qkv[:, : s.heads + s.kv_heads], qkv[:, s.heads + s.kv_heads :]
+        qk = qkv[:, : s.heads + s.kv_heads]
+        v = qkv[:, s.heads + s.kv_heads :]
         if block.qk_norm is not None:
             parts = qk[:, : s.heads], qk[:, s.heads :]
             qk = torch.cat(
@@ -360,7 +368,8 @@ class Multiplied(Mapping[str, Tensor]):
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape, config: Mapping[str, object]) -> None:
         """Wrap weights. shape: The model's shape with tied=False, because head and embedding have different factors."""
-        self.weights, self.embed = weights, shape.names()["embed"]
+        self.weights = weights
+        self.embed = shape.names()["embed"]
         self.factors: dict[str, float] = {}
         for key, roles in MULTIPLIERS.items():
             factor = float(str(config.get(key, 1.0)))
@@ -417,7 +426,8 @@ def _supported(
     Raises:
         UserError: the errors of check_supported.
     """
-    config, shape = checkpoint.read_config(directory), checkpoint.read_shape(directory)
+    config = checkpoint.read_config(directory)
+    shape = checkpoint.read_shape(directory)
     kind = config.get("model_type")
     if kind not in checkpoint.MODEL_TYPES:
         raise OtherArchitecture(
@@ -434,7 +444,7 @@ def _supported(
     return shape, config | eps, rotary(full, shape.head_dim, directory), window
 
 
-def sliding_window(config: Any) -> int | None:
+def sliding_window(config: PreTrainedConfig) -> int | None:
     """Return the sliding window in tokens, or None if every layer reads the whole text.
 
     Only some of the layers may have it. config: transformers' config, with layer_types if its layers may differ.
@@ -446,7 +456,7 @@ def sliding_window(config: Any) -> int | None:
     return window if short and SLIDING in kinds else None
 
 
-def _window(config: Any, directory: Path) -> int | None:
+def _window(config: PreTrainedConfig, directory: Path) -> int | None:
     """Return the sliding window of all layers. Raises OtherArchitecture: only some of the layers have it."""
     window = sliding_window(config)
     if window is not None and FULL in getattr(config, "layer_types", ()):
@@ -508,7 +518,10 @@ class RotaryTables:
             context: Largest length.
             like: A tensor with the dtype and the device of the tables.
         """
-        self._inv_freq, self._scale, self.context, self._like = inv_freq, scale, context, like
+        self._inv_freq = inv_freq
+        self._scale = scale
+        self.context = context
+        self._like = like
         self.cos, self.sin = rotary_tables(inv_freq, scale, 0, like)
 
     def reach(self, length: int) -> None:
@@ -537,14 +550,12 @@ LEAST_ROTARY = 4096  # tokens
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
-def rotary(config: Any, head_dim: int, directory: Path) -> tuple[Tensor, float]:
+def rotary(config: PreTrainedConfig, head_dim: int, directory: Path) -> tuple[Tensor, float]:
     """Return the rotary frequencies, [C / 2], and the factor of the rotary tables, from transformers' config.
 
     Raises:
         OtherArchitecture: the kind of rotary scaling is not supported, because it depends on the length of the text.
     """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     rope = config.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind == "default":

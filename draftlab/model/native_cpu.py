@@ -58,7 +58,7 @@ FAULTS = (
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+def _fields(kind: type, *names: str) -> list[tuple[str, Any]]:
     return [(name, kind) for name in names]
 
 
@@ -150,7 +150,9 @@ class NativeLlama(Llama):
         """
         if ids.ndim != 2 or not ids.numel():
             raise ValueError(f"ids has the size {tuple(ids.shape)}, but must be [B, T] with a token")
-        (rows, width), shape, capacity = ids.shape, self.shape, cache.capacity
+        rows, width = ids.shape
+        shape = self.shape
+        capacity = cache.capacity
         last = last or width
         if not 0 < last <= width:
             raise ValueError(f"last is {last}, but must be from 0 to the {width} tokens of a row")
@@ -163,7 +165,8 @@ class NativeLlama(Llama):
             raise ValueError("only an EAGLE-3 head reads states, and it reads one with each token")
         ids = _checked("ids", ids, INTEGERS, (rows, width)).long().contiguous()
         used = (c_int64 * rows)(*cache.used)
-        dtype, hidden = self.embed.dtype, shape.hidden
+        dtype = self.embed.dtype
+        hidden = shape.hidden
         size = (shape.layers, rows, shape.kv_heads, capacity, shape.head_dim)
         tree_data = (None, None)
         if tree is not None:
@@ -172,7 +175,8 @@ class NativeLlama(Llama):
             depth = tree.depth.long().expand(rows, width).contiguous()
             mask = tree.mask.expand(rows, width, width).contiguous()
             tree_data = (depth.data_ptr(), mask.data_ptr())
-        states_data, stored = (None, None), cache.layer_states
+        states_data = (None, None)
+        stored = cache.layer_states
         if stored is not None:
             if not all(0 <= layers <= shape.layers for layers in stored.ids):
                 raise ValueError(f"layer_states.ids is {stored.ids}, but must be from 0 to {shape.layers}")
@@ -251,7 +255,8 @@ class NativeLlama(Llama):
 
     def _layer(self, index: int, block: Block) -> _Layer:
         s = self.shape
-        q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        q = s.heads * s.head_dim
+        kv = s.kv_heads * s.head_dim
         inputs = s.hidden if self.hidden_norm is None or index else 2 * s.hidden
         q_norm, k_norm = block.qk_norm or (None, None)
         return _Layer(
@@ -492,7 +497,8 @@ def _try(command: list[str], parent: Path) -> None:
         UserError: the compiler fails, or does not end.
     """
     with tempfile.TemporaryDirectory(dir=parent) as folder:
-        source, built = Path(folder) / "empty.cpp", Path(folder) / "empty.so"
+        source = Path(folder) / "empty.cpp"
+        built = Path(folder) / "empty.so"
         source.touch()
         _compile([*command[:-1], str(source)], built, TRIAL_SECONDS)
         ctypes.CDLL(str(built))

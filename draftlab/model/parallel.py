@@ -59,7 +59,8 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
     width = length + int(masks.sum(1).max())
     # flat index of the text token after which each mask token's chain starts
     place = torch.arange(rows * length, device=device).repeat_interleave(masks.flatten())
-    row, count = place // length, masks.flatten().cumsum(0)
+    row = place // length
+    count = masks.flatten().cumsum(0)
     nth = torch.arange(len(place), device=device)
     own = nth - (count - masks.flatten())[place] + 1  # 1, 2, ... within the chain
     # number of mask tokens in earlier rows
@@ -68,7 +69,8 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
     # [B, L]; unused columns start after the text
     start = torch.arange(width, device=device).repeat(rows, 1)
     nested = (start >= length).long()  # 0: text; i: mask token i of its chain
-    start[row, column], nested[row, column] = place % length, own
+    start[row, column] = place % length
+    nested[row, column] = own
     packed = torch.full((rows, width), token, device=device)
     packed[:, :length] = ids
     # [B, query, key]
@@ -84,7 +86,8 @@ def pack(ids: Tensor, depths: Tensor, token: int, positions: Tensor | None = Non
         places = positions.gather(1, at) + nested
     text = depths.flatten().nonzero().squeeze(1)  # text tokens that predict the next token
     predicting = torch.cat([text // length * width + text % length, row * width + column])
-    predicted, offset = torch.cat([text, place + own]), torch.cat([torch.ones_like(text), own + 1])
+    predicted = torch.cat([text, place + own])
+    offset = torch.cat([torch.ones_like(text), own + 1])
     order = predicted.argsort(stable=True)
     return Packed(
         packed,

@@ -221,11 +221,13 @@ def _measure(mode: Mode, clock: Callable[[], float]) -> Milliseconds:
     """Return the milliseconds of the fastest pass of each dtype and width. Rounds of all passes are interleaved."""
     models = {dtype: _model(mode, devices.DTYPES[dtype]) for dtype in DTYPES[mode]}
     fastest = {dtype: dict.fromkeys(DECODING, math.inf) for dtype in models}
-    started, (least, most) = time.perf_counter(), ROUNDS
+    started = time.perf_counter()
+    least, most = ROUNDS
     for number in range(most + 1):
         for dtype, model in models.items():
             for tokens in DECODING:
-                ids, cache = torch.ones(1, tokens, dtype=torch.long), model.new_cache(1, tokens)
+                ids = torch.ones(1, tokens, dtype=torch.long)
+                cache = model.new_cache(1, tokens)
                 start = clock()
                 model.forward(ids, cache, last=1)
                 fastest[dtype][tokens] = min(fastest[dtype][tokens], 1e3 * (clock() - start))

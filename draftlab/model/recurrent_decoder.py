@@ -45,7 +45,8 @@ class RecurrentRow:
     snapshot: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
 
     def take_snapshot(self) -> None:
-        self.base, self.snapshot = len(self.tokens), []
+        self.base = len(self.tokens)
+        self.snapshot = []
         for layer in self.past.layers:
             if isinstance(layer, RECURRENT):
                 states = {name: copied(getattr(layer, name)) for name in STATES}
@@ -150,7 +151,8 @@ class RecurrentDecoder(HFDecoder):
         if row.tokens and len(ids) > 1 and not self.continues:
             parts = [self._read(row, [token], 0, layer_states, number) for token in ids]
             return torch.cat(parts, 1)[:, -last:]
-        start, end = len(row.tokens), len(row.tokens) + len(ids)
+        start = len(row.tokens)
+        end = len(row.tokens) + len(ids)
         known = self.arguments
         cached = "past_key_values" if "past_key_values" in known else "cache_params"
         arguments: dict[str, Any] = {cached: row.past, "use_cache": True}
@@ -170,7 +172,8 @@ class RecurrentDecoder(HFDecoder):
     @torch.no_grad()
     def continues(self) -> bool:
         """Return whether one pass can read several tokens after cached tokens. A trial checks its logits."""
-        ids, row = self.trial[0], self._new_row()
+        ids = self.trial[0]
+        row = self._new_row()
         self.__dict__["continues"] = True  # set before the trial, which reads this property
         self._read(row, ids[:2], 1)
         found = self._read(row, ids[2:], 1)[0, -1]

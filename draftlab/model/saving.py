@@ -9,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from draftlab.errors import UserError, one_line
 from draftlab.model.checkpoint import is_finite, read_by_transformers
@@ -123,8 +124,6 @@ def portable_config(config: Mapping[str, object], dtype: str) -> dict[str, Any]:
     Raises:
         UserError: transformers cannot read the config.
     """
-    from transformers import CONFIG_MAPPING
-
     both: dict[str, Any] = {
         name: portable_config(part, dtype) if isinstance(part, dict) and "model_type" in part else part
         for name, part in config.items()
@@ -205,7 +204,9 @@ def _save_sharded(directory: Path, weights: Iterable[tuple[str, Tensor]], shard_
     """
     index: dict[str, int] = {}
     shard: dict[str, Tensor] = {}
-    dtypes, total, number = set(), 0, 1
+    dtypes = set()
+    total = 0
+    number = 1
 
     def write() -> None:
         save_finite(directory / f"shard-{number}.safetensors", shard, {"format": "pt"})

@@ -199,7 +199,8 @@ class Shape(BaseModel):
     def describe(self) -> str:
         count = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         head = f"{count} head{'s' * (self.heads > 1)}"
-        used, stored = self.used_params(), self.params()
+        used = self.used_params()
+        stored = self.params()
         trimmed = "" if self.draft_vocab is None else f", a head of {self.draft_vocab:,} ids"
         whole = "" if used == stored else f" ({format_count(stored)} are stored)"
         return (
@@ -287,17 +288,20 @@ def check_within(shape: Shape, source: Shape) -> None:
             "MLP; use another source"
         )
     for field, option in {"layers": "--layers", "hidden": "--width", "ffn": "--ffn"}.items():
-        size, limit = getattr(shape, field), getattr(source, field)
+        size = getattr(shape, field)
+        limit = getattr(source, field)
         if size > limit:
             raise UserError(f"{option} {size}: the source has only {limit}; use {option} {limit} or less")
     for field in sorted(Shape.model_fields.keys() - {"layers", "hidden", "heads", "kv_heads", "ffn", "draft_vocab"}):
-        value, expected = getattr(shape, field), getattr(source, field)
+        value = getattr(shape, field)
+        expected = getattr(source, field)
         if value != expected:
             raise UserError(
                 f"{field} {value} differs from the source's {field}, {expected}, which pruning cannot change; set "
                 f"{field} to {expected} in the shape file"
             )
-    group, most = shape.heads // shape.kv_heads, source.heads // source.kv_heads
+    group = shape.heads // shape.kv_heads
+    most = source.heads // source.kv_heads
     if shape.heads > source.heads or shape.kv_heads > source.kv_heads or group > most:
         raise UserError(
             f"{shape.heads} heads with {shape.kv_heads} kv_heads cannot be cut from the source; use at most "
@@ -331,7 +335,8 @@ def resolve(
     """
     if params is not None and ffn is not None:
         raise UserError(f"--params and --ffn {ffn} both set the FFN size; leave one option out")
-    layers, hidden = layers or source.layers, hidden or source.hidden
+    layers = layers or source.layers
+    hidden = hidden or source.hidden
     heads = default_heads(source, hidden)
     scaled = -(-source.ffn * hidden // source.hidden)
     shape = source.model_copy(

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -67,7 +66,8 @@ def read_size(directory: Path) -> Shape | ApproximateSize:
         method = quantization_method(config)
         plain = {name: value for name, value in config.items() if name != "quantization_config"}
         model = checkpoint.meta_model(plain, torch.float32)
-        text, count = model.config.get_text_config(), sum(p.numel() for p in model.parameters())
+        text = model.config.get_text_config()
+        count = sum(p.numel() for p in model.parameters())
         routed = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
         kind = " ".join(filter(None, (method, str(config.get("model_type")))))
         stored = sum(file.stat().st_size for file in directory.glob("*.safetensors")) if method else 0
@@ -81,10 +81,11 @@ def read_size(directory: Path) -> Shape | ApproximateSize:
         )
 
 
-def _used_experts(config: Any) -> float:
+def _used_experts(config: object) -> float:
     """Return the fraction of the routed experts that a token uses, or 1 for a model without experts."""
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
-    count, used = next((n for n in counts if n), None), getattr(config, "num_experts_per_tok", None)
+    count = next((n for n in counts if n), None)
+    used = getattr(config, "num_experts_per_tok", None)
     return used / count if count and used else 1.0
 
 

@@ -1,24 +1,23 @@
-"""Load tokenizers, and check that draft and target have the same vocabulary. Torch is not imported."""
+"""Load tokenizers, and check that draft and target have the same vocabulary."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
-from draftlab.model.hf_files import CONFIG, HEAD_IDS, check_has_tokenizer, text_config, vocab_size
+from draftlab.model.hf_files import CONFIG, check_has_tokenizer, text_config, vocab_size
 from draftlab.model.hub import checkpoint_name
+from draftlab.model.sentencepiece import as_sentencepiece
 from draftlab.reading import reading
 from draftlab.trust import trusts_remote_code
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 FILE = "tokenizer.json"
 # attribute of a loaded tokenizer: for each model that reads its ids, the rows of the embedding and the directory
 READERS = "_draftlab_readers"
 
 
-def load_tokenizer(directory: Path, *readers: Path) -> "PreTrainedTokenizerBase":
+def load_tokenizer(directory: Path, *readers: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint. check_embedded() compares its ids with this checkpoint and other readers.
 
     readers: Other checkpoints that read the ids.
@@ -26,10 +25,6 @@ def load_tokenizer(directory: Path, *readers: Path) -> "PreTrainedTokenizerBase"
     Raises:
         UserError: there is no tokenizer, or it cannot be read.
     """
-    from transformers import AutoTokenizer
-
-    from draftlab.model.sentencepiece import as_sentencepiece
-
     check_has_tokenizer(directory)
     with reading(f"{directory} has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusts_remote_code())
@@ -43,7 +38,7 @@ def load_tokenizer(directory: Path, *readers: Path) -> "PreTrainedTokenizerBase"
     return tokenizer
 
 
-def check_embedded(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase", where: str) -> None:
+def check_embedded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Check that a text has no ids without a row in the embedding of a model that reads them, see load_tokenizer.
 
     A tokenizer may have such ids, if the text does not use them. where: Name of the text for errors.
@@ -61,7 +56,7 @@ def check_embedded(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase", whe
             )
 
 
-def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     """Return the ids of a tokenizer's special tokens by the names bos, eos and pad. A missing token is None."""
     ids = {
         "bos": tokenizer.bos_token_id,
@@ -74,41 +69,6 @@ def special_ids(tokenizer: "PreTrainedTokenizerBase") -> dict[str, int | None]:
 def known_ids(*models: Path) -> int:
     """Return the number of ids that are tokens in every model. Ids from this number on are padding in some model."""
     return min(min(vocab_size(m), max(load_tokenizer(m).get_vocab().values()) + 1) for m in models)
-
-
-def check_embeds(model: Path) -> "PreTrainedTokenizerBase":
-    """Load a model's tokenizer. Raises UserError: it has ids without an embedding. Added tokens are not counted."""
-    tokenizer = load_tokenizer(model)
-    ids, embeddings = tokenizer.vocab_size, vocab_size(model)
-    if ids > embeddings:
-        raise UserError(
-            f"{model} has embeddings for {embeddings:,} ids, but the tokenizer there has {ids:,} ids; copy the "
-            "tokenizer files with which the model was trained"
-        )
-    return tokenizer
-
-
-def common_vocabulary(draft: Path, target: Path) -> int:
-    """Check that each id is the same token in draft and target. Return the number of ids for which both have logits.
-
-    Speculative decoding compares ids. Models of a family may pad their LM heads to different sizes; the smaller size is
-    returned.
-
-    Raises:
-        UserError: an id stands for different tokens, a tokenizer has ids that its model does not embed, or the target's
-            LM head is trimmed.
-    """
-    own, targets = (check_embeds(model).get_vocab() for model in (draft, target))
-    if (target / HEAD_IDS).is_file():
-        raise UserError(
-            f"{target} has a trimmed LM head ({HEAD_IDS}), so it can be a draft but not a target; use --target with a "
-            "complete model"
-        )
-    size = min(vocab_size(model) for model in (draft, target))
-    other = first_difference(own, targets, size)
-    if other is not None:
-        raise UserError(different_tokenizers(draft, target, other))
-    return size
 
 
 def first_difference(draft: Mapping[str, int], target: Mapping[str, int], size: int) -> str | None:

@@ -7,9 +7,9 @@ target still emits all ids, so trimming changes the acceptance rate but not the 
 V vocab, S ids of the trimmed head.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ def trim_model(model: "PreTrainedModel", ids: Sequence[int]) -> None:
     for name, buffer in zip(BUFFERS, (trimmed.ids, trimmed.rows), strict=True):
         head.register_buffer(name, buffer, persistent=False)
 
-    def trim(head: nn.Module, _: object, logits: Any) -> Tensor:
+    def trim(head: nn.Module, _: object, logits: Tensor) -> Tensor:
         return only(logits, head.get_buffer(BUFFERS[0]))
 
     head.register_forward_hook(trim)
@@ -107,7 +107,9 @@ def trimmed_head_of(model: "PreTrainedModel") -> TrimmedHead | None:
     return TrimmedHead(*(buffers[name] for name in BUFFERS)) if BUFFERS[0] in buffers else None
 
 
-def as_whole(config: dict[str, object], weights: Any, ids: Sequence[int]) -> tuple[dict[str, object], Any]:
+def as_whole(
+    config: dict[str, object], weights: Mapping[str, Tensor], ids: Sequence[int]
+) -> tuple[dict[str, object], Iterator[tuple[str, Tensor]]]:
     """Return config and weights of the same draft with a complete LM head, for servers without trimmed heads.
 
     The new head is not tied to the embedding. Every id that is not in `ids` gets the same row: the mean of the rows of

@@ -82,7 +82,8 @@ def _keep_heads(scores: Tensor, source: Shape, shape: Shape) -> tuple[list[int],
     """Return the query heads and kv heads to keep in a layer. scores: Scores of the H query heads, [H]."""
     by_group = scores.unflatten(0, (source.kv_heads, -1))  # [K, G]
     kv_heads = top(by_group.sum(1), shape.kv_heads)
-    per_group, group = shape.heads // shape.kv_heads, by_group.shape[1]
+    per_group = shape.heads // shape.kv_heads
+    group = by_group.shape[1]
     heads: list[int] = []
     for kv in kv_heads:
         heads += [kv * group + i for i in top(by_group[kv], per_group)]

@@ -54,7 +54,9 @@ class TensorView(Mapping[str, Tensor]):
     """A lazy mapping of weights, whose keys are the tensor names of a shape."""
 
     def __init__(self, weights: Mapping[str, Tensor], shape: Shape) -> None:
-        self.weights, self.shape, self.axes = weights, shape, shape.axes()
+        self.weights = weights
+        self.shape = shape
+        self.axes = shape.axes()
         self.roles: dict[str, str] = {}
         for layer in range(shape.layers):
             self.roles |= {name: role for role, name in shape.names(layer).items()}

@@ -90,10 +90,13 @@ def calibrate(
             that it does not return is not kept later either.
         width: Whether hidden dimensions, heads and neurons are scored. If False, their scores are 0.
     """
-    sums, counted = _Sums(shape, walk.device), len(chunks)
-    streams, kept = walk.embed([*chunks, *heldout]), dict[int, list[Tensor]]()
+    sums = _Sums(shape, walk.device)
+    counted = len(chunks)
+    streams = walk.embed([*chunks, *heldout])
+    kept = dict[int, list[Tensor]]()
     stride = max(1, counted * chunks[0].shape[1] // SAMPLED_TOKENS)
-    sample, turns = _sample(streams[:counted], stride), list[Tensor]()
+    sample = _sample(streams[:counted], stride)
+    turns = list[Tensor]()
     for index in range(shape.layers):
         with walk.layer(index) as (layer, run), exact_products():
             kept[index] = streams
@@ -169,12 +172,12 @@ class _Sums:
             return torch.zeros(size, dtype=exact_dtype(device), device=device)
 
         self.shape = shape
-        self.hidden, self.covariance = zeros(shape.hidden), zeros(shape.hidden, shape.hidden)
-        self.attention, self.neurons = (
-            zeros(shape.layers, shape.sizes["q"]),
-            zeros(shape.layers, shape.ffn),
-        )
-        self.heads, self.ffn = zeros(shape.layers, shape.heads), zeros(shape.layers, shape.ffn)
+        self.hidden = zeros(shape.hidden)
+        self.covariance = zeros(shape.hidden, shape.hidden)
+        self.attention = zeros(shape.layers, shape.sizes["q"])
+        self.neurons = zeros(shape.layers, shape.ffn)
+        self.heads = zeros(shape.layers, shape.heads)
+        self.ffn = zeros(shape.layers, shape.ffn)
 
     def listeners(self, layer: nn.Module, index: int) -> list[tuple[nn.Module, Listener]]:
         """Return submodules of a layer, each with the function that adds its activations to the sums."""

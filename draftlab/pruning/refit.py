@@ -104,7 +104,10 @@ class Lockstep:
             streams: Residual streams of the source that are known (see Calibration), for the chunks and the held-out
                 text of tensors(). The source computes the others.
         """
-        self.source, self.draft, self.layers, self.refit = source, draft, layers, refit
+        self.source = source
+        self.draft = draft
+        self.layers = layers
+        self.refit = refit
         self.basis = basis.to(source.device, torch.float32)
         self.kept_whole = torch.equal(basis, torch.eye(len(basis)))  # the stream is not cut
         self.head_ids = head_ids
@@ -136,7 +139,8 @@ class Lockstep:
                 _returning(module, "mlp", torch.zeros_like, after in self.known),
             ):
                 pairs = [_recorded(module, run, stream, MLP_NORM) for stream in before]
-            middle, streams = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            middle = [pair[0] for pair in pairs]
+            streams = [pair[1] for pair in pairs]
             del pairs
             streams = self._run_layers(layer + 1, after, streams, advance)
             with self.draft.layer(j) as (module, run):
@@ -376,16 +380,22 @@ def _agreement(rows: Iterator[tuple[Tensor, Tensor, Tensor]], head_ids: list[int
     Raises:
         UserError: Logits are not finite.
     """
-    sums, tokens, predictable = torch.zeros(4, dtype=torch.float64), 0, 0
+    sums = torch.zeros(4, dtype=torch.float64)
+    tokens = 0
+    predictable = 0
     for source, draft, ids in rows:
-        logits, log_q = source[0].float(), draft[0].float().log_softmax(-1)
-        total, top = logits.logsumexp(-1, keepdim=True), logits.argmax(-1)
-        targets, of_column = ids[0, 1:].to(logits.device), torch.arange(logits.shape[1])  # [S]
+        logits = source[0].float()
+        log_q = draft[0].float().log_softmax(-1)
+        total = logits.logsumexp(-1, keepdim=True)
+        top = logits.argmax(-1)
+        targets = ids[0, 1:].to(logits.device)  # [S]
+        of_column = torch.arange(logits.shape[1])
         text_p = logits.gather(1, targets.unsqueeze(1)) - total
         if head_ids is not None:
             of_column = torch.tensor(head_ids)
             logits = logits[:, head_ids]
-        of_column, log_p = of_column.to(logits.device), logits - total
+        of_column = of_column.to(logits.device)
+        log_p = logits - total
         column = torch.searchsorted(of_column, targets).clamp_max(len(of_column) - 1)
         inside = of_column[column] == targets
         text_q = log_q.gather(1, column.unsqueeze(1))

@@ -194,7 +194,9 @@ class Prune:
         self.check()
         if self.is_copy:
             return self.copy()
-        source, have, shape = self.source, self.source.shape, self.shape
+        source = self.source
+        have = self.source.shape
+        shape = self.shape
         if method != "importance":
             scores = choose.first_scores(have)
             if method == "random":
@@ -209,7 +211,8 @@ class Prune:
             return choose.influential(scores, count)
 
         calibration = self._calibration(scores_cache, chosen)
-        importance, streams = calibration.importance, calibration.streams
+        importance = calibration.importance
+        streams = calibration.streams
         keep = choose.choose(importance, have, shape, chosen(importance.layers, shape.layers))
         if not rotate or have.tied or shape.hidden == have.hidden:
             basis = torch.eye(have.hidden)[:, keep.hidden]
@@ -237,7 +240,8 @@ class Prune:
 
     def copy(self) -> PrunedDraft:
         """Write the source's weights as the draft, unchanged, except that the head may be made separate or trimmed."""
-        source, keep = self.source, keep_all(self.source.shape)
+        source = self.source
+        keep = keep_all(self.source.shape)
         with self.output.directory() as work:
             weights = source.with_head(checkpoint.Weights(source.directory)).items()
             size = saving.write_checkpoint(work, source.config_for(self.shape), iter(weights), source.directory)
@@ -260,7 +264,8 @@ class Prune:
             streams: Residual streams of the source that are known, as in Lockstep.
             facts: Further notes for draftlab.json.
         """
-        source, head = self.source, self._head
+        source = self.source
+        head = self._head
         draft_config = source.config_for(self.shape, keep.layers)
         draft = Walk(
             Cut(weights, self.shape, keep),
@@ -292,9 +297,9 @@ class Prune:
     def _walk(self) -> Walk:
         return self.source.walk()
 
-    @cached_property
+    @property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        return checkpoint.load_tokenizer(self.source.directory)
+        return self.source.checkpoint.tokenizer
 
     @cached_property
     def _heldout(self) -> list[Tensor]:
@@ -311,7 +316,8 @@ class Prune:
         Raises:
             UserError: The token ids cannot be chosen (see frequent_ids).
         """
-        directory, vocab = self.source.directory, self.source.shape.vocab
+        directory = self.source.directory
+        vocab = self.source.shape.vocab
         if self.shape.draft_vocab is None:
             return None
         if (ids := read_head_ids(directory, vocab)) is not None:
@@ -357,7 +363,8 @@ class Prune:
             chosen: Function that returns a number of layers to keep, from the scores of layers.
         """
         if file is None:
-            have, shape = self.source.shape, self.shape
+            have = self.source.shape
+            shape = self.shape
             widths = ((s.hidden, s.heads, s.kv_heads, s.ffn) for s in (have, shape))
             return self._calibrated(chosen, width=len({*widths}) > 1)
         text = self.text
@@ -381,7 +388,8 @@ class Prune:
         return calibration
 
     def _calibrated(self, chosen: Callable[[Tensor, int], Sequence[int]], *, width: bool) -> Calibration:
-        source, most = self.source, 0
+        source = self.source
+        most = 0
         heldout = self._heldout if self.refit.fits else []
         if heldout:  # the refit reads the same text: streams before its layers may take half of the free memory
             tokens = sum(chunk.shape[1] for chunk in [*self._chunks, *heldout])

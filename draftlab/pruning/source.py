@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, devices, families, precision
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.model.shape import Shape
 from draftlab.pruning.cut import Cut, Untied, keep_all
 from draftlab.pruning.walk import Walk
@@ -93,7 +94,8 @@ def check_prunable(config: dict[str, object], source: Shape) -> None:
         for built, tensors in ((model, weights), (small, cut)):
             for name, parameter in built.named_parameters():
                 parameter.copy_(tensors[name])
-        cut_logits, logits = small(input_ids=ids).logits, model(input_ids=ids).logits
+        cut_logits = small(input_ids=ids).logits
+        logits = model(input_ids=ids).logits
     if not float((cut_logits - logits).abs().max()) <= TOLERANCE * float(logits.abs().max()):
         raise UserError(
             f"{config.get('model_type')} models cannot be pruned, because they compute differently from LLaMA with the "
@@ -105,17 +107,23 @@ def check_prunable(config: dict[str, object], source: Shape) -> None:
 class Source:
     """A checkpoint to cut a draft from.
 
-    untied: Whether to give the draft a separate head, although the checkpoint's head is tied to its embedding.
+    Attributes:
+        shape: Shape of the checkpoint. With `untied`, it has a separate head.
+        untied: Whether to give the draft a separate head, although the checkpoint's head is tied to its embedding.
     """
 
-    directory: Path
+    checkpoint: Checkpoint
     shape: Shape
     device: torch.device
     untied: bool = False
 
+    @property
+    def directory(self) -> Path:
+        return self.checkpoint.directory
+
     @cached_property
     def config(self) -> dict[str, object]:
-        return checkpoint.read_config(self.directory) | ({"tie_word_embeddings": False} if self.untied else {})
+        return self.checkpoint.config | ({"tie_word_embeddings": False} if self.untied else {})
 
     @cached_property
     def stored_dtype(self) -> torch.dtype:

@@ -32,7 +32,9 @@ class Walk:
         device: torch.device,
         stored: torch.dtype | None = None,
     ) -> None:
-        self.weights, self.dtype, self.device = weights, dtype, device
+        self.weights = weights
+        self.dtype = dtype
+        self.device = device
         self.stored = stored or dtype
         self.model = checkpoint.meta_model(config, dtype)
         self.decoder = self.model.get_submodule("model")
@@ -62,7 +64,8 @@ class Walk:
     def layer(self, index: int) -> Iterator[tuple[nn.Module, Run]]:
         """Load a layer for the `with` block. Yield the layer, and a function that runs it on a stream, [1, T, D]."""
         with self._loaded(f"model.layers.{index}"):
-            module, arguments = self.layers[index], self._arguments[index]
+            module = self.layers[index]
+            arguments = self._arguments[index]
 
             @torch.inference_mode()
             def run(stream: Tensor) -> Tensor:

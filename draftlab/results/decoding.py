@@ -181,7 +181,8 @@ def count_acceptance(generations: list[Generation], k: int) -> AcceptanceMetrics
     Raises:
         ValueError: The numbers of drafted, accepted and emitted tokens in a step contradict each other.
     """
-    reached, eligible = [0] * (k + 1), [0] * k
+    reached = [0] * (k + 1)
+    eligible = [0] * k
     total_drafted = truncated = 0
     for generation in generations:
         steps = zip(generation.drafted, generation.accepted, generation.emitted, strict=True)
@@ -215,7 +216,8 @@ def acceptance_from_counts(
         drafted: Number of drafted tokens.
         truncated: Number of steps that the end of the text cut. None if unknown.
     """
-    n, accepted = reached[0], sum(reached[1:])
+    n = reached[0]
+    accepted = sum(reached[1:])
     return AcceptanceMetrics(
         num_spec_steps=n,
         num_draft_tokens=drafted,

@@ -181,7 +181,8 @@ def plot_by_k(speedups: Sequence[tuple[Mark, Mapping[int, Interval]]]) -> Markup
     def draw(ax: Axes) -> None:
         ax.axhline(1, color="black", linewidth=1, linestyle="--")
         for mark, by_k in speedups:
-            ks, gains = list(by_k), list(by_k.values())
+            ks = list(by_k)
+            gains = list(by_k.values())
             low, high = zip(*(g.drawn for g in gains), strict=True)
             ax.plot(ks, [g.value for g in gains], color=mark.colour, marker=mark.marker)
             ax.fill_between(ks, low, high, color=mark.colour, alpha=0.15, linewidth=0)

@@ -56,7 +56,9 @@ class Ranked:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row of this draft in the JSON output of `draftlab report`."""
-        score, ratio, tpot = self.score, self.ratio_to_fastest, self.score.best_k_tpot_speedup
+        score = self.score
+        ratio = self.ratio_to_fastest
+        tpot = self.score.best_k_tpot_speedup
         return {
             "draft": self.name,
             "target": score.target.name,
@@ -210,6 +212,32 @@ def grouped(scores: Sequence[Score]) -> list[Group]:
     return [Group(name=name, ranking=_rank(part)) for name, part in zip(names, parts, strict=True)]
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """The scores of a run of `draftlab score`: one for each draft, drafter and batch size."""
+
+    scores: list[Score]
+
+    @property
+    def best(self) -> Score:
+        """Return the score with the highest speed-up of whole requests.
+
+        Raises:
+            UserError: Several batch sizes were measured, so the speed-ups have several baselines.
+        """
+        return rank(self.scores)[0].score
+
+    @property
+    def interval(self) -> Interval:
+        """Return the speed-up of whole requests with its 95 % interval, if draft and K are chosen on other requests."""
+        return rank(self.scores)[0].gain
+
+    @property
+    def speedup(self) -> float:
+        """Return the value of `interval`."""
+        return self.interval.value
+
+
 def rank(scores: Sequence[Score]) -> list[Ranked]:
     """Rank drafts by the speed-up of whole requests, the fastest first. Drafts that changed the output are last.
 
@@ -227,7 +255,8 @@ def rank(scores: Sequence[Score]) -> list[Ranked]:
 
 def _load(score: Score) -> dict[str, Any]:
     """Return what must be equal in two scores whose tokens per second are compared: target, machine and requests."""
-    conditions, machine = score.conditions, score.environment
+    conditions = score.conditions
+    machine = score.environment
     requests = {name: getattr(conditions, name) for name in REQUESTS}
     if requests["selection"] is None:
         # an earlier version did not record the prompts: only scores of the same run surely have the same
@@ -279,7 +308,8 @@ def _rank(scores: Sequence[Score]) -> list[Ranked]:
         # a draft that was not timed never wins
         key=lambda row: (row.score.output_differs, not row.score.timed, -row.gain.value),
     )
-    ordered, fastest = [row.score for row in rows], rows[0].score
+    ordered = [row.score for row in rows]
+    fastest = rows[0].score
     # a draft that changed the output was not among the choices
     rivals = [score for score in ordered if score.timed and score.output_differs == fastest.output_differs]
     if not rivals:
@@ -353,7 +383,8 @@ def overall(groups: Sequence[Group]) -> Overall:
     if way.score.doubt is not None:
         return Overall(way=None, line=f"{unknown} of {way.name}: {way.score.doubt}.")
     at = "" if way.k is None else f" at K = {way.k}"
-    rate, unit = way.tokens_per_second, RATES[way.score.seconds]
+    rate = way.tokens_per_second
+    unit = RATES[way.score.seconds]
     text = format_number(rate.value)
     if rate.decides:
         text += f" ({format_number(rate.low)} to {format_number(rate.high)})"
@@ -420,7 +451,8 @@ def category_rows(score: Score) -> list[dict[str, Any]]:
         part = score.subset(prompts)
         length = per_pass = None
         if part.generations(k) or part.prediction is not None:
-            length, per_pass = part.acceptance(k).mean_acceptance_length, part.tokens_per_pass(k)
+            length = part.acceptance(k).mean_acceptance_length
+            per_pass = part.tokens_per_pass(k)
         timed = part.output_tps(0) > 0 and part.output_tps(k) > 0
         rows.append(
             {
@@ -454,7 +486,9 @@ def verdict_lines(ranking: Sequence[Ranked]) -> list[str]:
 
 
 def _later_line(ranked: Ranked, fastest: Ranked) -> str:
-    name, best, ratio = ranked.score.label, fastest.score.label, ranked.ratio_to_fastest
+    name = ranked.score.label
+    best = fastest.score.label
+    ratio = ranked.ratio_to_fastest
     reason = ranked.doubt or ranked.score.undecided or fastest.score.undecided
     if ranked.score.output_differs:
         return _discounted(ranked)
@@ -479,8 +513,11 @@ def missed_thresholds(ranked: Ranked, min_speedup: float | None, min_acceptance_
     min_speedup: Threshold of the user for the low end of the speed-up's interval, or None.
     min_acceptance_length: Threshold of the user, or None.
     """
-    score, gain, missed = ranked.score, ranked.gain, list[str]()
-    name, bar = score.name, f"--min-speedup {min_speedup}"
+    score = ranked.score
+    gain = ranked.gain
+    missed = list[str]()
+    name = score.name
+    bar = f"--min-speedup {min_speedup}"
     if min_speedup is not None:
         reason = score.undecided or ranked.doubt
         if score.output_differs:
@@ -510,7 +547,9 @@ def _more(gain: Interval, bar: float) -> str:
 
 
 def _first_line(ranked: Ranked) -> str:
-    name, gain, at = ranked.score.label, ranked.gain, f"at K = {ranked.k}"
+    name = ranked.score.label
+    gain = ranked.gain
+    at = f"at K = {ranked.k}"
     among = f" (best of {ranked.choices}, chosen on other requests)" if ranked.choices > 1 else ""
     if ranked.score.output_differs:
         return _discounted(ranked)
@@ -586,7 +625,8 @@ def _reasons(score: Score) -> Iterator[str]:
             f"the draft was trained on answers to {score.learnt_prompts} of the {conditions.prompts} prompts, and "
             "gains less on other prompts; name unseen prompts by --prompt-file"
         )
-    n, enough = score.conversations, f"use {intervals.ENOUGH} or more"
+    n = score.conversations
+    enough = f"use {intervals.ENOUGH} or more"
     if n < intervals.FEWEST:
         yield f"{n} conversation{'' if n == 1 else 's'} give no useful interval; {enough}"
     elif n < intervals.RARE:
@@ -609,7 +649,8 @@ def _reasons(score: Score) -> Iterator[str]:
     k = score.best_k
     acceptance = score.acceptance(k)
     if (acceptance.n_truncated_steps or 0) > MANY_STEPS * acceptance.num_spec_steps:
-        cut, steps = acceptance.n_truncated_steps, acceptance.num_spec_steps
+        cut = acceptance.n_truncated_steps
+        steps = acceptance.num_spec_steps
         yield (
             f"{cut} of {steps} steps at K = {k} were cut by the end of the output, which distorts tokens per "
             "target pass; raise --max-new-tokens"

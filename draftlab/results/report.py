@@ -111,7 +111,8 @@ def ranking_table(group: Group) -> Table:
     Drafts that changed the output are last. The first row is marked as the best, unless the fastest draft kept the
     output but its score is in doubt.
     """
-    scores, seconds = group.scores, group.seconds
+    scores = group.scores
+    seconds = group.seconds
     shown = _accuracy_metric(scores)
     rows = []
     for ranked in group.ranking:
@@ -334,10 +335,12 @@ def export_command(groups: Sequence[Group]) -> str:
     drafts = [draft for draft in named if draft.endswith(score.draft.name)]
     if not drafts or score.draft.sha256 is None or score.served:
         return ""
-    draft, form = drafts[0], ["vllm"]
+    draft = drafts[0]
+    form = ["vllm"]
     base, _, rounded = draft.rpartition("@")
     if rounded in hub.ROUNDED:  # a type of GGUF files
-        draft, form = base, ["llama.cpp", "--outtype", rounded]
+        draft = base
+        form = ["llama.cpp", "--outtype", rounded]
     words = ["draftlab", "export", Path(draft)]
     if target := target_named(score):
         words += ["--target", target]
@@ -360,7 +363,8 @@ def _named(score: Score, option: str) -> list[str]:
 
 def json_rows(scores: Sequence[Score]) -> list[dict[str, Any]]:
     """Return one flat JSON row per draft and K, in the order of the scores. Metrics have vLLM's names."""
-    shown, rows = _accuracy_metric(scores), []
+    shown = _accuracy_metric(scores)
+    rows = []
     for score in scores:
         rows += [_json_row(score, k, shown) for k in score.ks]
     return rows
@@ -381,9 +385,11 @@ def _accuracy(tasks: Sequence[TaskResult], shown: tuple[str, str] | None) -> Tas
 
 def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
     """Return the cells of a draft's row in the ranking, by column head."""
-    score, k = ranked.score, ranked.k
+    score = ranked.score
+    k = ranked.k
     tie = "~ " if ranked.significant is False and not score.output_differs else ""
-    ratio, ms = ranked.ratio_to_fastest, MILLISECONDS[score.seconds]
+    ratio = ranked.ratio_to_fastest
+    ms = MILLISECONDS[score.seconds]
     row = {
         "draft": f"{tie}{score.label}",
         "K": str(k),
@@ -421,7 +427,8 @@ def _figures(group: Group, marks: "Mapping[str, Mark]", speedups: Mapping[str, M
     scores = group.scores
     key = [marks[score.label] for score in scores] if len(marks) > 1 else []
     accepted = {score.label: score.acceptance(score.best_k).per_position_acceptance for score in scores}
-    k_rows, position_rows = [], []
+    k_rows = []
+    position_rows = []
     by_label = {score.label: score for score in scores}
     predicted = any(not score.is_timed(k) for score in scores for k in score.ks)
     unsure = " ≈: predicted, not timed." if predicted else ""
@@ -482,7 +489,8 @@ def _time_figure(group: Group) -> Figure | None:
     """
     from draftlab.results import plots
 
-    scores, unit = group.scores, MILLISECONDS[group.seconds]
+    scores = group.scores
+    unit = MILLISECONDS[group.seconds]
     steps: list[tuple[str, Mapping[str, float]]] = []
     rows = []
     timed = [score for score in scores if score.timed]
@@ -515,7 +523,8 @@ def _time_figure(group: Group) -> Figure | None:
 def _k_table(score: Score, speedups: Mapping[int, Interval]) -> Table:
     rows = []
     for k, gain in speedups.items():
-        acceptance, shares = score.acceptance(k), score.time_shares(k)
+        acceptance = score.acceptance(k)
+        shares = score.time_shares(k)
         rows.append(
             {
                 "K": str(k),
@@ -576,7 +585,8 @@ def _conditions_table(scores: Sequence[Score]) -> Table:
 
 
 def _json_row(score: Score, k: int, shown: tuple[str, str] | None) -> dict[str, Any]:
-    shape, shares = score.draft.shape, score.time_shares(k)
+    shape = score.draft.shape
+    shares = score.time_shares(k)
     accuracy = _accuracy(score.draft.tasks, shown)
     bits = re.search(r"\d+", score.conditions.dtype)  # the name of a dtype has its number of bits
     estimates = {

@@ -8,8 +8,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
+import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from draftlab import intervals
@@ -32,10 +34,6 @@ from draftlab.results.decoding import (
 from draftlab.results.step_costs import StepCosts
 from draftlab.runs.provenance import Stage
 from draftlab.sampling import FILTERS, Filter, SamplingParams
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import ArrayLike
 
 # Above any of these three limits, times are in doubt.
 BUSY = 0.5  # fraction of the cores that other work keeps busy
@@ -404,7 +402,8 @@ class Score(FileModel):
     @property
     def seconds(self) -> Seconds:
         """Return which seconds all times of the score are."""
-        machine, conditions = self.environment, self.conditions
+        machine = self.environment
+        conditions = self.conditions
         if machine is None:  # an older score, which does not name the processor
             return "wall"
         cpu = machine.counts_cpu_seconds(conditions.device, conditions.threads)
@@ -494,7 +493,7 @@ class Score(FileModel):
         drafted, plain = (self._predicted(self.prediction.timings(each)) for each in (k, 0))
         return intervals.speedup(Timings([drafted], plain))
 
-    def _predicted(self, values: "ArrayLike") -> "np.ndarray":
+    def _predicted(self, values: ArrayLike) -> np.ndarray:
         """Return sums over the requests of each conversation, [G, C]. values: For each predicted request, [R, C]."""
         assert self.prediction is not None
         talks = [self.prompts[i].conversation for i in self.prediction.prompts]
@@ -533,13 +532,11 @@ class Score(FileModel):
         drafted = [self._summed(request_timings(self.speculative[k]), conversations) for k in ks]
         return Timings(drafted, plain, self.alpha)
 
-    def _swaps(self) -> "np.ndarray":
+    def _swaps(self) -> np.ndarray:
         """Return by which factor the seconds of each timed conversation change if another one is left out, [1, G, G].
 
         K is chosen again on the predicted seconds of the conversations that are left.
         """
-        import numpy as np
-
         assert self.prediction is not None
         by_k = np.transpose([each.seconds for each in self.prediction.by_k.values()])
         sums = self._predicted(by_k)  # [conversations, K]
@@ -553,7 +550,7 @@ class Score(FileModel):
         """Return the number of conversations. A request of which no conversation is known counts for itself."""
         return len(self._summed(request_timings(self.plain)))
 
-    def _summed(self, timings: Sequence[Timing], conversations: Sequence[int | None] | None = None) -> "np.ndarray":
+    def _summed(self, timings: Sequence[Timing], conversations: Sequence[int | None] | None = None) -> np.ndarray:
         """Return the sums of each conversation, [G, 2]. timings: For each prompt, in the order of the prompts."""
         known = conversations or [prompt.conversation for prompt in self.prompts]
         prompts = sorted({g.prompt for g in self.plain})
@@ -659,7 +656,8 @@ class Score(FileModel):
         return self.tokens_per_pass(k) / (self.tpot_speedup_value(k) or self.speedup_value(k))
 
     def tpot_speedup_value(self, k: int) -> float | None:
-        drafted, plain = self.decode_tps(k), self.decode_tps(0)
+        drafted = self.decode_tps(k)
+        plain = self.decode_tps(0)
         return drafted / plain if drafted and plain else None
 
     def time_shares(self, k: int) -> dict[str, float]:
@@ -748,7 +746,8 @@ class Score(FileModel):
     @property
     def draft_ms(self) -> float | None:
         """Return the mean milliseconds of a draft pass in a step at the best K, or None if passes were not timed."""
-        costs, k = self._step_costs, self.best_k
+        costs = self._step_costs
+        k = self.best_k
         if costs is None or not costs.drafts(k):
             return None
         each = costs.drafting(k, unread=1)
@@ -790,7 +789,8 @@ class Score(FileModel):
 
     def implied_request_ms(self, k: int) -> float | None:
         """Return the mean milliseconds of a request: its measured TTFT, and implied_tpot_ms for each further token."""
-        tpot, ttft = self.implied_tpot_ms(k), self.ttft_ms(k)
+        tpot = self.implied_tpot_ms(k)
+        ttft = self.ttft_ms(k)
         if tpot is None or ttft is None:
             return None
         runs = self.generations(k)
@@ -798,7 +798,8 @@ class Score(FileModel):
 
     def implied_speedup(self, k: int) -> float | None:
         """Return the TPOT speed-up that follows from acceptance and the latencies of single passes, or None."""
-        alone, drafted = self.implied_tpot_ms(0), self.implied_tpot_ms(k)
+        alone = self.implied_tpot_ms(0)
+        drafted = self.implied_tpot_ms(k)
         if not alone or not drafted:
             return None
         verifying = intervals.tokens_per_second(decode_timings([g for g in self.plain if isinstance(g, Generation)]))
@@ -816,13 +817,15 @@ class Score(FileModel):
         if not self.timed:
             return "it was predicted, not timed"
         k = self.best_k
-        implied, measured = self.implied_speedup(k), self.tpot_speedup_value(k)
+        implied = self.implied_speedup(k)
+        measured = self.tpot_speedup_value(k)
         if implied is not None and measured and not 1 / DISAGREE <= implied / measured <= DISAGREE:
             return (
                 f"by latencies and acceptance, the TPOT speed-up at K = {k} should be {implied:.2f}x, but "
                 f"{measured:.2f}x was measured"
             )
-        machine, running = self.environment, (self.conditions.device, self.conditions.threads)
+        machine = self.environment
+        running = (self.conditions.device, self.conditions.threads)
         if machine is not None and (reason := machine.doubt(*running)) is not None:
             return reason
         stalled, steps = self.stalls
@@ -838,7 +841,8 @@ class Score(FileModel):
     @property
     def undecided(self) -> str | None:
         """Return the reason why the requests allow no verdict, or None."""
-        k, n = self.best_k, self.conversations
+        k = self.best_k
+        n = self.conversations
         if not self.acceptance(k).num_draft_tokens:
             return "no token was drafted"
         if n < 2:
@@ -851,7 +855,9 @@ class Score(FileModel):
         """Return text about the speed-up of whole requests, its baseline, and the reason to doubt it, if any."""
         if not self.timed:
             return f"Not timed. Predicted: {self.predicted_text()} in whole requests at K = {self.best_k}"
-        gain, doubt, undecided = self.best_k_speedup, self.doubt, self.undecided
+        gain = self.best_k_speedup
+        doubt = self.doubt
+        undecided = self.undecided
         opening = "No clear difference"
         if undecided is not None:
             opening = f"No verdict, because {undecided}. Measured"
@@ -886,7 +892,9 @@ class Score(FileModel):
 
         gain: Speed-up over the fastest plain decoding.
         """
-        alone, here, k = self.baseline_weights, self.conditions.target_weights, self.best_k
+        alone = self.baseline_weights
+        here = self.conditions.target_weights
+        k = self.best_k
         if alone == here or not self.timed or not gain.below(1) or self.undecided is not None or self.doubt is not None:
             return None
         advice = "do not quantise the target"
@@ -899,16 +907,19 @@ class Score(FileModel):
 
     def verdict(self) -> str:
         """Return text about the gain of the draft, and about the phase of a step that takes the most time."""
-        k, said = self.best_k, [f"{self.headline()}."]
+        k = self.best_k
+        said = [f"{self.headline()}."]
         if (advice := self.precision_first(self.best_k_speedup)) is not None:
             said.append(advice)
-        tpot, implied = self.best_k_tpot_speedup, self.implied_speedup(k) if self.timed else None
+        tpot = self.best_k_tpot_speedup
+        implied = self.implied_speedup(k) if self.timed else None
         if tpot is not None:
             text = f"TPOT, the time per token after the first: {tpot.as_speedup()}"
             if implied is not None:
                 text += f" (by latencies and acceptance it should be {implied:.2f}x)"
             said.append(f"{text}.")
-        with_draft, alone = self.ttft_ms(k), self.ttft_ms(0)
+        with_draft = self.ttft_ms(k)
+        alone = self.ttft_ms(0)
         if with_draft is not None and alone is not None:
             said.append(
                 f"TTFT, the time to the first token: {format_number(with_draft.value)} {MILLISECONDS[self.seconds]} "

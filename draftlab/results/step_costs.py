@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from draftlab.results.decoding import Generation
 
 if TYPE_CHECKING:
@@ -86,7 +88,5 @@ class StepCosts:
 
 def _at(width: int, latencies: Sequence["Latency"]) -> float:
     """Return the milliseconds of a pass over `width` tokens, interpolated between the measured widths."""
-    import numpy as np
-
     widths, medians = zip(*sorted((each.width, each.median_ms) for each in latencies), strict=True)
     return float(np.interp(width, widths, medians))

@@ -7,6 +7,7 @@ from html import escape
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -185,7 +186,8 @@ def shape_table(shapes: dict[str, Shape], latency_ms: dict[str, float]) -> Termi
     """
     records = []
     for name, shape in shapes.items():
-        whole, body = shape.params(), shape.body_params()
+        whole = shape.params()
+        body = shape.body_params()
         record = {
             "layers\nx width": name,
             "heads": f"{shape.heads}/{shape.kv_heads}",
@@ -227,8 +229,6 @@ def markdown_text(text: str) -> str:
 
 def page_template(name: str) -> "Template":
     """Return the page template in the file `name`. It escapes markup and control characters in all values."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     environment = Environment(
         loader=PackageLoader("draftlab.results"),
         autoescape=True,

@@ -147,7 +147,8 @@ def check_free(out: Path, *, force: bool, remedy: str = ", or --force to replace
     """
     _check_name(out)
     with writing(out):  # the name may be too long, or a link may lead to itself
-        exists, place = out.exists(), _place(out)
+        exists = out.exists()
+        place = _place(out)
     if exists and not out.is_dir():
         raise UserError(f"{out} is a file, but --out names a directory; choose another --out")
     if exists and any(out.iterdir()) and not force:
@@ -201,7 +202,8 @@ def locked(out: Path) -> Iterator[None]:
         yield
         return
     _check_name(out)
-    file, state = _beside(out, "lock"), state_directory(out)
+    file = _beside(out, "lock")
+    state = state_directory(out)
     lock = FileLock(file, blocking=False)
     made = [folder for folder in file.parents if not folder.exists()]
     with writing(out):
@@ -384,7 +386,8 @@ def _fallen(before: Mapping[str, object], this_run: Mapping[str, object], names:
     """Return the names whose values are numbers in both runs, and smaller in this run."""
     fallen = []
     for name in names:
-        was, now = before.get(name), this_run.get(name)
+        was = before.get(name)
+        now = this_run.get(name)
         if isinstance(was, int | float) and isinstance(now, int | float) and now < was:
             fallen.append(name)
     return fallen

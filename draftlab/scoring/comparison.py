@@ -252,7 +252,8 @@ class Comparison:
 
         Every token is counted as one pass of the target. texts: Number of generations.
         """
-        target, requests = read_size(self.target), self.requests
+        target = read_size(self.target)
+        requests = self.requests
         prompt = int(median(len(p.ids) for p in requests.prompts.rows))
         passes = texts * requests.sampling.max_tokens // max(self.batches)
         return {
@@ -263,7 +264,8 @@ class Comparison:
     def _memory(self) -> str:
         """Return text about the memory of models, caches and logits, and of the first device of a device map."""
         needs = self.needs(spread=True)
-        total, own = sum(needs.values()), sum(self.needs().values())
+        total = sum(needs.values())
+        own = sum(self.needs().values())
         text = f"{format_bytes(total)}: {devices.listed(needs)}"
         if self.engine.device_map is None:
             return text
@@ -314,7 +316,8 @@ class Comparison:
         Raises:
             UserError: The text is longer than a context.
         """
-        longest, max_tokens = self.requests.prompts.longest, self.requests.sampling.max_tokens
+        longest = self.requests.prompts.longest
+        max_tokens = self.requests.sampling.max_tokens
         for name, context in contexts.items():
             if longest + max_tokens + drafted > context:
                 raise UserError(
@@ -342,7 +345,9 @@ class Comparison:
         spread = spread or self.engine.device_map is None
         models = dict.fromkeys([self.target, *self.draft_paths])
         sizes = {path: read_size(path) for path in models if spread or path != self.target}
-        longest, rows, k = self.requests.prompts.longest, max(self.batches), max(self.ks)
+        longest = self.requests.prompts.longest
+        rows = max(self.batches)
+        k = max(self.ks)
         width = self.engine.dtype.itemsize
         tokens = rows * (longest + self.requests.sampling.max_tokens + k)
         needs = {f"weights of {hub.checkpoint_name(path)}": size.weight_bytes(width) for path, size in sizes.items()}
@@ -373,7 +378,8 @@ class Comparison:
         """
         if parallel.pard_token(draft) is None:
             return
-        name, trained = hub.checkpoint_name(draft), parallel.trained_offsets(draft)
+        name = hub.checkpoint_name(draft)
+        trained = parallel.trained_offsets(draft)
         note(f"{name} drafts all tokens in one pass; for one pass per token, use --drafter model:draft={draft}")
         if trained is not None and max(self.ks) > trained:
             beyond = f"the draft is untrained for the tokens after these, up to K = {max(self.ks)}"

@@ -25,7 +25,8 @@ class Journal(MutableMapping[Place, list[Run]]):
 
         machine: Facts that must be the same for runs to be comparable.
         """
-        self.file, self.machine = file, json.loads(json.dumps(dict(machine)))
+        self.file = file
+        self.machine = json.loads(json.dumps(dict(machine)))
         self._runs: dict[Place, list[Run]] = {}
         if file.exists():
             self._read()
@@ -73,7 +74,8 @@ class Memo:
     """A value that was computed before the timing, in a file. It counts only on the same machine and build."""
 
     def __init__(self, file: Path, machine: Mapping[str, Any]) -> None:
-        self.file, self.machine = file, json.loads(json.dumps(dict(machine)))
+        self.file = file
+        self.machine = json.loads(json.dumps(dict(machine)))
 
     def read(self) -> Any:
         """Return the value, or None if there is none of this machine and build."""

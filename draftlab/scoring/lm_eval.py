@@ -170,7 +170,8 @@ class Tasks:
             numpy_random_seed=self.seed,
             torch_random_seed=self.seed,
         )
-        better, samples = found["higher_is_better"], found["samples"]
+        better = found["higher_is_better"]
+        samples = found["samples"]
         results: list[TaskResult] = []
         for name, measured in found["results"].items():
             items = sorted(samples.get(name, []), key=lambda item: item["doc_id"])
@@ -307,7 +308,8 @@ def _tokens_cut(lm: Any, requests: list[tuple[Any, ...]]) -> list[int]:
     is_local = issubclass(type(lm), HFLM)
     cut: list[int] = []
     for context, *more in requests:
-        tokens, most = 0, lm.max_length
+        tokens = 0
+        most = lm.max_length
         if more and isinstance(more[0], str):
             # a local model reads all tokens except the last
             most += is_local
@@ -351,7 +353,8 @@ def _number(value: object) -> float | None:
 @contextlib.contextmanager
 def _same_proxies(url: str) -> Iterator[None]:
     """Keep the requests of lm-eval to a server, which have the API key, from a proxy that draftlab does not use."""
-    host, before = urlsplit(url).hostname, os.environ.get("no_proxy")
+    host = urlsplit(url).hostname
+    before = os.environ.get("no_proxy")
     listed = before if before is not None else os.environ.get("NO_PROXY", "")
     if proxy_of(url) is None:
         os.environ["no_proxy"] = f"{listed},{host}".removeprefix(",")

@@ -15,7 +15,8 @@ class Models:
     """The models of a comparison. Each checkpoint is loaded once, at its first use."""
 
     def __init__(self, comparison: Comparison) -> None:
-        self.comparison, self.engine = comparison, comparison.engine
+        self.comparison = comparison
+        self.engine = comparison.engine
         self._loaded: dict[Path, Decoder] = {}
         self._running: dict[tuple[Path, bool], Decoder] = {}
 

@@ -112,7 +112,8 @@ def cost_model(name: str, curves: LatencyCurves, prefill: Latency, host_ms: floa
 
 def predicted(written: Written, texts: expected.Texts, ks: Sequence[int], costs: Costs) -> Prediction:
     """Predict every request at every K. texts: The texts with acceptance probabilities, see Written.replayed."""
-    runs, batch = written.runs, written.batch
+    runs = written.runs
+    batch = written.batch
     work = Workload(texts=texts, prompt_tokens=written.prompt_tokens, kind=costs.kind)
     priced = step_costs(costs.draft, costs.target, work, max(ks), batch)
     alone = expected_time(replace(priced, share=0.0), work.prompt_tokens, steps(work, 0)).total
@@ -121,7 +122,8 @@ def predicted(written: Written, texts: expected.Texts, ks: Sequence[int], costs:
     ttft = np.array([run.prefill_seconds for run in runs]) + costs.prefill_ms / 1e3
     by_k: dict[int, Expected] = {}
     for k in ks:
-        each, counts = steps(work, k), expected.chain(texts, k)
+        each = steps(work, k)
+        counts = expected.chain(texts, k)
         drafting = each.after
         if texts.modelled is not None:
             drafting = drafting * texts.modelled[:, :, None]

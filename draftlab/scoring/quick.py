@@ -30,9 +30,9 @@ from draftlab.latency.cost_model import CostModel
 from draftlab.latency.machine_state import steady_clock, steady_step_clock
 from draftlab.latency.profiler import LatencyCurves, PassTimer
 from draftlab.model import checkpoint
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.model.decoder import Decoder
 from draftlab.model.llama import Llama
-from draftlab.model.tokenizer import common_vocabulary
 from draftlab.quantities import format_duration
 from draftlab.results.decoding import Generation, request_timings
 from draftlab.results.ranking import rank
@@ -123,10 +123,12 @@ class QuickTiming:
 
         scores: Function that makes scores from what has been timed so far.
         """
-        order, talks = self._order(), self.written.conversations
+        order = self._order()
+        talks = self.written.conversations
         self.live.warm_up(self._arms(order[0]), briefly=True)
         total = len(set(talks))
-        looks, passed = looks_of(total), list[int]()
+        looks = looks_of(total)
+        passed = list[int]()
         waiting = {talk: talks.count(talk) for talk in talks}
         names = ", ".join(self.finalists)
         found = list[Score]()
@@ -209,7 +211,8 @@ class QuickTiming:
         """Return the target's own texts. The first groups are also decoded at the other precision, if there is one."""
         live = self._live({}, "texts", self.models.other_target)
         live.warm_up([PLAIN], briefly=True)
-        count, started = len(live.groups), time.monotonic()
+        count = len(live.groups)
+        started = time.monotonic()
         with progress("the target's own texts", len(live.prompts)) as advance:
             for group in range(count):
                 kept = (PLAIN, 0, group) in live.runs
@@ -255,7 +258,8 @@ class QuickTiming:
             )
 
     def _written(self) -> Written:
-        requests, generations = self.comparison.requests, self.texts.generations[PLAIN]
+        requests = self.comparison.requests
+        generations = self.texts.generations[PLAIN]
         rows = requests.prompts.rows
         texts: list[Text] = []
         for i, prompt in enumerate(rows):
@@ -315,7 +319,7 @@ class QuickTiming:
             limits=self.written.limits.tolist(),
             target_path=comparison.target,
             sampling=comparison.rule.draft_sampling(comparison.requests.sampling),
-            vocab=common_vocabulary(drafts[0], comparison.target) if drafts else vocab,
+            vocab=Checkpoint(drafts[0]).common_vocabulary(Checkpoint(comparison.target)) if drafts else vocab,
             most=max(comparison.ks),
             load=self.models.draft,
             load_target=lambda: self.models.eager(comparison.target),
@@ -327,7 +331,8 @@ class QuickTiming:
 
     def _target_logprobs(self) -> list[np.ndarray]:
         """Return the target's log-probability of each token, or 0 where a drafted token must equal the target's."""
-        comparison, texts = self.comparison, self.written.texts
+        comparison = self.comparison
+        texts = self.written.texts
         sampling = comparison.requests.sampling
         samples = comparison.rule.draft_sampling(sampling).temperature > 0
         if sampling.temperature == 0 or comparison.rule.verify == "match" or not samples:
@@ -380,7 +385,8 @@ class QuickTiming:
             ids = torch.ones(1, length, dtype=torch.long, device=model.device)
             times = list[float]()
             for _ in range(2):
-                cache, start = model.new_cache(1, length + 1), clock()
+                cache = model.new_cache(1, length + 1)
+                start = clock()
                 model.forward(ids, cache, last=1)
                 times.append(1e3 * (clock() - start))
             ms = min(times)

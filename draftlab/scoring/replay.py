@@ -27,9 +27,9 @@ from draftlab.errors import OtherArchitecture, Quantised, UserError
 from draftlab.intervals import Interval, by_conversation, ratio_intervals
 from draftlab.latency.workload import Workload
 from draftlab.model import devices, hub, llama, modes
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.model.decoder import Decoder
 from draftlab.model.parallel import pard_token
-from draftlab.model.tokenizer import common_vocabulary
 from draftlab.output import Output
 from draftlab.reading import FileModel, read_model
 from draftlab.results.decoding import AcceptanceMetrics
@@ -185,23 +185,46 @@ class Drafting:
     device_map: str | None = None
 
 
-def replay(
-    store: StoredOutputs, drafters: Sequence[DrafterSpec], drafting: Drafting, output: Output
-) -> dict[str, Replay]:
-    """Replay drafters over a store, and write a replay.json for each. Return the replays by the drafter's name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedDraft:
+    """The replay of a draft. rows: Acceptance for each group of texts and each K."""
 
-    Raises:
-        UserError: A drafter or the rule does not fit the stored outputs.
+    replay: Replay
+    rows: list[AcceptanceRow]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replaying:
+    """The replay of drafters over a store.
+
+    Attributes:
+        name: Default name of the output directory.
+        ks: Numbers of drafted tokens per step for which acceptance is computed.
     """
-    read = itertools.chain.from_iterable(spec.paths(drafting.draft) for spec in drafters)
-    output.inputs([store.directory, *dict.fromkeys(read)])
-    replays = {spec.name: replay_draft(store, spec, drafting, output.command_line) for spec in drafters}
-    with output.directory() as work:
-        for name, each in replays.items():
-            (work / name).mkdir()
-            (work / name / FILE).write_text(each.model_dump_json())
-        output.record(work)
-    return replays
+
+    name: str
+    store: StoredOutputs
+    drafters: Sequence[DrafterSpec]
+    drafting: Drafting
+    ks: Sequence[int]
+
+    def run(self, output: Output) -> dict[str, ReplayedDraft]:
+        """Replay the drafters, and write a replay.json for each. Return the replays by the drafter's name.
+
+        Raises:
+            UserError: A drafter or the rule does not fit the stored outputs.
+        """
+        read = itertools.chain.from_iterable(spec.paths(self.drafting.draft) for spec in self.drafters)
+        output.inputs([self.store.directory, *dict.fromkeys(read)])
+        replays = {
+            spec.name: replay_draft(self.store, spec, self.drafting, output.command_line) for spec in self.drafters
+        }
+        with output.directory() as work:
+            for name, each in replays.items():
+                (work / name).mkdir()
+                (work / name / FILE).write_text(each.model_dump_json())
+            output.record(work)
+        return {name: ReplayedDraft(replay=each, rows=rows_of(each, self.ks)) for name, each in replays.items()}
 
 
 def drafter_of(draft: Path) -> DrafterSpec:
@@ -243,7 +266,7 @@ def check(store: StoredOutputs, spec: DrafterSpec, drafting: Drafting) -> int:
         )
     if drafts := spec.paths(drafting.draft, models_only=True):
         named = drafts[0]
-        size = common_vocabulary(drafts[0], store.vocabulary)
+        size = Checkpoint(drafts[0]).common_vocabulary(Checkpoint(store.vocabulary))
     else:
         named = drafting.target
         size = _target_vocabulary(store, spec, drafting)
@@ -400,7 +423,7 @@ def _target_vocabulary(store: StoredOutputs, spec: DrafterSpec, drafting: Drafti
     """
     target = drafting.target
     assert target is not None  # the caller locates the target for such a drafter
-    vocab = common_vocabulary(target, store.vocabulary)
+    vocab = Checkpoint(target).common_vocabulary(Checkpoint(store.vocabulary))
     layers = None
     with contextlib.suppress(OtherArchitecture, Quantised):  # transformers runs the model
         layers = llama.check_supported(target).layers

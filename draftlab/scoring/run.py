@@ -35,6 +35,7 @@ from draftlab.model.modes import set_threads
 from draftlab.output import Output
 from draftlab.registry import REJECTION
 from draftlab.results.decoding import Generation
+from draftlab.results.ranking import ScoreResult
 from draftlab.results.score import (
     Conditions,
     Environment,
@@ -63,26 +64,40 @@ ROUNDING_TOKENS = 256
 PREDICTED_RULES = (REJECTION, "match")
 
 
-def score(comparison: Comparison, output: Output) -> list[Score]:
-    """Measure every draft and drafter, write NAME/score.json for each, and return the scores.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalScoring:
+    """The measurement of a comparison in this process."""
 
-    Raises:
-        UserError: Memory is too small, or a text does not fit into a model's context.
-    """
-    output.inputs(comparison.inputs)
-    set_threads(comparison.engine.mode, comparison.engine.threads)
-    comparison.check_memory()
-    output.claim_state(comparison.inputs)
-    with with_rounded_drafts(comparison) as used:
-        scores = measure(used, output.command_line, output.state)
-    output.inputs(comparison.earlier_turns)
-    with output.directory() as work:
-        for result in scores:
-            (work / result.name).mkdir()
-            (work / result.name / "score.json").write_text(result.model_dump_json(indent=1))
-        output.record(work)
-    remove_state(output.state)
-    return scores
+    comparison: Comparison
+
+    @property
+    def name(self) -> str:
+        return self.comparison.name
+
+    def facts(self) -> Mapping[str, object]:
+        return self.comparison.facts()
+
+    def run(self, output: Output) -> ScoreResult:
+        """Measure every draft and drafter, write NAME/score.json for each, and return the scores.
+
+        Raises:
+            UserError: Memory is too small, or a text does not fit into a model's context.
+        """
+        comparison = self.comparison
+        output.inputs(comparison.inputs)
+        set_threads(comparison.engine.mode, comparison.engine.threads)
+        comparison.check_memory()
+        output.claim_state(comparison.inputs)
+        with with_rounded_drafts(comparison) as used:
+            scores = measure(used, output.command_line, output.state)
+        output.inputs(comparison.earlier_turns)
+        with output.directory() as work:
+            for result in scores:
+                (work / result.name).mkdir()
+                (work / result.name / "score.json").write_text(result.model_dump_json(indent=1))
+            output.record(work)
+        remove_state(output.state)
+        return ScoreResult(scores)
 
 
 def measure(comparison: Comparison, command: str, state: Path) -> list[Score]:
@@ -244,7 +259,8 @@ class Measurement:
         }
 
     def _scores(self, found: "Found", batch: int) -> list[Score]:
-        comparison, measured = self.comparison, found.measured
+        comparison = self.comparison
+        measured = found.measured
         target = self._model("", self.models.target, comparison.target, found.curves, {})
         other_plain = dict[str, list[Generation]]()
         if OTHER_PLAIN in measured.generations:
@@ -283,7 +299,8 @@ class Measurement:
 
         answers: Token ids of the answers, by prompt. If the target has no int8 weights, return None.
         """
-        whole, rounded = self.models.target, self.models.other_target
+        whole = self.models.target
+        rounded = self.models.other_target
         if rounded is None:
             return None
         if self.comparison.engine.target_int8:
@@ -299,7 +316,8 @@ class Measurement:
 
         heads: Passes of heads whose first pass in a step reads up to K + 1 tokens.
         """
-        comparison, ks = self.comparison, self.comparison.ks
+        comparison = self.comparison
+        ks = self.comparison.ks
 
         def grid(widths: list[int], after: Sequence[int], last: int) -> Grid:
             return Grid(
@@ -333,7 +351,8 @@ class Measurement:
 
     def _throughput(self, batch: int, timer: PassTimer) -> TimedArms:
         """Decode all prompts in all ways. Rounds of the timer are spread over the decoding."""
-        comparison, requests = self.comparison, self.comparison.requests
+        comparison = self.comparison
+        requests = self.comparison.requests
         prompts = [prompt.ids for prompt in requests.prompts.rows]
         ways = 1 + comparison.two_precisions + sum(len(run.ks) for run in self.runs.values())
         note(
@@ -373,7 +392,8 @@ class Measurement:
 
     def _conditions(self, name: str, batch: int) -> Conditions:
         comparison = self.comparison
-        engine, rule = comparison.engine, comparison.rule.verify
+        engine = comparison.engine
+        rule = comparison.rule.verify
         if rule == REJECTION:
             own_rules = {spec.name: spec.rejection_rule for spec in comparison.drafters}
             rule = own_rules.get(name, REJECTION)
@@ -426,7 +446,8 @@ def _fields(kind: type[AnyLatency], point: Latency) -> AnyLatency:
 
 def _accuracies(comparison: Comparison) -> dict[Path, list[TaskResult]]:
     """Evaluate target and drafts with lm-eval, and return the results by directory. Without --tasks, return {}."""
-    tasks, engine = comparison.tasks, comparison.engine
+    tasks = comparison.tasks
+    engine = comparison.engine
     if tasks is None:
         return {}
     target = tasks.of_checkpoint(
@@ -453,7 +474,9 @@ def compare(whole: Decoder, rounded: Decoder, texts: Sequence[Sequence[int]]) ->
 
     texts: Token ids of each text.
     """
-    divergence, equal, count = 0.0, 0, sum(map(len, texts))
+    divergence = 0.0
+    equal = 0
+    count = sum(map(len, texts))
     with progress("measuring what int8 weights change", len(texts)) as advance:
         for done, text in enumerate(texts, 1):
             ids = torch.tensor([text])
@@ -471,7 +494,8 @@ def _with_turns(comparison: Comparison, models: Models) -> Comparison:
 
     The prompt of a turn contains the earlier turns and the target's answers to them.
     """
-    requests, target = comparison.requests, comparison.target
+    requests = comparison.requests
+    target = comparison.target
     native = comparison.engine.mode == "native"
     model = models.running(target, False) if native else models.eager(target)
     prompts = answer_turns(requests.prompts, target, model, requests.sampling)

@@ -30,6 +30,7 @@ from draftlab.model import checkpoint, devices, hub
 from draftlab.output import Output
 from draftlab.reading import FileModel, reading
 from draftlab.results.decoding import ServedGeneration
+from draftlab.results.ranking import ScoreResult
 from draftlab.results.score import Conditions, Environment, Model, Score, TaskResult
 from draftlab.runs import provenance
 from draftlab.scoring.comparison import Requests
@@ -112,48 +113,50 @@ class ServedComparison:
             "work": f"{count} requests of up to {self.requests.sampling.max_tokens} tokens",
         }
 
+    def run(self, output: Output) -> ScoreResult | PlainAnswers:
+        """Measure the servers, and write and return the score. With only a plain server, write and return its answers.
 
-def score(comparison: ServedComparison, output: Output) -> Score | PlainAnswers:
-    """Measure the servers, and write and return the score. With only a plain server, write and return its answers.
-
-    Raises:
-        UserError: The vocabulary of a server differs from the vocabulary of the tokenizer; the plain server drafts; the
-            other server does not draft, or also answered other clients meanwhile; or the stored answers belong to other
-            requests.
-    """
-    drafts = [Path(comparison.draft)] if Path(comparison.draft).is_dir() else []
-    output.inputs([comparison.tokenizer, *drafts])
-    for server in comparison.servers.values():
-        check_server_tokenizer(server, comparison.tokenizer)
-    comparison = with_turns(comparison)
-    _check_same(comparison)
-    asked = comparison.conditions
-    stored = comparison.stored
-    if stored is not None:
-        comparison = comparison.without(stored.left_out)
-    environment = read_environment()
-    warn_if_busy(environment)
-    before = read_core_time()
-    requests = comparison.requests
-    count = len(comparison.servers) * len(requests.prompts.rows) * requests.repeats
-    with progress("decoding", count) as advance:
-        answers, refused = measure(comparison, lambda done: advance(done, "answers"))
-    environment = with_waiting(environment, before, read_core_time())
-    comparison = comparison.without(refused)
-    if stored is None:
-        plain = _plain_answers(comparison, answers[PLAIN], asked, refused)
-    else:
-        runs, tokens = renumbered(stored.runs, refused), _without(stored.tokens, refused)
-        plain = stored.model_copy(update={"runs": runs, "tokens": tokens})
-    result, file = plain, PLAIN_FILE
-    if SPECULATIVE in comparison.servers:
-        served = answers[SPECULATIVE]
-        result = _score(comparison, plain, served, environment, output.command_line)
-        file = "score.json"
-    with output.directory() as work:
-        (work / file).write_text(result.model_dump_json(indent=1))
-        output.record(work)
-    return result
+        Raises:
+            UserError: The vocabulary of a server differs from the vocabulary of the tokenizer; the plain server drafts;
+                the other server does not draft, or also answered other clients meanwhile; or the stored answers belong
+                to other requests.
+        """
+        comparison = self
+        drafts = [Path(comparison.draft)] if Path(comparison.draft).is_dir() else []
+        output.inputs([comparison.tokenizer, *drafts])
+        for server in comparison.servers.values():
+            check_server_tokenizer(server, comparison.tokenizer)
+        comparison = with_turns(comparison)
+        _check_same(comparison)
+        asked = comparison.conditions
+        stored = comparison.stored
+        if stored is not None:
+            comparison = comparison.without(stored.left_out)
+        environment = read_environment()
+        warn_if_busy(environment)
+        before = read_core_time()
+        requests = comparison.requests
+        count = len(comparison.servers) * len(requests.prompts.rows) * requests.repeats
+        with progress("decoding", count) as advance:
+            answers, refused = measure(comparison, lambda done: advance(done, "answers"))
+        environment = with_waiting(environment, before, read_core_time())
+        comparison = comparison.without(refused)
+        if stored is None:
+            plain = _plain_answers(comparison, answers[PLAIN], asked, refused)
+        else:
+            runs = renumbered(stored.runs, refused)
+            tokens = _without(stored.tokens, refused)
+            plain = stored.model_copy(update={"runs": runs, "tokens": tokens})
+        score = None
+        if SPECULATIVE in comparison.servers:
+            score = _score(comparison, plain, answers[SPECULATIVE], environment, output.command_line)
+        with output.directory() as work:
+            if score is None:
+                (work / PLAIN_FILE).write_text(plain.model_dump_json(indent=1))
+            else:
+                (work / "score.json").write_text(score.model_dump_json(indent=1))
+            output.record(work)
+        return plain if score is None else ScoreResult([score])
 
 
 def with_turns(comparison: ServedComparison) -> ServedComparison:
@@ -164,7 +167,8 @@ def with_turns(comparison: ServedComparison) -> ServedComparison:
     Raises:
         UserError: The answers are missing and there is no running plain server, or the server fails.
     """
-    server, requests = comparison.servers.get(PLAIN), comparison.requests
+    server = comparison.servers.get(PLAIN)
+    requests = comparison.requests
 
     def answer(prompts: list[turns.Prompt], _: list[int]) -> list[list[int] | UserError]:
         if server is None:
@@ -211,13 +215,15 @@ def measure(
     Raises:
         UserError: The plain server drafts, or the speculative server does not, or too many prompts are refused.
     """
-    servers, requests = comparison.servers, comparison.requests
+    servers = comparison.servers
+    requests = comparison.requests
     prompts = [prompt.ids for prompt in requests.prompts.rows]
     # the shortest prompt is least likely to be refused; reversed, it leaves nothing useful in the prefix cache
     _warm_up(comparison, min(prompts, key=len)[::-1], clock)
     answers = {role: ServerAnswers(before=read_metrics(server)) for role, server in servers.items()}
     vocab = logits_of(comparison.tokenizer)
-    bad, refused = BadRows(requests.prompts.source, len(prompts)), list[int]()
+    bad = BadRows(requests.prompts.source, len(prompts))
+    refused = list[int]()
     order = interleaved(list(servers), len(prompts), requests.repeats)
     for done, (role, repeat, index) in enumerate(order, 1):
         if index in refused:
@@ -282,7 +288,8 @@ def _without(items: Sequence[Item], refused: Sequence[int]) -> list[Item]:
 def _plain_answers(
     comparison: ServedComparison, answers: ServerAnswers, asked: dict[str, Any], refused: list[int]
 ) -> PlainAnswers:
-    server, tasks = comparison.servers[PLAIN], comparison.tasks
+    server = comparison.servers[PLAIN]
+    tasks = comparison.tasks
     return PlainAnswers(
         kind=server.kind,
         model=server.model,
@@ -327,7 +334,8 @@ def _score(
     environment: Environment,
     command: str,
 ) -> Score:
-    counters, server = answers.counters, comparison.servers[SPECULATIVE]
+    counters = answers.counters
+    server = comparison.servers[SPECULATIVE]
     if counters is None:
         raise UserError(f"{server.http.url} {answers.undrafted}")
     check_alone(server, counters, answers.lengths)

@@ -174,9 +174,13 @@ class LiveTiming:
             kept: Runs that were timed before. New runs are added.
         """
         self.alone = {PLAIN: target} | ({} if other_target is None else {OTHER_PLAIN: other_target})
-        self.target, self.drafters, self.prompts = target, drafters, prompts
-        self.sampling, self.clock = sampling, clock or step_clock_for(target.device)
-        self.rule, self.draft_sampling = rule, draft_sampling
+        self.target = target
+        self.drafters = drafters
+        self.prompts = prompts
+        self.sampling = sampling
+        self.clock = clock or step_clock_for(target.device)
+        self.rule = rule
+        self.draft_sampling = draft_sampling
         self.groups = [list(range(at, min(at + batch, len(prompts)))) for at in range(0, len(prompts), batch)]
         self.runs: MutableMapping[Place, list[Run]] = {} if kept is None else kept
         self.asked: set[Place] = set()  # the runs to return; an interrupted run may have timed more
@@ -416,7 +420,8 @@ def _generations(runs: list[Run]) -> list[Generation]:
     """Return the runs of an arm as generations. A stalled step gets median times, see without_stalls."""
     generations: list[Generation] = []
     for run, timed in zip(runs, without_stalls([run.steps for run in runs]), strict=True):
-        steps, passes = [t.step for t in timed], (run.prefill, *timed)
+        steps = [t.step for t in timed]
+        passes = (run.prefill, *timed)
         generation = Generation(
             prompt=run.prompt,
             tokens=len(run.tokens),

@@ -5,20 +5,23 @@ way when it resumes.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from draftlab.console import note
 from draftlab.drafters.fallback import FALLBACK_LOOKUP_MAX, FallbackSpec
 from draftlab.errors import UserError
 from draftlab.heads.eagle3.drafter import EagleSpec
 from draftlab.heads.eagle3.student import EagleStudent
 from draftlab.model import checkpoint, devices, hub
 from draftlab.model.modes import resolve_mode
+from draftlab.output import Output
 from draftlab.results.report import html
 from draftlab.results.score import Score, read_score, score_files
 from draftlab.runs.atomic import write_atomic
@@ -33,6 +36,7 @@ from draftlab.searching.plan import (
     LEAST_PROMPTS,
     LEAST_SEQUENCES,
     LEAST_STEPS,
+    LOOKUP,
     MAX_TOKENS,
     MOST_PROMPTS,
     OFFSET_COST,
@@ -42,7 +46,9 @@ from draftlab.searching.plan import (
     Costs,
     Plan,
     Request,
+    lookup_by_device,
     lookup_of,
+    not_tried,
 )
 from draftlab.searching.schedule import NoCheapShape, StepRunner, number, read_search, record_of
 from draftlab.searching.verdict import Arm, Round, Scores, TrainingRounds, Verdict
@@ -187,7 +193,8 @@ class AutoRun:
 
         A candidate that cannot be made is added to left_out, with the reason.
         """
-        kinds, training = self.plan.candidates, None
+        kinds = self.plan.candidates
+        training = None
         candidates: list[Arm] = []
         for ready in self.request.ready:
             if ready.name in self.plan.ready:
@@ -270,7 +277,8 @@ class AutoRun:
     def _int8(self) -> bool:
         """Return whether target and drafts run with weights rounded to 8 bits: without a server, in mode native."""
         machine = self.plan.machine
-        device, dtype = devices.resolve_device(machine.device), devices.DTYPES[machine.dtype]
+        device = devices.resolve_device(machine.device)
+        dtype = devices.DTYPES[machine.dtype]
         native = resolve_mode("auto", device, dtype, [self.request.target]) == "native"
         return self.request.server is None and native
 
@@ -302,7 +310,9 @@ class AutoRun:
         which the target wrote the answers for replays. Without such prompts, the target only reads data, which is about
         ten times faster than writing.
         """
-        costs, prompts, slower = self._costs, self.request.prompts, 1.0
+        costs = self._costs
+        prompts = self.request.prompts
+        slower = 1.0
         if "draft" in self.plan.candidates:
             slower = record_of(self._texts).seconds / costs.write(prompts.choose, WRITTEN, 16)
             slower = min(max(slower, 1 / MOST_FASTER), MOST_FASTER)
@@ -370,7 +380,8 @@ class AutoRun:
         """
         until = self.steps.seconds() + self._seconds_for("train")
         per_step = _tokens_per_step(draft)
-        drafts, rounds = [draft], [self._replayed(draft, 0, k, 0.0)]
+        drafts = [draft]
+        rounds = [self._replayed(draft, 0, k, 0.0)]
         stopped = "no time was left for another round"
         while True:
             left = until - self.steps.seconds()
@@ -425,7 +436,8 @@ class AutoRun:
         k: Best K of the chosen candidate, for the final measurement on other prompts. None measures every K, on the
         prompts by which a candidate is chosen.
         """
-        streams, chosen = self.request.streams, k is not None
+        streams = self.request.streams
+        chosen = k is not None
         together = math.lcm(*streams)
         answer = self._costs.write(1, MAX_TOKENS, 1)
         if searched := score_files([self.folder / "search" / "score"]):
@@ -466,3 +478,54 @@ def _pace(draft: Path) -> float:
     """Return the training speed of a draft in tokens per second."""
     record = record_of(draft)
     return number(record, "tokens") / max(record.worked_seconds, 1e-3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Auto:
+    """A run of auto.
+
+    Attributes:
+        name: Default name of the output directory.
+        make: Function that makes the steps, as in StepRunner.
+    """
+
+    name: str
+    request: Request
+    plan: Plan
+    make: Callable[[str, dict[str, Any]], Any]
+
+    def facts(self) -> Mapping[str, object]:
+        """Return the facts that a dry run shows."""
+        plan = self.plan
+        facts = plan.facts() | {"minutes": round(plan.minutes)}
+        device = devices.resolve_device(plan.machine.device).type
+        lookup = lookup_by_device(self.request.server, device) if LOOKUP in plan.candidates else []
+        if notes := [*not_tried(plan.left_out), *lookup, *verdict.unverified(self.request)]:
+            facts["notes"] = "; ".join(notes)
+        return facts
+
+    def run(self, output: Output) -> Verdict:
+        """Run every step of the plan, write the report and the verdict, and return the verdict.
+
+        Raises:
+            UserError: A step fails.
+        """
+        folder = output.out
+        output.inputs([hub.locate(self.request.name)])
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / PLAN).exists():
+            write_atomic(folder / PLAN, self.plan.model_dump_json(indent=1))
+        for topic, value in self.facts().items():
+            note(f"{topic}: {value}")
+
+        def label(name: str, command: str) -> str:
+            finish = datetime.now() + timedelta(minutes=max(0.0, self.plan.minutes - steps.seconds() / 60))
+            return f"{name}: {command}, the whole run ends at about {finish:%H:%M}"
+
+        steps = StepRunner(folder=folder, make=self.make, label=label)
+        run = AutoRun(request=self.request, plan=self.plan, steps=steps)
+        found = run.verdict()
+        run.write_report(found, output.command_line)
+        write_atomic(folder / VERDICT, found.model_dump_json(indent=1))
+        output.record(folder, minutes=found.minutes)
+        return found

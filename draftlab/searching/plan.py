@@ -175,14 +175,16 @@ def measure_machine(size: Shape | ApproximateSize, device: torch.device, dtype: 
     """
     trained = training_dtype("auto")
     disk = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    started, used = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    used = time.process_time()
     with note_if_slow("measuring matrix products and memory bandwidth of this machine"):
         # where torch is slow in the dtype, the compiled engine runs it, and is as fast in it as in float32
         timed = dtype if devices.is_fast(dtype, device) else torch.float32
         tflops = matmul_tflops(timed, device)
         bandwidth = bandwidth_gbs(size.params(), timed, device)
         training_tflops = tflops if trained == timed else matmul_tflops(trained, device)
-    wall, busy = time.perf_counter() - started, time.process_time() - used
+    wall = time.perf_counter() - started
+    busy = time.process_time() - used
     return Machine(
         device=str(device),
         cores=torch.get_num_threads(),
@@ -408,7 +410,8 @@ def lookup_by_device(server: str | None, device: str) -> list[str]:
     if server is None:
         return []
     kind = SERVERS.get(server, "--for")
-    name, places = kind.lookup(device), {"cpu": "CPUs", "cuda": "GPUs"}
+    name = kind.lookup(device)
+    places = {"cpu": "CPUs", "cuda": "GPUs"}
     if len({kind.lookup(each) for each in places}) == 1:
         return []
     here = places.get(device, places["cpu"])
@@ -450,7 +453,8 @@ def make_plan(
     Raises:
         UserError: The target cannot be used, memory is too small, or the time is too short for any candidate.
     """
-    size, costs = request.size, Costs(machine=machine, size=request.size)
+    size = request.size
+    costs = Costs(machine=machine, size=request.size)
     if request.server == "llama.cpp":
         gguf.library()
     weights = size.weight_bytes(costs.bytes_per_weight)
@@ -516,7 +520,8 @@ def seconds_of_steps(least: Mapping[str, float], total: float, most: Mapping[str
 
     least, most: Least and most seconds of steps, by the name of the step. total: Seconds of all steps together.
     """
-    left, shares = max(0.0, total - sum(least.values())), sum(STEPS[name][0] for name in least)
+    left = max(0.0, total - sum(least.values()))
+    shares = sum(STEPS[name][0] for name in least)
     seconds = {name: needed + left * STEPS[name][0] / shares for name, needed in least.items()}
     full = {name: max(least[name], most[name]) for name in seconds if seconds[name] > most.get(name, math.inf)}
     if not full:
@@ -532,7 +537,8 @@ def _unsuitable(request: Request) -> dict[str, str]:
     The target cannot have such a candidate or gains little from it, the server cannot run it, or there are too few
     prompts to train on.
     """
-    target, server = request.target, request.server
+    target = request.target
+    server = request.server
     prompts = request.prompts
     if request.ready and prompts.train is not None and prompts.train < LEAST_TRAINED:
         trained = [kind for kind in (*CUT, *HEADS) if kind in served_by(server)]
@@ -604,7 +610,8 @@ def _least(costs: Costs, request: Request, candidates: Sequence[str], ready: int
 
     ready: Number of the user's drafts to compare.
     """
-    sequences, prompts = 2 * LEAST_SEQUENCES, request.prompts
+    sequences = 2 * LEAST_SEQUENCES
+    prompts = request.prompts
     least: dict[str, float] = {}
     if "draft" in candidates or "eagle" in candidates:
         reads = prompts.data is not None

@@ -53,7 +53,8 @@ class PromptSplit:
 
         target: Checkpoint of the target, whose tokenizer cuts prompts from data.
         """
-        rows, count = self.rows, self.choose + self.measure
+        rows = self.rows
+        count = self.choose + self.measure
         if self.data is not None:
             tokenizer = checkpoint.load_tokenizer(target)
             found = data.numbered_prompts(self.data, tokenizer, count=count, length=FROM_DATA_TOKENS, seed=0)

@@ -6,7 +6,7 @@ way when it resumes, and repeats no finished step.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -24,6 +24,7 @@ from draftlab.latency.workload import Workload
 from draftlab.model import hub
 from draftlab.model.hf_files import max_model_len
 from draftlab.model.shape import Shape, resolve, write_shape_file
+from draftlab.model.size import read_size
 from draftlab.output import Output
 from draftlab.results.ranking import rank
 from draftlab.results.score import read_score
@@ -35,6 +36,7 @@ from draftlab.searching.schedule import (
     MEASURED_PROMPTS,
     REPLAYED_TEXTS,
     MeasuredDraft,
+    NoCheapShape,
     Rung,
     Search,
     ShapeTrial,
@@ -111,7 +113,8 @@ def shapes_to_try(source: Shape, layers: Sequence[int] | None, widths: Sequence[
     Raises:
         UserError: The source has fewer layers or a smaller width.
     """
-    depths, wide = layers or default_depths(source), widths or default_widths(source)
+    depths = layers or default_depths(source)
+    wide = widths or default_widths(source)
     return [resolve(source, layers=n, hidden=width) for n, width in product(depths, wide)]
 
 
@@ -128,24 +131,48 @@ def default_widths(source: Shape) -> list[int]:
     return sorted(n * source.hidden // source.heads for n in heads)
 
 
-def search(wanted: Wanted, steps: StepRunner, output: Output) -> Search:
-    """Run a search. Write its output: the fastest draft, the target's texts, the scores and search.json.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searching:
+    """A search to run.
 
-    Raises:
-        UserError: Too few shapes are cheap enough, or a step fails.
+    Attributes:
+        name: Default name of the output directory.
+        make: Function that makes the steps, as in StepRunner.
     """
-    models = [wanted.target, wanted.source]
-    output.claim_state(models)
-    searcher = Searcher(wanted=wanted, steps=steps)
-    result = searcher.search()
-    with output.directory() as directory:
-        shutil.copytree(searcher.draft(len(result.rungs) - 1, result.winner.name), directory / "draft")
-        for part in ("texts", "score"):
-            shutil.copytree(output.state / part, directory / part)
-        write_search(result, directory)
-        output.record(directory, total_seconds=result.spent_seconds)
-    remove_state(output.state)
-    return result
+
+    name: str
+    wanted: Wanted
+    make: Callable[[str, dict[str, Any]], Any]
+
+    def facts(self) -> Mapping[str, object]:
+        """Return the facts that a dry run shows."""
+        return {
+            "target": read_size(self.wanted.target).describe(),
+            "source": self.wanted.source_shape.describe(),
+            "try": ", ".join(f"{each.layers} x {each.hidden}" for each in self.wanted.tried),
+            "minutes": self.wanted.minutes,
+        }
+
+    def run(self, output: Output) -> Search:
+        """Run the search. Write its output: the fastest draft, the target's texts, the scores and search.json.
+
+        Raises:
+            UserError: Too few shapes are cheap enough, or a step fails.
+        """
+        output.claim_state([self.wanted.target, self.wanted.source])
+        searcher = Searcher(wanted=self.wanted, steps=StepRunner(folder=output.state, make=self.make))
+        try:
+            result = searcher.search()
+        except NoCheapShape as error:
+            raise NoCheapShape(f"--layers, --widths: {error}; try smaller numbers") from None
+        with output.directory() as directory:
+            shutil.copytree(searcher.draft(len(result.rungs) - 1, result.winner.name), directory / "draft")
+            for part in ("texts", "score"):
+                shutil.copytree(output.state / part, directory / part)
+            write_search(result, directory)
+            output.record(directory, total_seconds=result.spent_seconds)
+        remove_state(output.state)
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +200,8 @@ class Searcher:
     @cached_property
     def shapes(self) -> dict[str, Shape]:
         """Return the shapes that are cheap enough to be candidates, by name. Shapes of medium cost come first."""
-        parallel, target_ms = self.wanted.offsets > 1, self._pass_ms(self._target_cost)
+        parallel = self.wanted.offsets > 1
+        target_ms = self._pass_ms(self._target_cost)
         share = MAX_WIDE_SHARE if parallel else MAX_PASS_SHARE
         pass_ms = self._wide_ms if parallel else self._law.ms
         return candidates(self.wanted.source_shape, self.wanted.tried, pass_ms, target_ms, share)
@@ -185,7 +213,8 @@ class Searcher:
         distilled again, from the cut draft and for more steps.
         """
         rungs = [self._rung(None, 0, 0, list(self.shapes))]
-        steps, names = self.wanted.first_steps, [trial.name for trial in rungs[0].trials]
+        steps = self.wanted.first_steps
+        names = [trial.name for trial in rungs[0].trials]
         while True:
             rungs.append(self._rung(rungs[-1], len(rungs), steps, names))
             last = [trial.name for trial in rungs[-1].trials]
@@ -240,7 +269,8 @@ class Searcher:
             rejection: Mean probability that a drafted token is rejected.
             left: Factor by which one more rung is expected to change the probability of rejection.
         """
-        cost, ks = self._shape_cost(self.shapes[name]), self.wanted.ks
+        cost = self._shape_cost(self.shapes[name])
+        ks = self.wanted.ks
         k, speedup, rate = best_k(cost, self._target_cost, work, ks)
         learnt = work.with_chances(1 - left * (1 - work.texts.chances))
         return ShapeTrial(
@@ -264,7 +294,8 @@ class Searcher:
             steps: Number of distillation steps on the previous rung.
             names: Candidates of the last rung.
         """
-        step_seconds, overhead = 0.0, 0.0
+        step_seconds = 0.0
+        overhead = 0.0
         for name in names:
             record = record_of(self.draft(rung, name))
             trained = number(record, "seconds")
@@ -313,7 +344,8 @@ class Searcher:
 
     def _answer_seconds(self, together: int) -> float:
         """Return the seconds that the target takes for each answer. together: Number of answers in a batch."""
-        cost, context = self._target_cost, np.array(self._law.context)
+        cost = self._target_cost
+        context = np.array(self._law.context)
         prefill_ms = float(cost.prefill_ms(np.array([PROMPT_TOKENS]))[0])
         pass_ms = float(cost.forward_ms(together, 1, context))
         return (prefill_ms + MAX_TOKENS * pass_ms / together) / 1e3
@@ -326,7 +358,8 @@ class Searcher:
 
     @cached_property
     def _target_cost(self) -> CostModel:
-        target, k = self.wanted.target, max(self.wanted.ks)
+        target = self.wanted.target
+        k = max(self.wanted.ks)
         profiles = self.steps.run("profile", "profile", models=[str(target)], k=k, **self._grid)
         return CostModel.of(read_profile(profiles / f"{hub.checkpoint_name(target)}.yaml"), extrapolate=True)
 
@@ -366,7 +399,8 @@ class Searcher:
         )
 
     def _cut(self, name: str) -> Path:
-        shape, file = self.shapes[name], self.steps.folder / f"{name}.yaml"
+        shape = self.shapes[name]
+        file = self.steps.folder / f"{name}.yaml"
         write_shape_file(shape.with_whole_head(), file, name)
         return self.steps.run(
             f"rung-0/{name}",

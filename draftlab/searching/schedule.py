@@ -110,7 +110,8 @@ class Search(FileModel):
 
     def explain(self) -> list[str]:
         """Return the result of the search as lines of text."""
-        winner, spread = self.winner, self.winner.gain
+        winner = self.winner
+        spread = self.winner.gain
         predicted = next(trial for trial in self.rungs[-1].trials if trial.name == winner.name)
         lines = [] if self.pays else ["No draft is faster than plain decoding. The best candidate:"]
         lines.append(

@@ -266,7 +266,8 @@ def training_ceiling(arms: Sequence[Arm], scores: Scores, relative: Mapping[str,
         relative: Time of a pass of the cheapest draft, divided by the time of a pass of each of the user's drafts, by
             the name of this draft in scores. At most 1.
     """
-    choices, ceilings = ranking(arms, scores), dict[str, float]()
+    choices = ranking(arms, scores)
+    ceilings = dict[str, float]()
     for name, cheaper in relative.items():
         own = [names[name] for names in scores.values()]
         for k in set.intersection(*(set(score.ks) for score in own)):
@@ -282,7 +283,8 @@ def _at_ceiling(score: Score, k: int, cheaper: float) -> float:
 
     The time of drafting is multiplied by `cheaper`, and the acceptance rate per token is at least REACHED.
     """
-    length, share = score.tokens_per_pass(k), score.time_shares(k).get("draft", 0.0)
+    length = score.tokens_per_pass(k)
+    share = score.time_shares(k).get("draft", 0.0)
     longer = max(1.0, (1 - REACHED ** (k + 1)) / (1 - REACHED) / length)
     return score.speedup_value(k) * longer / (1 - share * (1 - cheaper))
 
@@ -299,7 +301,9 @@ def beyond_reach(best: Choice, scores: Mapping[str, Score], relative: float) -> 
     relative: Time of a pass of the cheapest draft, divided by the time of the target's pass over one token.
     """
     score = scores[best.name]
-    alone, ttft, request = score.target_ms, score.ttft_ms(0), score.request_ms(0)
+    alone = score.target_ms
+    ttft = score.ttft_ms(0)
+    request = score.request_ms(0)
     if alone is None or ttft is None or request.value <= ttft.value:
         return None
     # output tokens after the first, by the time of plain decoding
@@ -320,7 +324,8 @@ def beyond_reach(best: Choice, scores: Mapping[str, Score], relative: float) -> 
 
 def would_change(ranking: Sequence[Choice], scores: Scores, left_out: Mapping[str, str]) -> list[str]:
     """Return sentences about what would make a draft faster than plain decoding."""
-    changes, fewest = [], min(scores)
+    changes = []
+    fewest = min(scores)
     trained = next((choice for choice in ranking if choice.kind == "draft"), None)
     if trained is not None:
         score = scores[fewest][trained.name]
@@ -379,7 +384,8 @@ def serve(
         int8: Whether the scores were measured with weights rounded to 8 bits.
         scores: Directory of the scores by which the candidate was chosen.
     """
-    prompts, server = steps.folder / "prompts/measure.jsonl", request.server
+    prompts = steps.folder / "prompts/measure.jsonl"
+    server = request.server
     settings: dict[str, Any] = {
         "draft": str(chosen.draft),
         "target": request.name,

@@ -94,7 +94,8 @@ def check_alone(server: Server, counters: Counters, lengths: Sequence[int]) -> N
     Raises:
         UserError: The counters do not agree, so the server answered other clients as well.
     """
-    tokens, answers = sum(lengths), len(lengths)
+    tokens = sum(lengths)
+    answers = len(lengths)
     most = answers + counters.num_drafts + sum(counters.num_accepted_tokens_per_pos)
     uncounted = answers * server.adapter.cuts_last_step
     # the last step of each text may be cut

@@ -117,7 +117,8 @@ class RefusedRequest(UserError):
 
     def __init__(self, message: str, status: int, reason: str) -> None:
         super().__init__(message)
-        self.status, self.reason = status, reason
+        self.status = status
+        self.reason = reason
 
 
 class HttpClient:
@@ -146,11 +147,15 @@ class HttpClient:
     ) -> None:
         address = httpx.URL(url)
         if not send_secrets:
-            api_key, address = None, address.copy_with(userinfo=b"")
+            api_key = None
+            address = address.copy_with(userinfo=b"")
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = without_secrets(url)  # for messages
-        self.wait, self.seconds, self.most_bytes = wait, seconds, most_bytes
-        self.send_secrets, self.answered_at = send_secrets, time.monotonic()
+        self.wait = wait
+        self.seconds = seconds
+        self.most_bytes = most_bytes
+        self.send_secrets = send_secrets
+        self.answered_at = time.monotonic()
         proxy = proxy_of(url)
         shown = "" if proxy is None else without_secrets(proxy)
         self.via = f" through the proxy {shown} of the environment" if shown else ""
@@ -434,14 +439,13 @@ class Server:
         difference = max((abs(at_1[i] - at_half[i]) for i in at_1.keys() & at_half.keys()), default=0.0)
         mode = "processed" if difference > 0.05 else "raw"
         logits = max(at_1.values()) > ROUNDING or sum(map(math.exp, at_1.values())) > 1.01
-        sampling, drafts = SamplingParams(max_tokens=8, temperature=0.0), False
+        sampling = SamplingParams(max_tokens=8, temperature=0.0)
+        drafts = False
         try:
             greedy = self._generate(prompt, sampling, PROBE_TOP_K)
         except DraftedTokens:  # the first token comes from the prefill, and is never drafted
-            greedy, drafts = (
-                self._generate(prompt, replace(sampling, max_tokens=1), PROBE_TOP_K),
-                True,
-            )
+            greedy = self._generate(prompt, replace(sampling, max_tokens=1), PROBE_TOP_K)
+            drafts = True
         chosen = zip(greedy.logprobs, greedy.top_logprobs, strict=True)
         return Probe(
             logprobs_mode=f"{mode}_{'logits' if logits else 'logprobs'}",
@@ -705,8 +709,9 @@ def _chosen(cards: Mapping[str, Any], model: str | None, url: str) -> Any:
     raise UserError(f"--served-model-name {model}: {url} does not serve this model; it serves {names}")
 
 
-def _check_count(ids: list[int], reason: Any, sampling: SamplingParams) -> None:
-    count, most = len(ids), sampling.max_tokens
+def _check_count(ids: list[int], reason: object, sampling: SamplingParams) -> None:
+    count = len(ids)
+    most = sampling.max_tokens
     if count > most or (count < most and (reason != "stop" or sampling.ignore_eos)):
         raise ValueError(f"the answer has {count} tokens instead of {most}, and the finish reason {reason}")
 

@@ -53,7 +53,8 @@ class RowError(UserError):
 
     def __init__(self, message: str, reason: str, *, limited: bool = True) -> None:
         super().__init__(message)
-        self.reason, self.limited = reason, limited
+        self.reason = reason
+        self.limited = limited
 
 
 class DraftedTokens(UserError):
@@ -411,7 +412,8 @@ class ServerKind:
 
     def check_vocabulary(self, artifact: Artifact) -> Iterator[Finding]:
         """Check the draft's vocabulary against the target's, and yield the problems on this server."""
-        vocab, targets = artifact.vocab, artifact.target_vocab
+        vocab = artifact.vocab
+        targets = artifact.target_vocab
         if artifact.difference() is None:
             if abs(vocab - targets) > self.vocab_slack:
                 allowed = f", or differ by at most {self.vocab_slack}" if self.vocab_slack else ""

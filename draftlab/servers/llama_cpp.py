@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from draftlab.config.server_rules import DecodingRule
 from draftlab.errors import UserError
+from draftlab.model.shape import multiples_near
 from draftlab.sampling import Filter, SamplingParams
 from draftlab.servers import kinds
 from draftlab.servers.kinds import (
@@ -65,8 +66,6 @@ class LlamaCpp(ServerKind):
     has_prompt_logprobs = False
 
     def check_draft(self, artifact: Artifact) -> Iterator[Finding]:
-        from draftlab.model.shape import multiples_near
-
         try:
             pre, match = artifact.pre_tokenizer()
         except UserError as failure:
@@ -165,7 +164,8 @@ class LlamaCpp(ServerKind):
     def about(self, page: Mapping[str, Any], card: Mapping[str, Any]) -> About:
         settings = page.get("default_generation_settings", {})  # of a slot
         # a router's own page has 0 for values of models
-        context, slots = settings.get("n_ctx") or None, page.get("total_slots") or None
+        context = settings.get("n_ctx") or None
+        slots = page.get("total_slots") or None
         return About(page.get("build_info", "unknown"), context, slots)
 
     def shares_context(self, status: int, text: str) -> bool:
@@ -193,12 +193,14 @@ class LlamaCpp(ServerKind):
 
     def completion(self, prompt: list[int], answer: Answer, k: int) -> ServedCompletion:
         # the list is absent if no token has a log-probability
-        tokens, ids = answer.get("completion_probabilities", []), answer["tokens"]
+        tokens = answer.get("completion_probabilities", [])
+        ids = answer["tokens"]
         scored = [token["id"] for token in tokens]
         drafted = answer.get("timings", {}).get("draft_n", 0)
         if drafted or not all(token["top_logprobs"] for token in tokens):
             raise DraftedTokens("tokens of a step that drafted have log-probability 0 and no list")
-        text, missing = answer.get("content", ""), len(ids) - len(scored)
+        text = answer.get("content", "")
+        missing = len(ids) - len(scored)
         # the text of an answer that ends inside a character may be ASCII, because it lacks this character
         cut = missing <= CHARACTER_BYTES and ids[: len(scored)] == scored and (scored or not text)
         if missing > 0 and (cut or (not text.isascii() and _is_part(scored, ids))):

@@ -76,7 +76,8 @@ class SGLang(ServerKind):
 
     def script(self, launch: Launch) -> tuple[str, str]:
         start = f"exec python -m sglang.launch_server --model-path {shlex.quote(launch.target)} \\"
-        usage, tokens = "# sh serve.sh [options of sglang.launch_server]; untested", launch.k + 1
+        usage = "# sh serve.sh [options of sglang.launch_server]; untested"
+        tokens = launch.k + 1
         algorithm = "EAGLE3" if launch.kind == "EAGLE-3 head" else "STANDALONE"
         options = f"--speculative-num-steps {launch.k} --speculative-eagle-topk 1"
         if launch.sliding_window is not None:  # SGLang does not read the window from config.json

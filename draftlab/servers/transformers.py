@@ -42,12 +42,11 @@ class Transformers(ServerKind):
         return "prompt-lookup"
 
     def script(self, launch: Launch) -> tuple[str, str]:
-        draft, options = _ASSISTANT.format(k=launch.k), "assistant_model=draft"
+        draft = _ASSISTANT.format(k=launch.k)
+        options = "assistant_model=draft"
         if launch.kind == "prompt lookup":
-            draft, options = (
-                "",
-                f"prompt_lookup_num_tokens={launch.k}, max_matching_ngram_size={PROMPT_LOOKUP_MAX}",
-            )
+            draft = ""
+            options = f"prompt_lookup_num_tokens={launch.k}, max_matching_ngram_size={PROMPT_LOOKUP_MAX}"
         elif launch.heterogeneous:
             options += ", tokenizer=tokenizer, assistant_tokenizer=AutoTokenizer.from_pretrained(here)"
         limit = f"# {launch.limit}\n" if launch.limit else ""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftlab.config.server_rules import DecodingRule
+from draftlab.model.shape import multiples_near
 from draftlab.sampling import Filter, SamplingParams
 from draftlab.servers import kinds
 from draftlab.servers.kinds import (
@@ -82,8 +83,6 @@ class VLLM(ServerKind):
     about_path = "/version"
 
     def check_draft(self, artifact: Artifact) -> Iterator[Finding]:
-        from draftlab.model.shape import multiples_near
-
         shape = artifact.shape
         if shape is None:
             yield unknown_architecture(self.name, artifact)

@@ -86,7 +86,9 @@ class StoredBatches:
                 f"{directory} supports distillation only at the temperatures {list(manifest.temperatures)}, not at "
                 f"{temperature}; set --temperature to one of these"
             )
-        self.manifest, self.batch_size, self.temperature = manifest, batch_size, temperature
+        self.manifest = manifest
+        self.batch_size = batch_size
+        self.temperature = temperature
         longest = 0
         # check all shards before training, without keeping them in memory
         for number in range(len(manifest.shards)):

@@ -30,7 +30,9 @@ from draftlab.data.prompts import Prompt, Prompts, selection
 from draftlab.dates import asks_for_date, run_date
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub
+from draftlab.model.size import read_size
 from draftlab.output import Output
+from draftlab.quantities import format_bytes
 from draftlab.reading import open_bytes, parse_json, read_lines, reading
 from draftlab.runs import provenance
 from draftlab.sampling import SamplingParams
@@ -91,8 +93,10 @@ class ServerLog:
         Raises:
             UserError: There is no such file, too many lines are bad, or fewer than two lines are usable.
         """
-        starts, keys = list[int](), list[str]()
-        shortest, left_out = top_logprobs, 0
+        starts = list[int]()
+        keys = list[str]()
+        shortest = top_logprobs
+        left_out = 0
         bad = BadRows(str(path))
         for number, start, text in read_lines(path):
             bad.total += 1
@@ -327,9 +331,11 @@ class TargetAnswers:
         target.check_length(prompts.longest, self.sampling.max_tokens)
         talks = prompts.conversations
         written = sorted(range(len(prompts.rows)), key=lambda i: -len(prompts.rows[i].ids))
-        size, heldout = REPLAY_SHARD, list[int]()
+        size = REPLAY_SHARD
+        heldout = list[int]()
         if self.use == "distill":
-            size, apart = DISTILL_SHARD, min(HELDOUT_SEQUENCES, len(written) // LEAST_PROMPTS)
+            size = DISTILL_SHARD
+            apart = min(HELDOUT_SEQUENCES, len(written) // LEAST_PROMPTS)
             random.Random(self.seed).shuffle(written)
             heldout = grouped_holdout(list(map(str, talks)), written, apart)
             if not heldout:
@@ -377,7 +383,8 @@ class TargetAnswers:
                     written.append(output if isinstance(output, RowError) else output.ids.tolist())
             return written
 
-        tokenizer, info = checkpoint.load_tokenizer(target.directory), target.info()
+        tokenizer = checkpoint.load_tokenizer(target.directory)
+        info = target.info()
         name = info.target_sha256 or f"{info.source} {info.target}"
         return turns.answered(self.prompts, tokenizer, target=name, sampling=self.sampling, answer=answer)
 
@@ -393,7 +400,8 @@ def build(target: Target, text: Rows | TargetAnswers, k: int, output: Output) ->
     # the space for answers is not checked, because most answers end before the limit
     if isinstance(text, Rows):
         output.check_space(text.tokens * bytes_per_token(text, k, served), "the outputs")
-    inputs, facts = output.inputs(), dict[str, object]()
+    inputs = output.inputs()
+    facts = dict[str, object]()
     output.inputs([target.directory])
     if isinstance(target, ServedTarget):
         # the server has the weights, and draftlab the tokenizer with its chat template
@@ -432,37 +440,95 @@ def bytes_per_token(text: Rows | TargetAnswers, k: int, served: bool) -> int:
     return size + 6 * k + 6 + 4 * temperatures if k else size
 
 
-def store_log(log: ServerLog, directory: Path, output: Output) -> Manifest:
-    """Write a store of the sequences in a server's log. directory: Checkpoint or tokenizer of the server's model."""
-    trained, heldout = log.split()
-    manifest = Manifest(
-        source="log",
-        target=hub.checkpoint_name(directory),
-        target_sha256=None,
-        vocab=log.vocab,
-        tokenizer_sha256=vocabulary_sha256(directory),
-        dtype="as served",
-        batch_size=1,
-        text="target",
-        data=log.path.name,
-        data_sha256=provenance.file_sha256(log.path),
-        logprobs="raw",
-        top_logprobs=log.top_logprobs,
-        temperatures=(1.0,),
-        seq_len=log.seq_len,
-        seed=0,
-        split="content",
-        planned=len(trained),
-        inputs=output.inputs(),
-        versions=provenance.versions(),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogStorage:
+    """The storage of a server's log. directory: Checkpoint or tokenizer of the server's model."""
 
-    def shard(number: int) -> list[TargetOutput]:
-        return log.outputs(trained[number * DISTILL_SHARD : (number + 1) * DISTILL_SHARD])
+    log: ServerLog
+    directory: Path
 
-    manifest = write_store(output.out, manifest, shard, tokenizer=directory, heldout=lambda: log.outputs(heldout))
-    output.record(output.out)
-    return manifest
+    @property
+    def name(self) -> str:
+        return f"outputs-{self.log.path.stem}"
+
+    def facts(self) -> Mapping[str, object]:
+        """Return the facts that a dry run shows."""
+        return {"requests": len(self.log.starts), "listed tokens": self.log.top_logprobs}
+
+    def run(self, output: Output) -> Manifest:
+        """Write a store of the sequences in the log."""
+        log = self.log
+        trained, heldout = log.split()
+        manifest = Manifest(
+            source="log",
+            target=hub.checkpoint_name(self.directory),
+            target_sha256=None,
+            vocab=log.vocab,
+            tokenizer_sha256=vocabulary_sha256(self.directory),
+            dtype="as served",
+            batch_size=1,
+            text="target",
+            data=log.path.name,
+            data_sha256=provenance.file_sha256(log.path),
+            logprobs="raw",
+            top_logprobs=log.top_logprobs,
+            temperatures=(1.0,),
+            seq_len=log.seq_len,
+            seed=0,
+            split="content",
+            planned=len(trained),
+            inputs=output.inputs(),
+            versions=provenance.versions(),
+        )
+
+        def shard(number: int) -> list[TargetOutput]:
+            return log.outputs(trained[number * DISTILL_SHARD : (number + 1) * DISTILL_SHARD])
+
+        manifest = write_store(
+            output.out, manifest, shard, tokenizer=self.directory, heldout=lambda: log.outputs(heldout)
+        )
+        output.record(output.out)
+        return manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputsStorage:
+    """The storage of a target's outputs for text.
+
+    Attributes:
+        name: Default name of the output directory.
+        directory: Directory of the target, or of its tokenizer.
+        target: The target. None in a dry run without the server that runs the target.
+        k: Number of log-probabilities to store for each token.
+        served: Whether a server runs the target.
+    """
+
+    name: str
+    directory: Path
+    target: Target | None
+    text: Rows | TargetAnswers
+    k: int
+    served: bool
+
+    def facts(self) -> Mapping[str, object]:
+        """Return the facts that a dry run shows."""
+        text = self.text
+        facts: dict[str, object] = {}
+        most = ""
+        if isinstance(text, TargetAnswers):
+            facts["prompts"] = text.prompts.requests
+            most = "at most "
+        facts["tokens"] = f"{most}{text.tokens:,}"
+        if text.sampling is not None:
+            facts["sampling"] = text.sampling.describe()
+        facts["disk"] = f"{most}{format_bytes(text.tokens * bytes_per_token(text, self.k, self.served))}"
+        if isinstance(text, Rows) and not self.served:
+            facts["flops"] = text.tokens * read_size(self.directory).flops_per_token(text.seq_len // 2)
+        return facts
+
+    def run(self, output: Output) -> Manifest:
+        assert self.target is not None  # only a dry run has no target
+        return build(self.target, self.text, self.k, output)
 
 
 def _manifest(target: Target, *, sampling: SamplingParams | None, **facts: Any) -> Manifest:

@@ -412,7 +412,8 @@ def _claim(out: Path, manifest: Manifest) -> Manifest:
 
 
 def _add_shard(out: Path, manifest: Manifest, rows: Sequence[TargetOutput | None]) -> Manifest:
-    name, outputs = _shard_name(len(manifest.shards)), [row for row in rows if row is not None]
+    name = _shard_name(len(manifest.shards))
+    outputs = [row for row in rows if row is not None]
     out.mkdir(parents=True, exist_ok=True)
     arrays = {"ids": np.empty(0, np.uint32)}
     if outputs:
@@ -485,9 +486,11 @@ def _arrays(outputs: Sequence[TargetOutput], manifest: Manifest) -> dict[str, np
 
 def _outputs(arrays: dict[str, np.ndarray], manifest: Manifest) -> list[TargetOutput]:
     prompts = np.split(arrays["prompt_ids"], arrays["prompt_offsets"][1:-1])
-    bounds, counted = arrays["offsets"], arrays.get("counted")
+    bounds = arrays["offsets"]
+    counted = arrays.get("counted")
     listed = bounds if counted is None else np.concatenate([[0], np.cumsum(counted)])[bounds]
-    logprobs, talks = arrays.get("logprobs"), arrays.get("conversation")
+    logprobs = arrays.get("logprobs")
+    talks = arrays.get("conversation")
     top = None
     if manifest.top_logprobs:
         columns = (arrays[name] for name in TOP)
@@ -552,7 +555,8 @@ def _check(arrays: Mapping[str, np.ndarray], manifest: Manifest, sequences: int)
             raise ValueError(f"the array {name} has NaN or infinite values")
     if not manifest.top_logprobs:
         return
-    logprobs, token = arrays["top_logprobs"], arrays["token_logprob"]
+    logprobs = arrays["top_logprobs"]
+    token = arrays["token_logprob"]
     total = np.exp(logprobs.astype(np.float64)).sum(1)
     total += np.exp(arrays["rest_logprob"].astype(np.float64))
     if (np.abs(total - 1) > OFF_ONE).any():

@@ -130,7 +130,8 @@ class LocalTarget:
 
         Samples depend on the seed and on the numbers of the prompts.
         """
-        model, texts = self.model, [p.ids for p in prompts]
+        model = self.model
+        texts = [p.ids for p in prompts]
         memory = self.writing_memory()
         batching = Batching(vocab=self.vocab, batch_size=self.batch_size, memory=memory)
         tops: dict[int, list[StoredLogprobs]] = {number: [] for number in numbers}
@@ -180,7 +181,8 @@ class LocalTarget:
 
         most: Largest number of positions per part.
         """
-        ids, counted = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device), batch.mask > 0
+        ids = torch.from_numpy(batch.ids[:, :-1]).to(self.model.device)
+        counted = batch.mask > 0
         first = int(counted.any(0).argmax())  # first position in the mask
         scores: list[StoredLogprobs] = []
         # only a single row comes in several parts
@@ -211,7 +213,8 @@ class ServedTarget:
             UserError: The server's tokenizer differs, or the server cannot score or sample as needed, or returns other
                 log-probabilities than needed.
         """
-        ids, url = check_server_tokenizer(server, directory).ids, server.http.url
+        ids = check_server_tokenizer(server, directory).ids
+        url = server.http.url
         if sampling is None and not server.adapter.has_prompt_logprobs:
             raise UserError(
                 f"{server.kind} returns no log-probabilities of given text; use --text target, or a vLLM or "
@@ -374,7 +377,8 @@ def outputs_of(
     """
     outputs: list[TargetOutput] = []
     for completion, number in zip(written, numbers, strict=True):
-        ids, top = np.array(completion.ids, np.int64), None
+        ids = np.array(completion.ids, np.int64)
+        top = None
         own = np.zeros(len(ids), np.float32)
         if isinstance(completion, ServedCompletion):
             own = np.array(completion.logprobs, np.float32)
@@ -503,6 +507,18 @@ class StoreVerification:
         return {**asdict(self), "good": self.good}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreCheck:
+    """The check of stored outputs against the target. target: None: the target is not asked."""
+
+    directory: Path
+    target: Target | None
+
+    def run(self) -> StoreVerification | None:
+        """Compare the stored outputs with the target. Raises UserError: see verify."""
+        return None if self.target is None else verify(self.directory, self.target)
+
+
 def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
     """Read every shard, let the target score up to SEQUENCES sequences again, and compare the log-probabilities.
 
@@ -518,7 +534,8 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
             "with the target's; build outputs with --top-logprobs 64"
         )
     order = np.random.default_rng(seed).permutation(len(store.outputs))[:SEQUENCES]
-    differences, same = list[np.ndarray](), list[np.ndarray]()
+    differences = list[np.ndarray]()
+    same = list[np.ndarray]()
     for start in range(0, len(order), BATCH):
         outputs = [store.outputs[i] for i in order[start : start + BATCH]]
         stored = StoredLogprobs.joined([o.top for o in outputs if o.top is not None])
@@ -526,7 +543,8 @@ def verify(directory: Path, target: Target, seed: int = 0) -> StoreVerification:
         probable = stored.logprobs > ROUNDED_BELOW
         differences.append(np.abs(_same_tokens(stored, new, manifest.vocab) - stored.logprobs)[probable])
         same.append(new.ids[:, 0] == stored.ids[:, 0])
-    apart, equal = np.concatenate(differences), np.concatenate(same)
+    apart = np.concatenate(differences)
+    equal = np.concatenate(same)
     return StoreVerification(
         shards=len(manifest.shards),
         sequences=len(order),

@@ -103,7 +103,8 @@ class PromptFile:
             stop_token_ids=checkpoint.eos_token_ids(self.target),
         )
         answers = build.TargetAnswers(prompts=self.prompts(), use="distill", sampling=sampling, seed=self.seed)
-        device, hardware = self.hardware.resolved, self.hardware
+        device = self.hardware.resolved
+        hardware = self.hardware
         model = LocalTarget(
             self.target,
             device,

@@ -68,7 +68,8 @@ def _meet() -> None:
     Raises:
         UserError: Nobody listens for MEETING_SECONDS.
     """
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    host = os.environ["MASTER_ADDR"]
+    port = os.environ["MASTER_PORT"]
     last = time.monotonic() + MEETING_SECONDS
     while not is_main_process() and not dist.is_initialized():
         try:
@@ -118,7 +119,8 @@ class Best:
     """The metric and the step of the best evaluation so far. Checkpoints store both."""
 
     def __init__(self) -> None:
-        self.metric, self.step = -math.inf, 0
+        self.metric = -math.inf
+        self.step = 0
 
     def offer(self, metric: float, step: int, accelerator: Accelerator, module: nn.Module, state: Path) -> None:
         """Save the trained weights to the directory `state` if `metric` is the highest so far.
@@ -127,7 +129,8 @@ class Best:
         """
         if not metric > self.metric:
             return
-        self.metric, self.step = float(metric), step
+        self.metric = float(metric)
+        self.step = step
         trained = {name for name, p in accelerator.unwrap_model(module).named_parameters() if p.requires_grad}
         weights: dict[str, Any] = accelerator.get_state_dict(module)  # gathers sharded weights
         if accelerator.is_main_process:
@@ -185,7 +188,8 @@ class Training:
         Raises:
             UserError: `state` cannot be written.
         """
-        work, main = state / WRITING, self.accelerator.is_main_process
+        work = state / WRITING
+        main = self.accelerator.is_main_process
         with reading(f"cannot write a checkpoint to {state}"):
             if main:
                 shutil.rmtree(work, ignore_errors=True)
@@ -235,7 +239,8 @@ class Training:
         An evaluation after the checkpoint may have replaced them. A run that resumes with a smaller learning rate does
         not repeat that evaluation.
         """
-        kept, main = checkpoint / BEST, self.accelerator.is_main_process
+        kept = checkpoint / BEST
+        main = self.accelerator.is_main_process
         if main and kept.exists() and not kept.samefile(state / BEST):
             with replacing(state / BEST) as part:
                 part.unlink(missing_ok=True)
@@ -273,7 +278,8 @@ class Training:
             self.accelerator.unwrap_model(self.module).load_state_dict(content["weights"], strict=False)
             for optimizer, values in zip(self.optimizers, content["optimizers"], strict=True):
                 optimizer.load_state_dict(values)
-        before, now = len(content["random"]), self.accelerator.num_processes
+        before = len(content["random"])
+        now = self.accelerator.num_processes
         if before == now:
             random = content["random"][self.accelerator.process_index]
             torch.set_rng_state(random["torch"])

@@ -15,7 +15,7 @@ from draftlab.model import checkpoint, devices, hub, parallel, saving
 from draftlab.model.checkpoint import Weights
 from draftlab.model.hf_files import write_head_ids
 from draftlab.model.size import read_size, training_cost
-from draftlab.model.tokenizer import check_embeds, known_ids
+from draftlab.model.tokenizer import known_ids
 from draftlab.model.trimmed_head import trimmed_head_of
 from draftlab.servers.client import Server
 from draftlab.target_outputs.batches import open_stored, stored_temperature
@@ -46,7 +46,8 @@ def facts(job: Distillation, offsets: Offsets | None) -> Mapping[str, object]:
     reads_data = job.outputs is None and job.answers is None
     if reads_data and all(map(hub.is_on_disk, parse_mixture(job.text.data))):
         job.text.open(job.target or job.draft, job.loop, job.draft)
-    student, teacher = read_size(job.draft), read_size(job.target) if job.target else None
+    student = read_size(job.draft)
+    teacher = read_size(job.target) if job.target else None
     seq_len = job.text.seq_len
     tokens = job.loop.steps * job.loop.batch_size * seq_len
     described: dict[str, object] = {
@@ -135,7 +136,7 @@ def stored_setup(outputs: Path, draft: Path, loss: str, temperature: float, *, r
     Raises:
         UserError: The vocabularies differ, or the outputs are unfinished, corrupt, or unusable at this temperature.
     """
-    check_embeds(draft)
+    checkpoint.Checkpoint(draft).check_embeds()
     served = stored_temperature(outputs)
     batches, heldout = open_stored(
         outputs, draft, batch_size=rows, temperature=temperature, served=served or 1.0, seed=seed
@@ -196,7 +197,8 @@ def _text_setup(
     )
     if author is None or not loss.needs_teacher:
         return setup
-    target, length = author.target, TargetTextEvaluator.of(author, draft, heldout, state, offsets)
+    target = author.target
+    length = TargetTextEvaluator.of(author, draft, heldout, state, offsets)
     del author  # free the target as writer before it is loaded as teacher
     return _with_target(job, replace(setup, length=length), student, target)
 
@@ -210,7 +212,8 @@ def _mixed(
     state: Path,
 ) -> Batches:
     """Return training batches. Each step reads either data, or text of the target, or text of the draft."""
-    text, sources = job.text, {"data": data}
+    text = job.text
+    sources = {"data": data}
     if author is not None and "target" in text.shares:
         sources["target"] = target_text(text, data, author, state)
     if "draft" in text.shares:
@@ -233,7 +236,8 @@ def _with_target(job: Distillation, setup: TrainingSetup, student: PreTrainedMod
     The held-out batches are so small that the logits of a batch fit in memory. On a CPU, costly models get fewer
     held-out windows.
     """
-    dtype, seq_len = training_dtype(job.loop.dtype), job.text.seq_len
+    dtype = training_dtype(job.loop.dtype)
+    seq_len = job.text.seq_len
     operations = 2 * (Weights(target).parameters + student.num_parameters()) * seq_len
     note(f"loading {hub.checkpoint_name(target)} as teacher in {devices.dtype_name(dtype)}")
     teacher = checkpoint.load_model(target, dtype, device_map=job.hardware.device_map)

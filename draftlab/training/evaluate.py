@@ -150,7 +150,8 @@ class TargetTextEvaluator:
         The first generated token comes from the prefill, so it is never drafted. For a parallel draft with K offsets,
         the result of a text is [n - 1, K], with a column for each offset.
         """
-        was_training, vocab = student.training, int(student.config.get_text_config().vocab_size)
+        was_training = student.training
+        vocab = int(student.config.get_text_config().vocab_size)
         decoder = HFDecoder(student.eval(), trained=True)
         texts = list(zip(map(np.array, self.prompts), map(np.array, self.ids), strict=True))
         sampling = SamplingParams(temperature=self.temperature)
@@ -158,7 +159,8 @@ class TargetTextEvaluator:
         if self.offsets is None:
             scored = score_tokens(decoder, texts, vocab, sampling, memory=self.memory)
         else:
-            count, token = self.offsets.count, self.offsets.token
+            count = self.offsets.count
+            token = self.offsets.token
             scored = score_offsets(decoder, texts, vocab, sampling, count, token, memory=self.memory)
             targets = [log_p[:, None] for log_p in targets]
         student.train(was_training)
@@ -166,7 +168,8 @@ class TargetTextEvaluator:
 
     def compare(self, before: int, after: int) -> list[LengthComparison]:
         """Compare the evaluations after the training steps `before` and `after`, for every number of drafted tokens."""
-        comparisons, chances = [], [self._stored(step) for step in (before, after)]
+        comparisons = []
+        chances = [self._stored(step) for step in (before, after)]
         for k in range(1, self.most + 1):
             old, new = (by_conversation(tokens_per_pass(rows, k), self.documents) for rows in chances)
             now = ratio(new)

@@ -188,7 +188,8 @@ def fused_loss(
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor | None, objective: "_Objective", with_gradient: bool) -> Tensor:
-        student, exact = _cast(hidden, head), torch.promote_types(hidden.dtype, torch.float32)
+        student = _cast(hidden, head)
+        exact = torch.promote_types(hidden.dtype, torch.float32)
         sums = torch.zeros(5, dtype=exact_dtype(hidden.device), device=hidden.device)
         d_hidden = d_head = None
         if with_gradient and ctx.needs_input_grad[0]:
@@ -251,7 +252,9 @@ class _Objective:
 
         The gradient is that of the weighted loss with respect to the logits. The next chunk overwrites it.
         """
-        teacher, total, on_cpu = self.teacher, len(student.hidden), _on_cpu(student.hidden)
+        teacher = self.teacher
+        total = len(student.hidden)
+        on_cpu = _on_cpu(student.hidden)
         budget = self.budget or (CPU_BUDGET if on_cpu else BUDGET)
         chunk = max(1, min(CPU_ROWS if on_cpu else ROWS, budget // (2 * 4 * student.vocab)))
         block = max(1, (CPU_BLOCK if on_cpu else BLOCK) // (4 * student.vocab))
@@ -279,20 +282,24 @@ class _Objective:
             teacher: The teacher's logits, [b, V], or its listed tokens.
             log_total: Log of the sum over all ids, as in Dense, [b].
         """
-        loss, temperature = self.loss, self.temperature
-        log_q1, labels = self._with_lost(log_probs(z, 1)), self._rows(labels).unsqueeze(1)
+        loss = self.loss
+        temperature = self.temperature
+        log_q1 = self._with_lost(log_probs(z, 1))
+        labels = self._rows(labels).unsqueeze(1)
         ce = -log_q1.gather(1, labels).squeeze(1)
         if self.trimmed is not None:
             ce = torch.where(labels.squeeze(1) < z.shape[1], ce, 0.0)
         if teacher is None:
-            objective, gradient = torch.zeros_like(ce), torch.zeros_like(log_q1)
+            objective = torch.zeros_like(ce)
+            gradient = torch.zeros_like(log_q1)
             watched = [objective] * 3
         else:
             log_q = log_q1 if temperature == 1 else self._with_lost(log_probs(z, temperature))
             if isinstance(teacher, TopK):
                 objective, watched, gradient = self._listed(log_q, teacher)
             else:
-                log_p, whole = log_probs(teacher, temperature, log_total), log_total is None
+                log_p = log_probs(teacher, temperature, log_total)
+                whole = log_total is None
                 objective, watched, gradient = self._dense(log_q, log_p, whole)
             gradient = gradient if temperature == 1 else gradient.div_(temperature)
         if loss.cross_entropy:
@@ -309,7 +316,8 @@ class _Objective:
         """
         top = log_p.max(-1, keepdim=True).indices
         if whole and self.trimmed is not None:
-            top, log_p = self._rows(top), log_p.index_select(1, self.trimmed.ids)
+            top = self._rows(top)
+            log_p = log_p.index_select(1, self.trimmed.ids)
         x = Pair.of(self._with_lost(log_p), log_q)
         value, slope = self.loss.divergence(x)
         gradient = slope.addcmul_(x.q, slope.sum(-1, keepdim=True), value=-1)
@@ -320,7 +328,9 @@ class _Objective:
 
         The gradient of the bucket is divided among its tokens in proportion to the student's probabilities.
         """
-        ids, q, listed = self._rows(teacher.ids), log_q.exp(), teacher.log_p
+        ids = self._rows(teacher.ids)
+        q = log_q.exp()
+        listed = teacher.log_p
         if self.trimmed is not None:
             listed = torch.where(ids < len(self.trimmed.ids), listed, LOST)
         log_p = wide(torch.cat([listed, teacher.tail.unsqueeze(1)], 1))  # [b, k + 1]

@@ -1,13 +1,13 @@
-"""Settings of a training loop: steps, learning rate, evaluations, checkpoints and hardware. No torch at import."""
+"""Settings of a training loop: steps, learning rate, evaluations, checkpoints and hardware."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import torch
 
 from draftlab.config.shared import Optimizer, TrainingDtype
 from draftlab.data.batches import Batch
-
-if TYPE_CHECKING:
-    import torch
+from draftlab.model.devices import resolve_device
 
 
 class Batches(Protocol):
@@ -28,9 +28,7 @@ class Hardware:
     memory: float = 2.0
 
     @property
-    def resolved(self) -> "torch.device":
-        from draftlab.model.devices import resolve_device
-
+    def resolved(self) -> torch.device:
         return resolve_device(self.device)
 
 

@@ -47,7 +47,8 @@ class Pair:
 
     @classmethod
     def of(cls, log_p: Tensor, log_q: Tensor) -> "Pair":
-        p, q = log_p.exp(), log_q.exp()
+        p = log_p.exp()
+        q = log_q.exp()
         return cls(log_p, log_q, p, q, torch.minimum(p, q).sum(-1))
 
 
@@ -140,7 +141,8 @@ def lk(eta: float) -> Divergence:
 
     def divergence(x: Pair) -> tuple[Tensor, Tensor]:
         share = (-eta * x.alpha.detach()).exp()
-        (far, far_slope), (near, near_slope) = fkl(x), tvd(x)
+        far, far_slope = fkl(x)
+        near, near_slope = tvd(x)
         slope = torch.lerp(near_slope, far_slope, share.unsqueeze(-1))
         return share * far + (1 - share) * near, slope
 
@@ -227,7 +229,8 @@ def parse_loss(spec: str) -> Loss:
 
 
 def _phase(text: str, until: float = 1.0, then: Loss | None = None) -> Loss:
-    terms, ce = [], 0.0
+    terms = []
+    ce = 0.0
     for part in text.split("+"):
         factor, star, name = part.rpartition("*")
         where = f"weight of the loss {name.strip()!r}: "

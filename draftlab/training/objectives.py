@@ -82,7 +82,8 @@ class Offsets:
         draft crosses the end of an answer.
         """
         counted = batch.mask > 0
-        ahead, order = run_lengths(counted), random_ranks(counted, self.seed, number)
+        ahead = run_lengths(counted)
+        order = random_ranks(counted, self.seed, number)
         positions = counted.sum(1, keepdims=True)
         depths = np.zeros(counted.shape, dtype=np.int64)
         for offset in range(1, self.count + 1):
@@ -159,7 +160,9 @@ class Objective(nn.Module):
 
     def __init__(self, student: Any, loss: Loss, temperature: float) -> None:
         super().__init__()
-        self.student, self.loss, self.temperature = student, loss, temperature
+        self.student = student
+        self.loss = loss
+        self.temperature = temperature
 
     def around(self, work: Callable[[], Result]) -> Result:
         """Call `work`, which runs the student without `forward` of this objective. Return the result of `work`.
@@ -278,7 +281,8 @@ class DistillStep(Objective):
         teacher: Teacher,
     ) -> Tensor:
         """Return the six sums over N chosen tokens, [6]. predicted: Their indices in the flattened mask, [N]."""
-        labels, weights = ids[:, 1:].flatten()[predicted], mask.flatten()[predicted]
+        labels = ids[:, 1:].flatten()[predicted]
+        weights = mask.flatten()[predicted]
         # the penalty is multiplied by the number of tokens, because the objective is a sum over tokens
         penalty = 0.0 if self.constraint is None else self.constraint.penalty() * weights.sum()
         trimmed = trimmed_head_of(self.student)

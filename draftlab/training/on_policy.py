@@ -38,7 +38,8 @@ class MixedBatches:
 
         After any number of steps, no source is more than one step away from its exact share.
         """
-        counts, turns = dict.fromkeys(weights, 0), []
+        counts = dict.fromkeys(weights, 0)
+        turns = []
         for number in range(1, steps + 1):
             name = max(weights, key=lambda n: weights[n] * number - counts[n])
             turns.append((name, counts[name]))
@@ -75,8 +76,10 @@ class StudentBatches:
 
     def batch(self, step: int) -> Batch:
         """Return all rows of a step. Each process generates a share of them, and gets the rows of all processes."""
-        prompts, state = self.prompts.batch(step).ids, process_state()
-        rows, processes = len(prompts), state.num_processes
+        prompts = self.prompts.batch(step).ids
+        state = process_state()
+        rows = len(prompts)
+        processes = state.num_processes
         # equal shares, so that all processes run the same passes
         last = math.ceil(rows / processes) * processes
         own = [min(row, rows - 1) for row in range(state.process_index, last, processes)]
@@ -87,7 +90,8 @@ class StudentBatches:
             stop_token_ids=self.ends,
         )
         batching = Batching(vocab=self.known, batch_size=rows, memory=self.memory, unfinished=_in_all_processes)
-        prompts, was_training = prompts[:, : self.prompt], self.student.training
+        prompts = prompts[:, : self.prompt]
+        was_training = self.student.training
         self.student.eval()
         numbers = [step * rows + row for row in own]
         written = generate_batch(

@@ -1,7 +1,7 @@
 """The optimizers of a training run (AdamW, or Muon together with AdamW), and the dtype to train in."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class Float32Muon(torch.optim.Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         for group in self.param_groups:
             weights: list[torch.Tensor] = []
             grads: list[torch.Tensor] = []
@@ -94,7 +94,8 @@ def orthogonal(matrix: torch.Tensor, coefficients: tuple[float, float, float], s
     a, b, c = coefficients
     x = matrix.float() if matrix.shape[0] <= matrix.shape[1] else matrix.float().T
     x = x / x.norm().clamp(min=eps)
-    gram, product = symmetric_product(x, x.T), None  # [N, N]
+    gram = symmetric_product(x, x.T)  # [N, N]
+    product = None
     for step in range(1, steps + 1):
         factor = (b * gram).add_(symmetric_product(gram, gram), alpha=c)
         factor.diagonal().add_(a)

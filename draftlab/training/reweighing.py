@@ -106,6 +106,7 @@ def parse_reference(text: str, weights: bool) -> Mapping[str, float] | Path:
 
 @torch.inference_mode()
 def _cross_entropy(model: PreTrainedModel, batches: list[Batch]) -> float:
-    step, device = DistillStep(model, parse_loss("ce"), 1.0), model.device
+    step = DistillStep(model, parse_loss("ce"), 1.0)
+    device = model.device
     sums = [step(torch.from_numpy(b.ids).to(device), torch.from_numpy(b.mask).to(device), None) for b in batches]
     return float(sum(s[0, 1] for s in sums) / sum(b.predictions for b in batches))

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[Any], None]]:
+def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[StepRecord | EvalRecord], None]]:
     """Yield a function that logs a record to the named trackers of accelerate, such as tensorboard.
 
     Numbers of a training step are logged as train/NAME, and numbers of an evaluation as heldout/NAME. A tracker that
@@ -39,7 +39,7 @@ def tracked(names: Sequence[str], output: Output) -> Iterator[Callable[[Any], No
     """
     trackers = [_start(name, output) for name in names]
 
-    def log(record: Any) -> None:
+    def log(record: StepRecord | EvalRecord) -> None:
         values = {n: v for n, v in asdict(record).items() if isinstance(v, float)}
         part = "heldout" if "cross_entropy" in values else "train"
         for tracker in trackers:
@@ -66,7 +66,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def _start(name: str, output: Output) -> tracking.GeneralTracker:
-    kind, out, values = tracking.LOGGER_TYPE_TO_CLASS[name], output.out, output.config.settings()
+    kind = tracking.LOGGER_TYPE_TO_CLASS[name]
+    out = output.out
+    values = output.config.settings()
     tracker = kind(out.name, out.parent / name) if kind.requires_logging_directory else kind("draftlab")
     tracker.start()
     tracker.store_init_configuration({n: v if isinstance(v, int | float | str) else str(v) for n, v in values.items()})
@@ -228,9 +230,10 @@ class OpenStudent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distillation:
-    """The settings of a distillation.
+    """The distillation of a target into a student.
 
     Args:
+        name: Default name of the output directory.
         student: Kind of student, with its options.
         draft: Checkpoint to train. None trains a new student that is made for the target.
         target: Checkpoint of the target. None if the run does not load the target.
@@ -243,6 +246,7 @@ class Distillation:
         report_to: Names of accelerate's trackers.
     """
 
+    name: str
     student: StudentSpec
     draft: Path | None
     target: Path | None
@@ -259,34 +263,37 @@ class Distillation:
     gradient_checkpointing: bool = False
     report_to: Sequence[str] = ()
 
+    def facts(self) -> Mapping[str, object]:
+        """Return the facts that a dry run shows."""
+        return self.student.facts(self)
 
-def distill(job: Distillation, output: Output) -> TrainingResult:
-    """Train a student, and write the weights of its best evaluation.
+    def run(self, output: Output) -> TrainingResult:
+        """Train the student, and write the weights of its best evaluation.
 
-    Raises:
-        UserError: Checkpoints, text or stored outputs cannot be used, or training fails.
-        Interrupted: SIGTERM or Ctrl-C, after a checkpoint was saved.
-    """
-    if job.answers is not None:
-        job = replace(job, outputs=job.answers.store(), answers=None)
-    reweighing = job.text.reweighing
-    reference = reweighing.reference if reweighing is not None else None
-    paths = [p for p in (job.draft, job.target, job.outputs, reference) if isinstance(p, Path)]
-    select_device(job.hardware.device)
-    state = claimed_state(output, paths)
-    opened = job.student.open(job, state)
-    with tracked(job.report_to, output) as log:
-        result = fit(opened.module, opened.setup, job.loop, state=state, what=output.command, log=log)
-    if result.after.step < job.loop.steps:
-        best = f"after step {result.after.step}" if result.after.step else "before the first step"
-        note(
-            f"the best evaluation by {result.after.criterion[0]} was {best}, so the output has the weights of that step"
-        )
-    if process_state().is_main_process:
-        with output.directory() as work:
-            result = replace(result, notes=opened.write(work, state))
-            shutil.copyfile(state / LOG_FILE, work / LOG_FILE)
-            output.record(work, **result.as_dict())
-        remove_state(state)
-    process_state().wait_for_everyone()
-    return result
+        Raises:
+            UserError: Checkpoints, text or stored outputs cannot be used, or training fails.
+            Interrupted: SIGTERM or Ctrl-C, after a checkpoint was saved.
+        """
+        job = self
+        if self.answers is not None:
+            job = replace(self, outputs=self.answers.store(), answers=None)
+        reweighing = job.text.reweighing
+        reference = reweighing.reference if reweighing is not None else None
+        paths = [p for p in (job.draft, job.target, job.outputs, reference) if isinstance(p, Path)]
+        select_device(job.hardware.device)
+        state = claimed_state(output, paths)
+        opened = job.student.open(job, state)
+        with tracked(job.report_to, output) as log:
+            result = fit(opened.module, opened.setup, job.loop, state=state, what=output.command, log=log)
+        if result.after.step < job.loop.steps:
+            best = f"after step {result.after.step}" if result.after.step else "before the first step"
+            metric = result.after.criterion[0]
+            note(f"the best evaluation by {metric} was {best}, so the output has the weights of that step")
+        if process_state().is_main_process:
+            with output.directory() as work:
+                result = replace(result, notes=opened.write(work, state))
+                shutil.copyfile(state / LOG_FILE, work / LOG_FILE)
+                output.record(work, **result.as_dict())
+            remove_state(state)
+        process_state().wait_for_everyone()
+        return result

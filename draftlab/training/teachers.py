@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, N tokens that count in the loss, D hidden, V vocab, k 
 
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from draftlab.data import Batch
 from draftlab.model.trimmed_head import output_head, trimmed_head_of
+from draftlab.servers.client import Server
+from draftlab.target_outputs.outputs import log_rest
+from draftlab.target_outputs.targets import score_on_server
 from draftlab.training.fused_loss import Dense, TopK
-
-if TYPE_CHECKING:
-    from draftlab.servers.client import Server
 
 
 class Distributions(Protocol):
@@ -108,7 +108,8 @@ def _keeps_apart(model: PreTrainedModel) -> bool:
     the second sequence may change a little by rounding. This change must therefore be at most a tenth of the change
     that occurs if the positions do not restart, so that the second sequence reads the first.
     """
-    decoder, was_training = model.get_decoder(), model.training
+    decoder = model.get_decoder()
+    was_training = model.training
     if not isinstance(decoder, nn.Module) or "position_ids" not in inspect.signature(decoder.forward).parameters:
         return False
     model.eval()
@@ -140,7 +141,9 @@ class LocalTeacher:
     """
 
     def __init__(self, model: PreTrainedModel, vocab: int, device: torch.device) -> None:
-        self.model, self.vocab, self.device = model, vocab, device
+        self.model = model
+        self.vocab = vocab
+        self.device = device
         self.head = OutputHead.of(model, vocab)
         self.takes_packed = self.head.takes_packed
         self._weight: Tensor | None = None  # copy of the frozen head on `device`, if the head is on another
@@ -168,7 +171,8 @@ class StoredTeacher:
 
     def distributions(self, batch: Batch) -> TopK:
         """Return the target's distributions at the N positions that the mask of the batch selects."""
-        top, counted = batch.top_logprobs, batch.mask > 0
+        top = batch.top_logprobs
+        counted = batch.mask > 0
         assert top is not None  # batches of stored outputs have them
         return TopK(*(torch.from_numpy(array[counted]) for array in (top.ids, top.log_p, top.tail)))
 
@@ -177,7 +181,7 @@ class StoredTeacher:
 class ServedTeacher:
     """The target on a server as teacher. The server lists the k most probable tokens at each position of a batch."""
 
-    server: "Server"
+    server: Server
     k: int
     vocab: int
     takes_packed: bool = False  # a server reads every sequence as a separate text
@@ -188,8 +192,5 @@ class ServedTeacher:
         Raises:
             UserError: The server fails, or lists a token id that is not below `vocab`.
         """
-        from draftlab.target_outputs.outputs import log_rest
-        from draftlab.target_outputs.targets import score_on_server
-
         ids, log_p, _ = score_on_server(self.server, batch, self.k, self.vocab)
         return TopK(*(torch.from_numpy(array) for array in (ids, log_p, log_rest(log_p))))

@@ -77,7 +77,9 @@ class TrainingText:
                 "use --text data, or --text target with --data FILE.jsonl (or .json, .parquet)"
             )
         tokenizer = checkpoint.load_tokenizer(model, *readers)
-        rows, seq_len, loss_on = loop.batch_size, self.seq_len, self.loss_on
+        rows = loop.batch_size
+        seq_len = self.seq_len
+        loss_on = self.loss_on
         ends = checkpoint.eos_token_ids(model)
         heldout = open_heldout(
             self.data,
@@ -119,7 +121,8 @@ class Author:
 
     @cached_property
     def model(self) -> Decoder:
-        dtype, hardware = training_dtype(self.loop.dtype), self.hardware
+        dtype = training_dtype(self.loop.dtype)
+        hardware = self.hardware
         return load_generator(self.target, dtype, hardware.resolved, hardware.device_map)
 
     def sampling(self, length: int, temperature: float) -> SamplingParams:
@@ -164,7 +167,8 @@ def continued(
         name: Name of the file of the rows.
         purpose: End of the label of the progress bar, "the target writes text to ...".
     """
-    rows, length = author.loop.batch_size, text.seq_len + 1 - prompts.shape[1]
+    rows = author.loop.batch_size
+    length = text.seq_len + 1 - prompts.shape[1]
 
     def make() -> dict[str, torch.Tensor]:
         sampling = author.sampling(length, text.temperature)

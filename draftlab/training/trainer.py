@@ -182,7 +182,8 @@ def train(
         )
     trainer = Trainer(student, setup, loop, state, constraint)
     start = trainer.training.restore(state)
-    trainer.started, trainer.saved = start is not None, start or 0
+    trainer.started = start is not None
+    trainer.saved = start or 0
     if start is None:
         yield trainer.evaluate(0)
     elif start == loop.steps:
@@ -234,13 +235,11 @@ class Trainer:
         torch.manual_seed(loop.seed)
         AcceleratorState._reset_state()  # reset, because one recipe may train in different dtypes
         checkpointer.process_state()
-        self.student, self.setup, self.loop, self.state, self.constraint = (
-            student,
-            setup,
-            loop,
-            state,
-            constraint,
-        )
+        self.student = student
+        self.setup = setup
+        self.loop = loop
+        self.state = state
+        self.constraint = constraint
         self.accelerator = checkpointer.new_accelerator(training_dtype(loop.dtype), MAX_GRAD_NORM)
         student.train()
         disable_dropout(student)
@@ -261,7 +260,8 @@ class Trainer:
         self.judge = setup.judge or self.teacher
         self.kept: dict[int, Dense | TopK] = {}  # see _kept_target
         self.packs = module.takes_packed and (self.teacher is None or self.teacher.takes_packed)
-        self.best, self.skipped = checkpointer.Best(), Skipped()
+        self.best = checkpointer.Best()
+        self.skipped = Skipped()
         self.started = False  # whether a step was taken
         self.saved = 0  # step of the newest checkpoint
         self.training = checkpointer.Training(
@@ -420,7 +420,8 @@ class Trainer:
 
         parts: Micro-batches of this process. tokens: Number of predictions of the step, over all processes.
         """
-        totals, accelerator = torch.zeros(6, dtype=torch.float64), self.accelerator
+        totals = torch.zeros(6, dtype=torch.float64)
+        accelerator = self.accelerator
         for number, part in enumerate(parts, 1):
             # DeepSpeed clips gradients and takes the step in its last backward pass
             accelerator.sync_gradients = number == len(parts)
@@ -435,7 +436,8 @@ class Trainer:
 
     def _heldout(self, batches: list[Batch], teacher: Distributions | None, step: int) -> EvalRecord:
         self.module.eval()
-        totals, tokens = torch.zeros(1, 6, dtype=torch.float64), torch.zeros(1, dtype=torch.long)
+        totals = torch.zeros(1, 6, dtype=torch.float64)
+        tokens = torch.zeros(1, dtype=torch.long)
         with torch.no_grad():
             # processes share the rows of a batch, because FSDP needs every process in every pass
             for i, batch in enumerate(batches):
@@ -444,7 +446,8 @@ class Trainer:
                 totals = totals + sums
                 tokens = tokens + torch.from_numpy(part.predictions_by_offset(len(sums)))
         self.module.train()
-        totals, tokens = self._total(totals), self._total(tokens)
+        totals = self._total(totals)
+        tokens = self._total(tokens)
         means = StepSums.of(totals / tokens.unsqueeze(1).clamp_min(1))  # of each offset, [K]
         record = EvalRecord(
             step=step,
@@ -486,7 +489,7 @@ class Trainer:
             self.kept[number] = target
         return target
 
-    def _sums(self, target: Any, batch: Batch) -> Tensor:
+    def _sums(self, target: object, batch: Batch) -> Tensor:
         device = self.accelerator.device
         ids, mask, positions, depths = (
             None if array is None else torch.from_numpy(array).to(device)

@@ -32,7 +32,8 @@ def resize(directory: Path, vocab: int) -> str | None:
     Raises:
         UserError: No tensor has the name of the embedding or head in transformers, or config.json has no vocab_size.
     """
-    config, before = checkpoint.read_config(directory), checkpoint.vocab_size(directory)
+    config = checkpoint.read_config(directory)
+    before = checkpoint.vocab_size(directory)
     if before == vocab:
         return None
     weights = dict(checkpoint.Weights(directory))

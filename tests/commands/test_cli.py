@@ -15,9 +15,9 @@ from helpers.typed import call
 
 from draftlab import cli, data
 from draftlab.commands import COMMANDS
-from draftlab.commands.distill import DistillConfig
-from draftlab.commands.replay_settings import ReplayConfig
-from draftlab.commands.score import ScoreConfig
+from draftlab.commands.settings.distill import DistillConfig
+from draftlab.commands.settings.replay import ReplayConfig
+from draftlab.commands.settings.score import ScoreConfig
 from draftlab.errors import UserError
 from draftlab.model import native_cpu
 from draftlab.model.shape import parse_numbers

@@ -23,8 +23,7 @@ from safetensors.torch import load_file
 
 from benchmarks.expand import expand
 from benchmarks.tiny_target import train_tokenizer
-from draftlab.commands import COMMANDS
-from draftlab.commands.auto import auto
+from draftlab.commands import AUTO, COMMANDS
 from draftlab.commands.base import Command
 from draftlab.config.base import Config, bound, extra, option
 from draftlab.errors import UserError
@@ -169,7 +168,7 @@ def test_every_option_of_auto_is_read_or_refused(tokenizer_dir, tmp_path, monkey
         "out": Path("auto"),
         "verify_with": Path(shutil.which("true") or ""),
     }
-    assert unread(auto, settings) == set()
+    assert unread(AUTO, settings) == set()
 
 
 def test_every_command_has_a_case():

@@ -8,7 +8,7 @@ from helpers.commands import proposed, read_by_shell
 from helpers.small_files import write_functions, write_workspace
 from helpers.typed import call
 
-from draftlab.commands.outputs import ReplayConfig
+from draftlab.commands.settings.replay import ReplayConfig
 from draftlab.shell import typed
 
 PRUNE = "prune --layers 2 --width 32 --calibration-tokens 128 --seq-len 32"

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftlab import data
-from draftlab.commands import outputs
+from draftlab.commands import OUTPUTS_BUILD
 from draftlab.data import documents, grouped_holdout
 from draftlab.data.prompts import file_prompts, prompt_rows
 from draftlab.model import checkpoint
@@ -203,7 +203,7 @@ def answers(target, tmp_path_factory) -> Path:
     rows = [{"prompt": f"def f{number}(x):"} for number in range(20)] * 4
     file = write_rows(folder / "prompts.jsonl", rows)
     how: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0, "top_logprobs": 3}
-    outputs.build(
+    OUTPUTS_BUILD(
         target=str(target),
         prompt_file=file,
         use="distill",
@@ -259,7 +259,7 @@ def test_a_store_of_an_earlier_version_is_read_and_keeps_its_split(answers, targ
 def test_prompts_that_are_all_the_same_cannot_be_held_out(target, tmp_path):
     file = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "def f(x):"}] * 12)
     with raises_option("prompts.jsonl"):
-        outputs.build(target=str(target), prompt_file=file, use="distill", out=tmp_path / "o", device="cpu")
+        OUTPUTS_BUILD(target=str(target), prompt_file=file, use="distill", out=tmp_path / "o", device="cpu")
 
 
 def test_lines_of_a_log_with_one_prompt_are_on_one_side(tmp_path):

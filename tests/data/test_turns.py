@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +12,8 @@ from helpers.chats import BUILD, SCORE, chatty_fixture, lines, plain_fixture, sp
 from helpers.loopback_servers import SmallVLLM, running
 from helpers.typed import call
 
-from draftlab.commands.score import ScoreConfig, prepare
+from draftlab.commands.score import prepare
+from draftlab.commands.settings.score import ScoreConfig
 from draftlab.data import turns
 from draftlab.data.prompts import Prompt, file_prompts
 from draftlab.engine.batch_generate import Batching, answer_turns, generate_batch
@@ -101,7 +102,9 @@ def test_a_server_is_asked_the_same_requests(space, asked):
             prompt_file=Path("prompts.jsonl"),
             max_new_tokens=20,
         )
-        found = servers.with_turns(cast(Any, prepare(config, True).run).args[0])
+        served = prepare(config, True)
+        assert isinstance(served, servers.ServedComparison)
+        found = servers.with_turns(served)
     assert [prompt.ids for prompt in found.requests.prompts.rows] == asked
 
 

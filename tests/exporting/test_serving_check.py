@@ -67,7 +67,7 @@ def compared(answering: SmallVLLM, target: Path, draft: Path, **more: Any) -> li
     prompts = write_prompts(draft.parent / "prompts.jsonl", 6)
     asked = {"draft": str(draft), "target": str(target), "prompt_file": prompts, "servers": "vllm"}
     with running(answering) as url:
-        found = COMMANDS["check"](**asked, server=url, **more).findings
+        found = COMMANDS["check"](**asked, server=url, **more).result.findings
     return found[[finding.about for finding in found].index("server") :]
 
 
@@ -176,6 +176,6 @@ def test_an_export_is_verified_in_the_server_that_it_starts(target, draft, tmp_p
 def test_heads_that_are_not_exported_are_checked_too(target, tmp_path):
     head = written(tmp_path / "head", target, NATIVE)
     checked = COMMANDS["check"](draft=str(head), target=str(target), data="stdlib")
-    found = {finding.about: finding.level for finding in checked.findings}
+    found = {finding.about: finding.level for finding in checked.result.findings}
     assert (found["head"], found["vllm"], found["llama.cpp"]) == ("ok", "ok", "warning")
     assert checked.next is None  # servers load it as it is

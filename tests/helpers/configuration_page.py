@@ -5,7 +5,7 @@ from typing import Any, get_origin
 from draftlab.commands import COMMANDS
 from draftlab.commands.base import Command
 from draftlab.config.base import extra
-from draftlab.help import choices, limits, noun, summary
+from draftlab.help import choices, limits, noun
 
 HEAD = """# Configuration
 
@@ -36,7 +36,7 @@ def section(command: Command) -> str:
     shown = [row(command, name, field) for name, field in fields if not extra(field)["advanced"]]
     hidden = [row(command, name, field) for name, field in fields if extra(field)["advanced"]]
     head = ["| setting | values | default | |", "|---|---|---|---|"]
-    parts = [f"## draftlab {command.name}", "", summary(command), ""]
+    parts = [f"## draftlab {command.name}", "", command.help, ""]
     parts += [*head, *shown, ""] if shown else []
     parts += ["Advanced:", "", *head, *hidden, ""] if hidden else []
     return "\n".join(parts)

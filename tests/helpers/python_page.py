@@ -2,11 +2,14 @@
 
 import dataclasses
 import inspect
+import re
 import textwrap
-from typing import get_args
+from functools import cached_property
+from types import UnionType
+from typing import Any, get_args
 
 import draftlab
-from draftlab.commands.base import Outcome
+from draftlab.commands import COMMANDS
 
 HEAD = """# Python
 
@@ -20,13 +23,13 @@ import draftlab
 draft = draftlab.prune(source="tiny", layers=3, width=128, data="stdlib", out="runs/cut")
 draft = draftlab.distill(draft=draft.path, target="tiny", data="stdlib", steps=20, out="runs/draft")
 score = draftlab.score(target="tiny", draft=[draft.path], data="stdlib", k="1-3", num_prompts=4, out="runs/score")
-print(score.speedup, score.interval)
+print(score.result.speedup, score.result.interval)
 ```
 
-A function returns what its command found. Every result has `path` (what was written), `data` (what `--json` prints) and
-`missed` (bars that were set and not reached); printed, it shows what the command shows. With `dry_run=True` a function
-returns the plan. Anything that the caller can fix raises `draftlab.UserError`. `import draftlab` takes a few
-milliseconds: torch is imported when a function needs it.
+A function returns the command's outcome: `result` is what the library returned, `path` is what was written, `data` is
+what `--json` prints, and `missed` lists bars that were set and not reached; printed, it shows what the command shows.
+With `dry_run=True` a function returns the plan. Anything that the caller can fix raises `draftlab.UserError`.
+`import draftlab` takes a few milliseconds: torch is imported when a function needs it.
 
 `draftlab.Checkpoint.open(NAME)` reads a checkpoint, each part on first use: `config`, `shape`, `tensors()`
 (a lazy mapping), `tokenizer`, `chat_template`, `eos_ids`, `vocab_size`, `max_model_len`, `dtype`, `head_ids`.
@@ -44,7 +47,6 @@ def section(name: str) -> str:
     function = getattr(draftlab, name)
     parameters = [shown(each) for each in inspect.signature(function).parameters.values()]
     call = textwrap.fill(", ".join(parameters), 120, initial_indent="    ", subsequent_indent="    ")
-    result = next(iter(get_args(returns := inspect.signature(function).return_annotation)), returns)
     lines = [
         f"## draftlab.{name}",
         "",
@@ -57,25 +59,31 @@ def section(name: str) -> str:
         "```",
         "",
     ]
-    return "\n".join(lines + returned(result))
+    return "\n".join(lines + returned(name))
 
 
 def shown(parameter: inspect.Parameter) -> str:
     return parameter.name if parameter.default is inspect.Parameter.empty else f"{parameter.name}={parameter.default!r}"
 
 
-def returned(result: type[Outcome]) -> list[str]:
-    """Return what a result has besides the attributes of every result."""
-    common = {field.name for field in dataclasses.fields(Outcome)}
-    names = [field.name for field in dataclasses.fields(result) if field.name not in common]
-    names += [name for name, value in vars(result).items() if isinstance(value, property)]
-    if not names:
-        return []
-    text = " ".join((result.__doc__ or "").split())
-    return [
-        f"Returns `{result.__name__}` with {', '.join(f'`{name}`' for name in names)}. {text}",
-        "",
-    ]
+def returned(name: str) -> list[str]:
+    """Return which result of the library a function has, and the parts of it."""
+    module = COMMANDS[name.replace("_", " ")].loaded()
+    kind = next(iter(inspect.signature(module.show).parameters.values())).annotation
+    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return [f"`result` is {' or '.join(map(described, kinds))}.", ""]
+
+
+def described(kind: Any) -> str:
+    """Return a class and its parts. A type of several classes is shown without their modules."""
+    if not isinstance(kind, type):
+        return f"`{re.sub(r'[a-z_]+[.]', '', str(kind))}`"
+    text = f"`{kind.__name__}`"
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind)]
+        names += [name for name, value in vars(kind).items() if isinstance(value, property | cached_property)]
+        text += f" with {', '.join(f'`{name}`' for name in names)}"
+    return text
 
 
 if __name__ == "__main__":

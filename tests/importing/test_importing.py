@@ -435,7 +435,7 @@ def test_the_published_draft_is_the_file_that_its_card_describes():
 
 def test_init_imports_the_published_draft_with_its_trimmed_head(family_dirs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("draftlab.importing.run.PUBLISHED", tmp_path / "published")
+    monkeypatch.setattr("draftlab.commands.init.PUBLISHED", tmp_path / "published")
     Path("published").mkdir()
     for name in ("published/draft.gguf", "target.gguf"):
         gguf.write(family_dirs["llama"], tmp_path / name, "f32")

@@ -138,7 +138,7 @@ def test_a_text_part_that_is_tied_and_flat_settings_of_qwen_are_read(tokenizer_d
 
 def test_a_multimodal_model_is_refused_with_the_command_that_imports_it(tokenizer_dir, tmp_path):
     multimodal("mistral3", tokenizer_dir, tmp_path / "whole")
-    for refuse in (hub.locate, checkpoint.check):
+    for refuse in (hub.locate, lambda place: checkpoint.Checkpoint(place).check()):
         with raises_option(f"draftlab import {tmp_path / 'whole'}"):
             refuse(tmp_path / "whole")
     assert hub.locate(tmp_path / "whole", weights=False) == tmp_path / "whole"  # a server runs it
@@ -150,7 +150,7 @@ def test_a_multimodal_model_without_a_text_part_is_refused_by_its_model_type(tok
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     copy_tokenizer(tokenizer_dir, tmp_path)
     with raises_option(tmp_path, "paligemma"):
-        checkpoint.check(tmp_path)
+        checkpoint.Checkpoint(tmp_path).check()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from helpers.errors import raises_option
 from helpers.latencies import profile_of
 
 from draftlab import shipped
-from draftlab.commands.latency import predict
+from draftlab.commands import PREDICT
 from draftlab.errors import UserError
 from draftlab.heads.eagle3.layout import HeadShape
 from draftlab.latency.cost_model import (
@@ -222,7 +222,7 @@ def test_a_head_reads_all_it_is_made_of_at_first_and_then_all_but_what_joins_the
 def test_a_computed_head_is_predicted_as_a_head():
     """Its steps read the states of the tokens accepted last at once, and no token twice."""
     head, target = "llama-65b@a100-80gb,graphs,eagle=32000", "llama-65b@4xa100-80gb,graphs"
-    predicted = predict(draft_profile=[head], target_profile=target, acceptance=["0.6"]).predictions
+    predicted = PREDICT(draft_profile=[head], target_profile=target, acceptance=["0.6"]).result
     at_one = next(row for row in predicted[0].prediction.rows if row.k == 1)
     draft = parse_profile(head, widths=[1], batches=[1], longest=400)
     first = next(p.median_ms for p in draft.forward if p.context == 0)

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, SmolLM3Config
 
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, llama, saving
-from draftlab.model.tokenizer import common_vocabulary
 from draftlab.runs import provenance
 
 
@@ -60,7 +59,7 @@ def configured(place, **changes):
 def test_a_broken_checkpoint_is_one_line_that_says_what_and_where(family_dirs, tmp_path, change, named):
     place = sharded(family_dirs["llama"], tmp_path / "m")
     change(place)
-    for read in (checkpoint.check, checkpoint.read_shape):
+    for read in (lambda place: checkpoint.Checkpoint(place).check(), checkpoint.read_shape):
         with raises_option(named) as error:
             read(place)
         assert "\n" not in str(error.value)
@@ -87,7 +86,7 @@ def test_a_config_that_contradicts_the_weights_is_named_with_both_values(field, 
     """stored: the value that the weights of tests/helpers/builders.py have."""
     place = shutil.copytree(family_dirs["llama"], tmp_path / "m")
     configured(place, **{field: value})
-    for read in (checkpoint.check, checkpoint.read_shape):
+    for read in (lambda place: checkpoint.Checkpoint(place).check(), checkpoint.read_shape):
         with raises_option(place, field, json.dumps(value), json.dumps(stored)) as error:
             read(place)
         assert "\n" not in str(error.value)
@@ -146,7 +145,7 @@ def test_settings_with_which_no_model_computes_are_refused(settings, named, fami
     """The pass would go on with logits that are finite and wrong, or the server would not start."""
     place = shutil.copytree(family_dirs["llama"], tmp_path / "m")
     configured(place, **settings)
-    for read in (checkpoint.check, checkpoint.read_shape):
+    for read in (lambda place: checkpoint.Checkpoint(place).check(), checkpoint.read_shape):
         with raises_option(place, named):
             read(place)
 
@@ -241,10 +240,11 @@ def test_a_fingerprint_sees_the_weights_and_not_the_notes(family_dirs, tmp_path)
 
 
 def test_of_padded_heads_the_smaller_size_is_common(family_dirs, tmp_path):
-    padded = shutil.copytree(family_dirs["llama"], tmp_path / "m")
-    configured(padded, vocab_size=320)
-    assert common_vocabulary(padded, family_dirs["llama"]) == 307
-    assert common_vocabulary(family_dirs["llama"], padded) == 307
+    place = shutil.copytree(family_dirs["llama"], tmp_path / "m")
+    configured(place, vocab_size=320)
+    padded, plain = checkpoint.Checkpoint(place), checkpoint.Checkpoint(family_dirs["llama"])
+    assert padded.common_vocabulary(plain) == 307
+    assert plain.common_vocabulary(padded) == 307
 
 
 @pytest.mark.parametrize("family", ["llama3_tied", "qwen2"])

@@ -71,7 +71,10 @@ def test_transformers_loads_it_with_all_weights_accounted_for(pair):
 def test_without_a_gpu_it_is_refused_in_one_line(method, family_dirs, tmp_path):
     shutil.copytree(family_dirs["llama"], tmp_path / "model")
     configured(tmp_path / "model", METHODS[method])
-    for read in (checkpoint.check, lambda place: checkpoint.load_model(place, torch.float32)):
+    for read in (
+        lambda place: checkpoint.Checkpoint(place).check(),
+        lambda place: checkpoint.load_model(place, torch.float32),
+    ):
         with raises_option(method):
             read(tmp_path / "model")
 

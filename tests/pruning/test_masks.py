@@ -12,7 +12,7 @@ from helpers.masks import IDS, SETTINGS, both, error, masks_for, smaller
 from helpers.small_files import copy_tokenizer, write_functions
 from transformers import AutoModelForCausalLM
 
-from draftlab.commands.prune import prune
+from draftlab.commands import PRUNE
 from draftlab.data import Batch
 from draftlab.model import checkpoint, devices
 from draftlab.model.shape import Shape, write_shape_file
@@ -163,7 +163,7 @@ def test_a_masks_prune_on_disk_is_a_plain_checkpoint(lr, dtype, family, family_d
     shape = smaller(have).model_copy(update={"tied": False})
     refit = {"refit": "layers", "calibration_tokens": 128} if lr is None else {}
     write_shape_file(shape, tmp_path / "shape.yaml", "for a test")
-    made = prune(
+    made = PRUNE(
         method="masks",
         source=str(source),
         shape=tmp_path / "shape.yaml",
@@ -201,9 +201,9 @@ def test_weights_that_are_trained_with_the_masks_are_not_fitted_to_the_source(fa
     written = {}
     for refit in ("default", "none", "layers"):
         chosen = {} if refit == "default" else {"refit": refit}
-        prune(**settings, **chosen, lr=1e-2, out=tmp_path / refit)
+        PRUNE(**settings, **chosen, lr=1e-2, out=tmp_path / refit)
         written[refit] = (tmp_path / refit / "model.safetensors").read_bytes()
     assert written["default"] == written["none"]
     assert written["default"] != written["layers"]
     with raises_option("--calibration-tokens"):
-        prune(**settings, lr=1e-2, calibration_tokens=64, out=tmp_path / "unread")
+        PRUNE(**settings, lr=1e-2, calibration_tokens=64, out=tmp_path / "unread")

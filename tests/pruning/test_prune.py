@@ -3,7 +3,7 @@
 import itertools
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +20,9 @@ from helpers.errors import raises_option
 from helpers.small_files import copy_tokenizer, write_functions, write_prompts
 from safetensors.torch import load_file
 
-from draftlab.commands import outputs
-from draftlab.commands.prune import PruneConfig, prepare, prune
+from draftlab.commands import OUTPUTS_BUILD, PRUNE
+from draftlab.commands.prune import prepare
+from draftlab.commands.settings.prune import PruneConfig
 from draftlab.model import checkpoint, devices, llama, saving
 from draftlab.model.shape import Shape, resolve, write_shape_file
 from draftlab.output import Output
@@ -65,10 +66,10 @@ def prune_to(
     write_shape_file(asked.model_copy(update={"tied": tied}), file, "for a test")
     given = {"source": str(source), "data": text, "out": out, "shape": file}
     config = PruneConfig.build(given | defaults | settings)
-    how = dict(cast(Any, prepare(config, True).run).keywords)
-    del how["training"]
-    cut = how.pop("cut")(output=Output(command="prune", config=config, out=out))
-    return cut.by_scores(**how, rotate=rotate)
+    job = prepare(config, True)
+    assert job.method != "masks"
+    cut = job.cut(Output(command="prune", config=config, out=out))
+    return cut.by_scores(job.method, job.depth, scores_cache=job.scores_cache, rotate=rotate)
 
 
 def cut_to(source: Path, out: Path, text: str, **wanted: int) -> Path:
@@ -177,10 +178,10 @@ def test_a_draft_is_calibrated_on_what_the_target_wrote(family_dirs, tmp_path, t
     prompts, store = write_prompts(tmp_path / "prompts.jsonl", 20), tmp_path / "store"
     source = str(family_dirs["llama"])
     few = {"source": source, "layers": 2, "seq_len": 16, "calibration_tokens": 64}
-    outputs.build(target=source, prompt_file=prompts, max_new_tokens=24, out=store)
-    prune(outputs=store, out=tmp_path / "draft", **few)
+    OUTPUTS_BUILD(target=source, prompt_file=prompts, max_new_tokens=24, out=store)
+    PRUNE(outputs=store, out=tmp_path / "draft", **few)
     assert {*provenance.read_record(tmp_path / "draft").inputs} == {source, str(store)}
-    prune(data=text, out=tmp_path / "other", **few)
+    PRUNE(data=text, out=tmp_path / "other", **few)
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("draft", "other")]
     assert weights[0] != weights[1]
     chunks = joined([np.arange(40), np.arange(40, 80)], 3, 16, seed=0)
@@ -188,7 +189,7 @@ def test_a_draft_is_calibrated_on_what_the_target_wrote(family_dirs, tmp_path, t
     assert chunks[0][0].tolist() in (list(range(16)), list(range(40, 56)))
     assert joined([np.array([1, 2])], 4, 5, seed=0)[0].tolist() == [[1, 2, 1, 2, 1]]
     with raises_option("--data"):
-        prune(outputs=store, data=str(prompts), out=tmp_path / "both", **few)
+        PRUNE(outputs=store, data=str(prompts), out=tmp_path / "both", **few)
 
 
 @pytest.mark.gpu

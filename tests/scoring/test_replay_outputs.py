@@ -18,7 +18,7 @@ from helpers.typed import call
 from safetensors.numpy import load_file, save_file
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from draftlab.commands import outputs
+from draftlab.commands import OUTPUTS_BUILD
 from draftlab.config.server_rules import DecodingRule
 from draftlab.data.prompts import file_prompts
 from draftlab.drafters.base import parse_drafter
@@ -75,7 +75,7 @@ def recorded(out: Path, target: Path, prompts: Path, **changes: Any) -> StoredOu
     """Answers of at most 24 tokens, greedy, in float32."""
     settings = {"use": "replay", "target": str(target), "prompt_file": prompts, "out": out}
     settings |= {} if "server" in changes else {"dtype": "float32"}
-    outputs.build(**settings | {"max_new_tokens": 24} | changes)
+    OUTPUTS_BUILD(**settings | {"max_new_tokens": 24} | changes)
     return read_store(out)
 
 
@@ -404,10 +404,10 @@ def test_text_that_the_target_did_not_write_is_not_replayed(tmp_path, models):
     asked = {"target": str(models["target"]), "data": write_functions(tmp_path / "text.txt")}
     asked |= {"num_sequences": 4, "seq_len": 16, "top_logprobs": 4}
     draft = drafter_of(models["draft"])
-    outputs.build(**asked, out=tmp_path / "data")
+    OUTPUTS_BUILD(**asked, out=tmp_path / "data")
     with pytest.raises(UserError):
         check(read_store(tmp_path / "data"), draft, drafting())
-    outputs.build(**asked, text="target", prompt_tokens=4, out=tmp_path / "w")
+    OUTPUTS_BUILD(**asked, text="target", prompt_tokens=4, out=tmp_path / "w")
     written = read_store(tmp_path / "w")
     check(written, draft, drafting())
     nobody = replace(written, manifest=written.manifest.model_copy(update={"sampling": None}))

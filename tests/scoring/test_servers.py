@@ -306,7 +306,7 @@ def test_a_real_vllm_accepts_what_is_accepted_here_of_a_dflash_head(tmp_path, fp
             "servers": "vllm",
             "server": server.http.url,
         }
-        found = COMMANDS["check"](draft=head, temperature=1.0, **where).findings
+        found = COMMANDS["check"](draft=head, temperature=1.0, **where).result.findings
     _, served = (each for each in found if each.about == "acceptance")  # here alone, and there
     print(served.text)
     assert served.level == "ok"

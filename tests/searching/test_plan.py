@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig
 
-from draftlab.commands.auto import auto
+from draftlab.commands import AUTO
 from draftlab.model.hub import locate
 from draftlab.model.size import read_size
 from draftlab.searching.plan import (
@@ -123,7 +123,7 @@ def test_a_disk_too_small_for_the_drafts_is_said_before_anything_runs(tmp_path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, new.disk - 1))
     with raises_option("disk"):
-        auto(target="tiny", data="stdlib", out=tmp_path / "out", threads=1)
+        AUTO(target="tiny", data="stdlib", out=tmp_path / "out", threads=1)
     assert not (tmp_path / "out").exists()
 
 

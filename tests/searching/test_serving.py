@@ -7,7 +7,7 @@ from helpers.builders import build
 from helpers.published_heads import written
 from helpers.small_files import copy_tokenizer, write_prompts
 
-from draftlab.commands.auto import AutoConfig
+from draftlab.commands.settings.auto import AutoConfig
 from draftlab.commands.steps import step_of
 from draftlab.heads.eagle3.drafter import EagleSpec
 from draftlab.model.size import read_size

@@ -21,7 +21,7 @@ from helpers.stores import (
 )
 from safetensors.numpy import load_file, save_file
 
-from draftlab.commands import outputs
+from draftlab.commands import OUTPUTS_BUILD, OUTPUTS_INFO
 from draftlab.data import Batch
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, hub, llama
@@ -176,7 +176,7 @@ def test_a_target_whose_logits_are_not_finite_stores_nothing(asked, family_dirs,
     negative = {"rope_theta": -1.0, "rope_type": "default"}
     edit(tmp_path / "target/config.json", rope_parameters=negative)
     with pytest.raises(UserError):
-        outputs.build(target=str(tmp_path / "target"), data=text, out=tmp_path / "out", **asked)
+        OUTPUTS_BUILD(target=str(tmp_path / "target"), data=text, out=tmp_path / "out", **asked)
     assert not list(tmp_path.glob("out/*.safetensors"))
 
 
@@ -309,7 +309,7 @@ def test_traffic_is_kept_as_the_target_would_score_it(log, family_dirs, tokenize
     """A tokenizer is all that it needs of the target."""
     target = family_dirs["llama"]
     assert ServerLog.open(log, vocab=307, seq_len=16, top_logprobs=64).top_logprobs == 8
-    outputs.build(from_file=log, target=str(tokenizer_dir), seq_len=16, out=tmp_path / "c")
+    OUTPUTS_BUILD(from_file=log, target=str(tokenizer_dir), seq_len=16, out=tmp_path / "c")
     manifest = read_manifest(tmp_path / "c")
     assert (manifest.source, manifest.text, manifest.sequences) == ("log", "target", 24)
     batches, held = open_stored(tmp_path / "c", target, batch_size=24, temperature=1.0)
@@ -387,19 +387,19 @@ FEW: dict[str, Any] = {"num_sequences": 4, "seq_len": 12, "top_logprobs": 4}
 
 def test_the_commands_build_and_verify_from_a_server(space, small):
     url = small.http.url
-    made = outputs.build(server=url, **FEW)
+    made = OUTPUTS_BUILD(server=url, **FEW)
     assert (made.path, made.data["source"]) == (Path("runs/outputs-distill-llama"), "vllm 0.32.0")
     record = provenance.read_record(made.path)
     assert record.notes["server"] == {"kind": "vllm", "version": "0.32.0", "model": "small"}
     for given in ({"server": url}, {}):
-        assert outputs.info(directory=made.path, verify=True, **given).missed == []
+        assert OUTPUTS_INFO(directory=made.path, verify=True, **given).missed == []
 
 
 def test_an_int8_target_writes_its_own_answers(family_dirs, tmp_path):
     target = family_dirs["llama"]
     given = {"target": str(target), "prompt_file": write_prompts(tmp_path / "prompts.jsonl", 12)}
     asked = given | {"max_new_tokens": 8, "temperature": 0.0, "top_logprobs": 8}
-    outputs.build(**asked, out=tmp_path / "store", int8=True)
+    OUTPUTS_BUILD(**asked, out=tmp_path / "store", int8=True)
     model = NativeLlama(llama.load(target, torch.float32), int8=True)
     for output in read_store(tmp_path / "store").outputs:
         ids = torch.from_numpy(np.concatenate([output.prompt, output.ids]).astype(np.int64))
@@ -407,6 +407,6 @@ def test_an_int8_target_writes_its_own_answers(family_dirs, tmp_path):
         assert said.tolist() == output.ids.tolist()
     assert read_manifest(tmp_path / "store").dtype == "int8"
     asked = {"directory": tmp_path / "store", "target": str(target), "verify": True}
-    assert outputs.info(**asked).missed == []
+    assert OUTPUTS_INFO(**asked).missed == []
     with raises_option("--int8"):
-        outputs.build(**given, out=tmp_path / "other", int8=True, device_map="auto")
+        OUTPUTS_BUILD(**given, out=tmp_path / "other", int8=True, device_map="auto")

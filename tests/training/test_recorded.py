@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from draftlab.commands import COMMANDS
-from draftlab.commands.distill import DistillConfig, prepare
+from draftlab.commands.distill import prepare
+from draftlab.commands.settings.distill import DistillConfig
 from draftlab.model import checkpoint
 from draftlab.pruning.run import Text
 from draftlab.runs.provenance import read_record
@@ -83,7 +84,7 @@ def test_distill_records_what_the_written_draft_has(more, served, family_dirs, t
         "device": "cpu",
     }
     words |= more
-    job = cast(Any, prepare(DistillConfig(**words), True).run).args[0]
+    job = prepare(DistillConfig(**words), True)
     (tmp_path / "state").mkdir()
     heldout = open_draft(job, None, tmp_path / "state").setup.heldout.batches
     rows = [(batch.ids, batch.mask) for batch in heldout]

@@ -13,7 +13,8 @@ from helpers.random_rows import RandomRows
 from safetensors.torch import load_file
 
 from draftlab.commands import COMMANDS
-from draftlab.commands.distill import DistillConfig, prepare
+from draftlab.commands.distill import prepare
+from draftlab.commands.settings.distill import DistillConfig
 from draftlab.data import Batch, TopLogprobs
 from draftlab.model.hf_files import read_head_ids
 from draftlab.training.checkpointer import best_weights
@@ -130,7 +131,7 @@ def test_text_of_the_target_measures_tokens_per_pass(family_dirs, tmp_path):
         training_dtype="float32",
         device="cpu",
     )
-    opened = open_draft(cast(Any, prepare(config, True).run).args[0], None, made(tmp_path / "state"))
+    opened = open_draft(prepare(config, True), None, made(tmp_path / "state"))
     model, given = opened.module, opened.setup
     assert isinstance(given.length, TargetTextEvaluator)
     # the first token comes with the prefill

@@ -46,7 +46,8 @@ def mask_sizes(source: Shape, shape: Shape) -> dict[Dimension, MaskSize]:
 
     The mask of a kv head multiplies the masks of its query heads.
     """
-    group, target = source.heads // source.kv_heads, shape.heads // shape.kv_heads
+    group = source.heads // source.kv_heads
+    target = shape.heads // shape.kv_heads
     sizes: dict[Dimension, MaskSize] = {
         "hidden": MaskSize(1, source.hidden, shape.hidden),
         "layers": MaskSize(1, source.layers, shape.layers),
@@ -66,7 +67,8 @@ class Masks(nn.Module):
 
     def __init__(self, source: Shape, shape: Shape, seed: int) -> None:
         super().__init__()
-        self.source, self.shape = source, shape
+        self.source = source
+        self.shape = shape
         self.sizes = mask_sizes(source, shape)
         rng = torch.Generator().manual_seed(seed)
         start = {n: 5 + 0.01 * torch.randn(s.rows, s.size, generator=rng) for n, s in self.sizes.items()}
@@ -122,7 +124,8 @@ class Masks(nn.Module):
 
     def keep(self) -> Keep:
         """Return the indices that the deterministic masks keep."""
-        values, group = self.deterministic(), self.source.heads // self.source.kv_heads
+        values = self.deterministic()
+        group = self.source.heads // self.source.kv_heads
         layers = _nonzero(values.layers)
         heads = [_nonzero(values.heads[layer]) for layer in layers]
         return Keep(

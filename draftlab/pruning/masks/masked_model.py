@@ -30,7 +30,8 @@ def masked(model: nn.Module, masks: Masks, eps: float) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for path, module in model.named_modules():
             name = path[path.find("model.layers.") :] if "model.layers." in path else path
-            layer, part = layer_of(name), name.rsplit(".", 1)[-1]
+            layer = layer_of(name)
+            part = name.rsplit(".", 1)[-1]
             if part == "embed_tokens":
                 hook = module.register_forward_hook(lambda _, args, out: out * masks.values.hidden.to(out.dtype))
                 undo.enter_context(hook)
@@ -51,8 +52,10 @@ class Folded(TensorView):
         self.z = values
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor, layer = self.weights[name], layer_of(name)
-        role, hidden = self.roles[name], self.z.hidden.to(tensor.device)
+        tensor = self.weights[name]
+        layer = layer_of(name)
+        role = self.roles[name]
+        hidden = self.z.hidden.to(tensor.device)
         if role in ("embed", "input_norm", "post_norm", "norm"):
             return (tensor * hidden).to(tensor.dtype)
         if layer is None or role not in ("o", "down", "o_bias", "down_bias"):

@@ -100,7 +100,8 @@ def _select(
     gaps = ", ".join(f"{name} {gap:.3f}" for name, gap in masks.gaps().items())
     note(f"difference between the masks' sparsity and the sparsity of the requested shape: {gaps}")
     weights = Folded(_trained_weights(source, training, state), source.shape, masks.deterministic())
-    keep, hidden = masks.keep(), masks.deterministic().hidden.detach().cpu()
+    keep = masks.keep()
+    hidden = masks.deterministic().hidden.detach().cpu()
     # the basis maps the source's residual stream to the draft's, so it includes masks between 0 and 1
     return keep, torch.diag(hidden)[:, keep.hidden], weights, result
 

@@ -28,7 +28,7 @@ from draftlab.training.teachers import LocalTeacher
 from draftlab_research import medusa_training
 from draftlab_research.drafting import medusa
 from draftlab_research.drafting.medusa import MedusaDrafter
-from draftlab_research.export_medusa import export_medusa
+from draftlab_research.export_medusa import EXPORT_MEDUSA
 from draftlab_research.medusa import MANIFEST
 from draftlab_research.medusa_training import FrozenTarget, Heads, RepeatedBatch, SelfTeacher
 
@@ -215,7 +215,7 @@ def heads(family_dirs: dict[str, Path], tmp_path: Path) -> Path:
 def test_medusa_heads_are_vllms(heads, family_dirs, target, tmp_path):
     """Compare draftlab's drafts with a reimplementation of vLLM's models/medusa.py on the exported file."""
     out = tmp_path / "out"
-    export_medusa(heads=heads, target=str(family_dirs["llama"]), out=out)
+    EXPORT_MEDUSA(heads=heads, target=str(family_dirs["llama"]), out=out)
     config, tensors = (
         json.loads((out / "config.json").read_text()),
         load_file(out / "model.safetensors"),

@@ -14,7 +14,7 @@ from draftlab.data.prompts import Prompt
 from draftlab.errors import UserError
 from draftlab.scoring.replay import Drafting, drafter_of, replay_draft
 from draftlab.target_outputs.store import read_store
-from draftlab_research.import_paper_trace import import_paper_trace
+from draftlab_research.import_paper_trace import IMPORT_PAPER_TRACE
 from draftlab_research.paper_trace import paper_texts, trace_outputs
 
 
@@ -42,7 +42,7 @@ def test_a_trace_of_the_papers_scripts_replays_as_the_recorded_one(tmp_path, fam
     with_prompts = [[*output.prompt.tolist(), *output.ids.tolist()] for output in stored.outputs]
     for name, written in (("alone", texts), ("with-prompts", with_prompts)):
         file, out = paper_file(tmp_path / name, written), tmp_path / f"{name}-store"
-        outcome = import_paper_trace(file=file, prompt_file=prompts, target=str(target), name="big", out=out)
+        outcome = IMPORT_PAPER_TRACE(file=file, prompt_file=prompts, target=str(target), name="big", out=out)
         assert outcome.data["sequences"] == 3
         found = replay_draft(read_store(out), drafter_of(draft), settings).chances()
         for a, b in zip(found, wanted, strict=True):

@@ -14,7 +14,7 @@ from helpers.errors import raises_option
 from transformers import OPTConfig, OPTForCausalLM
 
 from draftlab.commands import COMMANDS
-from draftlab.commands.score import ScoreConfig
+from draftlab.commands.settings.score import ScoreConfig
 from draftlab.drafters.base import DRAFTERS, parse_drafter
 from draftlab.drafters.context import DrafterContext
 from draftlab.engine.generate import decode, output_tokens, speculative_decode

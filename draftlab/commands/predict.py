@@ -1,0 +1,120 @@
+"""The command predict, which computes speed-ups from latency profiles."""
+
+import re
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+
+from draftlab.commands.base import Outcome
+from draftlab.commands.checks import check_plots
+from draftlab.commands.latency_tables import best_k_table, draft_table, k_table
+from draftlab.commands.settings.latency import PredictConfig
+from draftlab.errors import UserError, about
+from draftlab.latency.cost_model import CostModel, alpha_for
+from draftlab.latency.predict import DraftPrediction, Predicting, verdict
+from draftlab.latency.roofline import parse_profile
+from draftlab.latency.scaling_law import read_law
+from draftlab.latency.workload import (
+    Workload,
+    constant_workload,
+    note_on_prompts,
+    workload_of_score,
+)
+from draftlab.pruning.source import prunable_shape
+from draftlab.results.score import read_score
+from draftlab.scoring.replay import read_replay, workload_of_replay
+
+ASSUMED_PROMPT = 128  # assumed length of prompts in tokens, if --acceptance is a number
+
+
+def prepare(config: PredictConfig, weights: bool) -> Predicting:
+    """Resolve and check the settings of the command `predict`, and return the job.
+
+    Raises:
+        UserError: A profile or a value of --acceptance cannot be read, or there are not as many values as drafts.
+    """
+    with about("--acceptance"):
+        measured = [_acceptance(text, config.max_new_tokens) for text in config.acceptance]
+        if len(measured) not in (1, len(config.draft_profile)):
+            raise UserError(
+                f"{len(measured)} values for {len(config.draft_profile)} drafts; write one value for all drafts, or "
+                "one value for each draft"
+            )
+    if config.is_set("max_new_tokens") and any(work.model for work in measured):
+        raise UserError(
+            "--max-new-tokens: leave it out, because the measured texts of --acceptance have their own lengths"
+        )
+    measured *= len(config.draft_profile) // len(measured)
+    prompts: Sequence[int | None] = config.context or [None]
+    works = measured
+    if config.context:
+        works = [work.with_prompt_tokens(n) for work in measured for n in config.context]
+    grid = {
+        # up to the number of tokens in the widest pass of a parallel draft
+        "widths": range(1, 2 * max(config.k) + 1),
+        "batches": config.batch,
+        "longest": max(work.longest for work in works) + max(config.k),
+    }
+
+    def cost(option: str, spec: str) -> CostModel:
+        name, _, directory = spec.rpartition("@")
+        with about(option):
+            if name and Path(directory).is_dir():
+                called, shape = prunable_shape(name)
+                profile = read_law(Path(directory)).profile(shape, called)
+            else:
+                profile = parse_profile(spec, **grid)
+            return CostModel.of(profile, extrapolate=config.extrapolate)
+
+    drafts = [cost("--draft-profile", spec) for spec in config.draft_profile]
+    target = cost("--target-profile", config.target_profile)
+    pairs = list(zip(drafts, measured, strict=True))
+    if config.plot is not None:
+        check_plots()
+    return Predicting(
+        target=target,
+        drafts=pairs,
+        ks=config.k,
+        batches=config.batch,
+        prompts=prompts,
+        notes=note_on_prompts(measured),
+        plot=config.plot,
+    )
+
+
+def show(drafts: list[DraftPrediction], config: PredictConfig) -> Outcome:
+    predictions = [draft.prediction for draft in drafts]
+    several = len(predictions) > 1
+    show: list[object] = [draft_table(predictions) if several else k_table(predictions[0])]
+    show += [best_k_table(draft) for draft in drafts if len(draft.best_ks) > 1]
+    show += [f"{p.name}: {verdict(p)}" if several else verdict(p) for p in predictions]
+    notes = dict.fromkeys(chain.from_iterable(p.notes for p in predictions))
+    show += [f"note: {text}" for text in notes]
+    show += [str(config.plot)] if config.plot else []
+    data: dict[str, object] = {"predictions": [draft.as_dict() for draft in drafts]}
+    return Outcome(path=config.plot, show=show, data=data)
+
+
+def _acceptance(text: str, max_tokens: int) -> Workload:
+    """Parse a value of --acceptance: an output of replay or score, a probability, or tokens per pass at a K, as 2.8@4.
+
+    max_tokens: Assumed length of generated texts, if the value is a number.
+
+    Raises:
+        UserError: The file is missing or cannot be read, or the number is impossible.
+    """
+    assumed = re.fullmatch(r"([0-9.]+)(?:@([1-9]\d*))?", text)
+    if assumed and not Path(text).exists():
+        number = float(assumed[1])
+        k = assumed[2]
+        alpha = number if k is None else alpha_for(number, int(k))
+        if alpha > 1:
+            raise UserError(
+                f"{text} is above 1, so it is no probability; to give tokens per target pass, add @K, such as 2.8@4 "
+                "for 2.8 tokens at K = 4"
+            )
+        return constant_workload(alpha, tokens=max_tokens, prompt_tokens=ASSUMED_PROMPT)
+    path = Path(text)
+    if path.name == "score.json" or (path / "score.json").exists():
+        return workload_of_score(read_score(path))
+    return workload_of_replay(read_replay(path))

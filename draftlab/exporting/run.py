@@ -261,8 +261,13 @@ def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -
 
 
 def _alone(scores: Sequence[Score]) -> list[Score]:
-    """Return the scores in which the draft is the only drafter, because pairs of drafters cannot be exported."""
-    return [score for score in scores if "," not in score.name]
+    """Return the scores in which the draft is the only drafter, because pairs of drafters cannot be exported.
+
+    A score in which the draft was only predicted counts only if it was timed in none.
+    """
+    alone = [score for score in scores if "," not in score.name]
+    timed = [score for score in alone if score.timed]
+    return timed or alone
 
 
 def advice(scores: Sequence[Score], draft: Path) -> str:
@@ -271,12 +276,19 @@ def advice(scores: Sequence[Score], draft: Path) -> str:
     if not scores:
         measure = typed("draftlab", "score", "--draft", draft)
         return f"{draft.name} is not measured yet; run {measure} before you serve it"
-    gain = scores[0].best_k_speedup
-    if scores[0].doubt is not None:
+    newest = scores[0]
+    again = typed("draftlab", "score", "--draft", draft)
+    if not newest.timed:
         return (
-            f"the score of {draft.name} does not show whether the draft makes the target faster; run draftlab score "
-            "again on a machine without other work"
+            f"{draft.name} was not timed, because others in its score were clearly faster; "
+            f"{again} without them times it alone"
         )
+    if newest.doubt is not None:
+        return (
+            f"the score of {draft.name} does not show whether the draft makes the target faster: {newest.doubt}; "
+            f"repeat {again}"
+        )
+    gain = newest.best_k_speedup
     return (
         f"do not serve {draft.name}: with it the target runs at {gain.as_speedup()} of its speed without a draft"
         if gain.below(1)

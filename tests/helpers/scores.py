@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from draftlab.model.shape import Shape
-from draftlab.results.decoding import Generation
+from draftlab.results.decoding import Expected, Generation
 from draftlab.results.ranking import grouped
 from draftlab.results.report import ranking_table
 from draftlab.results.score import (
@@ -16,6 +16,7 @@ from draftlab.results.score import (
     FollowingLatency,
     Latency,
     Model,
+    Prediction,
     PromptRecord,
     Score,
     TaskResult,
@@ -201,3 +202,25 @@ def generation(prompt=0, drafted=[], accepted=[], emitted=None, seconds=1.0) -> 
         verify_seconds=seconds / 2,
         host_seconds=seconds / 4,
     )
+
+
+def expected(seconds: list[float]) -> Expected:
+    n = len(seconds)
+    return Expected(
+        seconds=seconds,
+        draft_seconds=[0.1] * n,
+        verify_seconds=[0.1] * n,
+        host_seconds=[0.1] * n,
+        passes=[1.0] * n,
+        drafted=[1.0] * n,
+        reached=[[1.0, 0.0]] * n,
+        examined=[[1.0]] * n,
+        truncated=[0.0] * n,
+    )
+
+
+def prediction(**by_k: list[float]) -> Prediction:
+    each = {int(name[1:]): expected(seconds) for name, seconds in by_k.items()}
+    n = len(next(iter(by_k.values())))
+    best = min(each, key=lambda k: sum(each[k].seconds))
+    return Prediction(prompts=[*range(n)], tokens=[9] * n, plain=[1.0] * n, by_k=each, best_k=best)

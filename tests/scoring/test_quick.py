@@ -6,15 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.commands import made_fixture, refused, space_fixture  # noqa: F401
-from helpers.scores import generation
+from helpers.scores import generation, prediction
 from helpers.small_files import write_rows
 from helpers.typed import call
 
 from draftlab import intervals
 from draftlab.engine.generate import Step
-from draftlab.results.decoding import Expected
 from draftlab.results.ranking import rank
-from draftlab.results.score import Prediction, read_score
+from draftlab.results.score import read_score
 from draftlab.scoring.journal import Journal, Memo
 from draftlab.scoring.prediction import finalists, gains, k_without
 from draftlab.scoring.quick import QuickTiming
@@ -149,28 +148,6 @@ def test_a_time_that_ends_early_keeps_what_was_timed(asked, monkeypatch):
     assert found.conversations == 1
     assert "time is over" in said
     assert found.undecided is not None
-
-
-def expected(seconds: list[float]) -> Expected:
-    n = len(seconds)
-    return Expected(
-        seconds=seconds,
-        draft_seconds=[0.1] * n,
-        verify_seconds=[0.1] * n,
-        host_seconds=[0.1] * n,
-        passes=[1.0] * n,
-        drafted=[1.0] * n,
-        reached=[[1.0, 0.0]] * n,
-        examined=[[1.0]] * n,
-        truncated=[0.0] * n,
-    )
-
-
-def prediction(**by_k: list[float]) -> Prediction:
-    each = {int(name[1:]): expected(seconds) for name, seconds in by_k.items()}
-    n = len(next(iter(by_k.values())))
-    best = min(each, key=lambda k: sum(each[k].seconds))
-    return Prediction(prompts=[*range(n)], tokens=[9] * n, plain=[1.0] * n, by_k=each, best_k=best)
 
 
 def test_k_is_chosen_on_other_conversations_and_near_drafts_are_timed():

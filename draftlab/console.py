@@ -26,7 +26,7 @@ from rich.table import Column
 
 from draftlab.trust import printable
 
-Advance = Callable[[int, str], None]
+Advance = Callable[[float, str], None]
 Clock = Callable[[], float]  # seconds
 MAX_SILENT_SECONDS = 7.0  # on a terminal
 WIDE = 110  # columns of a terminal that has room for a long bar
@@ -243,9 +243,9 @@ def note_if_slow(text: str, seconds: float = 3.0) -> Iterator[None]:
 def progress(label: str, total: int) -> Iterator[Advance]:
     """Show a progress bar with the remaining time. total: Number of items.
 
-    Yield a function that updates the bar. Its arguments are the number of finished items and a status text. The bar
-    ends with the last item, also if the block goes on. Without a terminal, print a line at the start in place of the
-    bar, and after it at most one line every LOG_SECONDS.
+    Yield a function that updates the bar. Its arguments are the number of finished items, which may have a fraction,
+    and a status text. The bar ends with the last item, also if the block goes on. Without a terminal, print a line at
+    the start in place of the bar, and after it at most one line every LOG_SECONDS.
     """
     console = Console(stderr=True)
     with contextlib.ExitStack() as shown:
@@ -256,7 +256,7 @@ def progress(label: str, total: int) -> Iterator[Advance]:
         drawn = console.is_terminal
         show = _bar(shown, console, label, total) if drawn else _plain_lines(label, total, stage)
 
-        def advance(done: int, status: str) -> None:
+        def advance(done: float, status: str) -> None:
             show(done, status)
             if done >= total:
                 shown.close()
@@ -300,15 +300,15 @@ def _plain_lines(label: str, total: int, stage: Stage | None, clock: Clock = tim
     stage: The stage whose later lines never_silent prints. None: the function prints them.
     """
     pace = Pace(LOG_SECONDS, LOG_SECONDS, clock)
-    first: tuple[int, float] | None = None
+    first: tuple[float, float] | None = None
     note(f"{label} 0/{total}")
 
-    def advance(done: int, status: str) -> None:
+    def advance(done: float, status: str) -> None:
         nonlocal first
         now = clock()
         first = first or (done, now)
         left = (total - done) * (now - first[1]) / (done - first[0]) if done > first[0] else 0
-        text = f"{done}/{total}  {status}{_time_left(left)}".rstrip()
+        text = f"{int(done)}/{total}  {status}{_time_left(left)}".rstrip()
         if stage is not None:
             stage.status = text
         elif pace.is_due():

@@ -111,7 +111,7 @@ def generate_batch(
     batching: Batching = Batching(),
     *,
     numbers: Sequence[int] | None = None,
-    advance: Callable[[int], None] = lambda done: None,
+    advance: Callable[[float], None] = lambda done: None,
     on_step: OnStep | None = None,
 ) -> list[Completion]:
     """Generate one completion per prompt.
@@ -119,7 +119,8 @@ def generate_batch(
     Args:
         numbers: A number for each prompt. This number and the seed of `sampling` determine the prompt's samples.
             Default: the index of the prompt.
-        advance: Callback that receives the number of finished prompts after each batch.
+        advance: Callback that receives the number of finished prompts after each token of a batch. The prompts of the
+            batch count in part, as if all completions had the largest length.
         on_step: Callback that receives the logits of each step.
 
     Raises:
@@ -129,6 +130,8 @@ def generate_batch(
     check_context(max(map(len, prompts), default=0), sampling.max_tokens, model.context)
     completions: dict[int, Completion] = {}
     for group in _groups(model, prompts, sampling.max_tokens, batching):
+        finished = len(completions)
+        share = len(group) / sampling.max_tokens
         batch = _generate(
             model,
             [prompts[i] for i in group],
@@ -136,6 +139,7 @@ def generate_batch(
             sampling,
             batching,
             on_step,
+            on_token=lambda length, finished=finished, share=share: advance(finished + share * length),
         )
         completions |= zip(group, batch, strict=True)
         advance(len(completions))
@@ -218,7 +222,9 @@ def _generate(
     sampling: SamplingParams,
     batching: Batching,
     on_step: OnStep | None,
+    on_token: Callable[[int], None],
 ) -> list[Completion]:
+    """Return the completions of a batch. on_token: Callback that receives the number of tokens of each text so far."""
     device = model.device
     cache = model.new_cache(len(prompts), max(map(len, prompts)) + sampling.max_tokens)
     fed = _prefill(model, cache, prompts)
@@ -237,6 +243,7 @@ def _generate(
         chosen[rows, t] = logprobs
         if on_step:
             on_step([numbers[row] for row in rows.tolist()], logits, ids)
+        on_token(t + 1)
         fed = ids.unsqueeze(1)
         if sampling.stop_token_ids:
             running &= ~torch.isin(ids, stops)

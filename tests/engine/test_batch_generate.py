@@ -53,6 +53,14 @@ def transformers_of(name: str, family_dirs, opt) -> Any:
     return opt if name == "opt" else AutoModelForCausalLM.from_pretrained(family_dirs["llama"], dtype=torch.float32)
 
 
+def test_progress_moves_with_every_token_of_a_batch(models):
+    told: list[float] = []
+    generate_batch(
+        models["eager"], PROMPTS, SamplingParams(max_tokens=10), Batching(batch_size=len(PROMPTS)), advance=told.append
+    )
+    assert told == pytest.approx([len(PROMPTS) * length / 10 for length in range(1, 11)] + [len(PROMPTS)])
+
+
 @pytest.mark.parametrize("name", ["eager", "native", "hosted", "opt"])
 def test_greedy_text_is_what_transformers_writes(name, models, family_dirs, opt, monkeypatch):
     monkeypatch.setattr(batch_generate, "PASS_TOKENS", 8)  # several passes

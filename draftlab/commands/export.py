@@ -12,7 +12,7 @@ from draftlab.exporting.artifact import Form, open_artifact
 from draftlab.exporting.run import NEW_TOKENS, Export, Exported, Verifier, choose_k
 from draftlab.model import devices, hub
 from draftlab.model.checkpoint import Checkpoint
-from draftlab.results.score import Score, read_score, score_files
+from draftlab.results.score import Score, found_scores, read_score, score_files
 from draftlab.runs import workspace
 from draftlab.runs.provenance import fingerprint
 from draftlab.shell import typed
@@ -90,7 +90,8 @@ def _scores_of(places: list[Path], draft: Path, target: Path) -> list[Score]:
     """
     sha256 = fingerprint(draft)
     own: list[Score] = []
-    for score in map(read_score, score_files(places or [workspace.load().runs])):
+    scores = map(read_score, score_files(places)) if places else found_scores(workspace.load().runs)
+    for score in scores:
         hashes = (score.draft.sha256, score.draft.heads_sha256)
         if sha256 in hashes and score.target.name == target.name:
             own.append(score)

@@ -16,6 +16,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 
 from draftlab import intervals
 from draftlab.config.base import MAX_K
+from draftlab.console import note
+from draftlab.errors import UserError
 from draftlab.intervals import Interval, Timing, Timings
 from draftlab.model.shape import Shape
 from draftlab.quantities import format_number
@@ -949,6 +951,20 @@ def score_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         files += [path] if path.suffix == ".json" else sorted(path.rglob("score.json"))
     return files
+
+
+def found_scores(folder: Path) -> list[Score]:
+    """Return all scores under a folder that the user did not name. A file that is not a score is left out, with a note.
+
+    Such a file may be of another version, or of another project.
+    """
+    found: list[Score] = []
+    for file in score_files([folder]):
+        try:
+            found.append(read_score(file))
+        except UserError as error:
+            note(f"left out: {error}")
+    return found
 
 
 def read_score(path: Path) -> Score:

@@ -306,6 +306,18 @@ def test_a_card_tells_what_was_measured_and_how_the_draft_was_made(space):
     assert f'\\"num_speculative_tokens\\": {score.best_k}' in Path("out/serve.sh").read_text()
 
 
+def test_a_file_that_is_no_score_counts_only_where_it_is_named(space):
+    """In the folder of runs it may be of another version. It costs the export a note, and not the other scores."""
+    call(f"score --draft draft --k 1,2 {SHORT}")
+    (file,) = Path("runs").rglob("score.json")
+    foreign = Path("runs/another/score.json")
+    foreign.parent.mkdir()
+    foreign.write_text("{}")
+    assert str(foreign) in export("--to vllm --out out").stderr
+    assert read_score(file).headline() in " ".join(Path("out/README.md").read_text().split())
+    export(f"--to vllm --scores {foreign} --out named", code=1)
+
+
 def test_a_card_has_no_folder_of_this_machine_and_each_step_once(space):
     """Source and target of a draft come from one file, whose import both records name."""
     shutil.copytree("draft", "imported")

@@ -633,7 +633,9 @@ def compute_dtype(directory: Path, device: torch.device) -> torch.dtype:
         return stored
     where = "CPUs" if stored == torch.float16 else "CPUs without AVX-512"
     name = hub.checkpoint_name(directory)
-    note(f"{name} is stored in {dtype_name(stored)}, which is slow on {where}, so it runs in float32")
+    note(
+        f"{name} is stored in {dtype_name(stored)}, in which large products are slow on {where}, so it runs in float32"
+    )
     return torch.float32
 
 

@@ -39,9 +39,9 @@ def test_left_overs_and_other_files_are_seen(campaign, monkeypatch):
 def test_the_campaign_knows_every_command_that_writes():
     from draftlab.commands import COMMANDS as ALL
     from draftlab.config.base import OutputConfig
-    from draftlab.recipe import run
+    from draftlab.recipe import RUN
 
-    every = {*ALL, run.name}
+    every = {*ALL, RUN.name}
     tried = {name for name in every for line in COMMANDS.values() if f"{line} ".startswith(f"{name} ")}
     assert tried | set(UNTRIED) | PRINTING == every
     assert not tried & set(UNTRIED)

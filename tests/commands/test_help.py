@@ -12,11 +12,11 @@ from helpers.typed import call
 from draftlab.cli import app
 from draftlab.commands import COMMANDS
 from draftlab.config.base import Config, extra
-from draftlab.recipe import run
+from draftlab.recipe import RUN
 from draftlab.registry import LOSSES, Registry
 
 ROOT = Path(__file__).parents[2]
-ALL = {**COMMANDS, "run": run}
+ALL = {**COMMANDS, "run": RUN}
 
 
 def read_by_the_command_line(words: list[str]) -> Config:

@@ -8,7 +8,7 @@ import yaml
 from helpers.small_files import write_functions, write_workspace
 
 from draftlab import shipped
-from draftlab.recipe import read_recipe, run
+from draftlab.recipe import RUN, read_recipe
 from draftlab.runs import provenance
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def test_shipped_recipes_are_valid_and_name_files_that_exist(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     steps = read_recipe(path)
     made = {str(step.out) for step in steps}
-    assert set(run(recipe=path, plan_only=True).data) == {"steps"}
+    assert set(RUN(recipe=path, plan_only=True).data) == {"steps"}
     assert path.read_text().startswith("# ")
     for step in steps:
         for key in ("source", "draft", "target", "shape", "tokenizer", "model"):
@@ -45,7 +45,7 @@ def test_a_head_that_an_earlier_step_will_make_is_replayed_with_its_target(tmp_p
     distill = {"student": "eagle", "target": "tiny", "data": "stdlib", "out": head}
     replay = {"directory": outputs, "draft": [head], "target": "tiny", "out": str(tmp_path / "out")}
     recipe = write(tmp_path / "r.yaml", {"distill": distill}, {"replay": replay})
-    shown = run(recipe=recipe, plan_only=True).show
+    shown = RUN(recipe=recipe, plan_only=True).show
     assert shown == [f"distill {head}: to do", f"replay {tmp_path / 'out'}: to do"]
 
 
@@ -61,13 +61,13 @@ def test_finished_steps_are_skipped_until_their_inputs_or_arguments_change(tmp_p
         return read_recipe(write(recipe, {"prune": first}, {"prune": second}))
 
     steps()
-    shown = run(recipe=recipe, plan_only=True).show
+    shown = RUN(recipe=recipe, plan_only=True).show
     assert shown == [f"prune {tmp_path / name}: to do" for name in "ab"]
     assert not (tmp_path / "a").exists()
-    run(recipe=recipe)
+    RUN(recipe=recipe)
     made = provenance.read_record(tmp_path / "a")
     assert all(step.is_done() for step in steps())
-    run(recipe=recipe)
+    RUN(recipe=recipe)
     assert provenance.read_record(tmp_path / "a") == made
     assert not steps(layers=1)[0].is_done()
     with (source / "model.safetensors").open("r+b") as stream:
@@ -87,9 +87,9 @@ def test_steps_without_names_of_outputs_and_drafts_are_found_again(family_dirs, 
     def made():
         return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("draftlab.json")}
 
-    run(recipe=recipe)
+    RUN(recipe=recipe)
     before = made()
     assert len(before) == 2
-    run(recipe=recipe)
+    RUN(recipe=recipe)
     assert made() == before
     assert capsys.readouterr().err.count("already done") == 2

@@ -30,7 +30,7 @@ from draftlab.latency import predict as predicting
 from draftlab.latency.cost_model import CostModel, Profile, expected_tokens
 from draftlab.latency.machine_state import device_name
 from draftlab.latency.profiler import Grid, LatencyCurves, measure
-from draftlab.latency.steps import StepCosts, expected_time, step_costs, steps
+from draftlab.latency.steps import ComputedStepCosts, expected_time, step_costs, steps
 from draftlab.latency.workload import Workload
 from draftlab.model import checkpoint, hub, llama
 from draftlab.model.llama import Llama
@@ -164,7 +164,7 @@ def _rows(
 def _row(
     name: str,
     row: predicting.KPrediction,
-    paid: StepCosts,
+    paid: ComputedStepCosts,
     work: Workload,
     kept: float,
     runs: dict[Arm, list[Generation]],
@@ -200,14 +200,14 @@ def _row(
     }
 
 
-def _without_turns(paid: StepCosts) -> StepCosts:
+def _without_turns(paid: ComputedStepCosts) -> ComputedStepCosts:
     """Return costs in which the first pass of a step is as fast as a pass after many passes of the same model."""
     passes = paid.passes
     steady = replace(passes, warmup=0 * passes.warmup, by_width={1: passes.steady})
     return replace(paid, passes=steady, tables={})
 
 
-def _at_middle(paid: StepCosts, work: Workload) -> StepCosts:
+def _at_middle(paid: ComputedStepCosts, work: Workload) -> ComputedStepCosts:
     """Return costs in which every pass takes as long as a pass halfway through the texts."""
     at, passes = int(work.texts.lengths.mean() / 2), paid.passes
     flat = replace(
@@ -220,7 +220,7 @@ def _at_middle(paid: StepCosts, work: Workload) -> StepCosts:
     return replace(paid, passes=flat, verify=verify, tables={})
 
 
-def _speedup(paid: StepCosts, work: Workload, k: int) -> float:
+def _speedup(paid: ComputedStepCosts, work: Workload, k: int) -> float:
     plain, drafted = (float(expected_time(paid, work.prompt_tokens, steps(work, n)).total.sum()) for n in (0, k))
     return plain / drafted
 

@@ -68,7 +68,7 @@ class HelpContext(Protocol):
     def command_path(self) -> str: ...
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """The group of all commands, or of those whose names have two words."""
 
     def get_help(self, ctx: HelpContext) -> str:
@@ -101,7 +101,7 @@ class Group(TyperGroup):
 ABOUT = "Design, prune, distil and score draft models for speculative decoding."
 app = typer.Typer(
     name="draftlab",
-    cls=Group,
+    cls=CommandGroup,
     help=ABOUT,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -290,7 +290,7 @@ def _class_of(command: Command) -> type[TyperCommand]:
                 raise
 
         def get_help(self, ctx: HelpContext) -> str:
-            print(self.help_of(ctx, everything=False))  # as in Group
+            print(self.help_of(ctx, everything=False))  # as in CommandGroup
             return ""
 
         def help_of(self, ctx: HelpContext, *, everything: bool) -> str:
@@ -302,7 +302,7 @@ def _class_of(command: Command) -> type[TyperCommand]:
 
 def _add_commands() -> None:
     groups = {"": app} | {
-        name: typer.Typer(cls=Group, help=text, no_args_is_help=True) for name, (text, _) in GROUPS.items()
+        name: typer.Typer(cls=CommandGroup, help=text, no_args_is_help=True) for name, (text, _) in GROUPS.items()
     }
     for commands in ALL.values():
         for command in commands:

@@ -104,7 +104,7 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Stage:
+class ShownStage:
     """A named part of the work. status: How far it is."""
 
     name: str
@@ -126,7 +126,7 @@ class TimedStream:
         self._seconds = seconds
         self._clock = clock
         self._started_at = self.written_at = clock()
-        self._stages: list[Stage] = []  # the inner ones last
+        self._stages: list[ShownStage] = []  # the inner ones last
 
     def write(self, text: str) -> int:
         self.written_at = self._clock()
@@ -136,9 +136,9 @@ class TimedStream:
         return getattr(self._stream, name)
 
     @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[Stage]:
+    def stage(self, name: str) -> Iterator[ShownStage]:
         """Name what happens in the block."""
-        stage = Stage(name, self._clock())
+        stage = ShownStage(name, self._clock())
         self._stages.append(stage)
         try:
             yield stage
@@ -151,7 +151,7 @@ class TimedStream:
         if now - self.written_at <= self._seconds:
             return None
         start = f"{self._work} is still working", self._started_at
-        stage = self._stages[-1] if self._stages else Stage(*start)
+        stage = self._stages[-1] if self._stages else ShownStage(*start)
         return f"{f'{stage.name} {stage.status}'.rstrip()}, {now - stage.started_at:.0f} s"
 
 
@@ -187,7 +187,7 @@ def never_silent(work: str, seconds: float | None = None) -> Iterator[None]:
         done.set()
 
 
-def _stage(name: str) -> contextlib.AbstractContextManager[Stage | None]:
+def _stage(name: str) -> contextlib.AbstractContextManager[ShownStage | None]:
     """Name what happens in a block, for the lines of never_silent. Yield None if there are no such lines."""
     stream: object = sys.stderr
     return stream.stage(name) if isinstance(stream, TimedStream) else contextlib.nullcontext()
@@ -204,7 +204,7 @@ def heartbeat(label: str, seconds: float = 5.0) -> Iterator[Callable[[str], None
     done = threading.Event()
     started = time.monotonic()
     with _stage(label) as stage:
-        shown = stage or Stage(label, started)
+        shown = stage or ShownStage(label, started)
         # in a log, never_silent prints all lines of a stage but the first
         later = seconds if console.is_terminal else LOG_SECONDS if stage is None else math.inf
         pace = Pace(seconds, later)
@@ -294,7 +294,7 @@ def _columns(label: str, total: int, width: int) -> list[ProgressColumn]:
     ]
 
 
-def _plain_lines(label: str, total: int, stage: Stage | None, clock: Clock = time.monotonic) -> Advance:
+def _plain_lines(label: str, total: int, stage: ShownStage | None, clock: Clock = time.monotonic) -> Advance:
     """Print the first line of a stage, and return the function that shows its progress.
 
     stage: The stage whose later lines never_silent prints. None: the function prints them.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from draftlab.latency.cost_model import Profile, pass_bytes
-from draftlab.latency.predict import DraftPrediction, Prediction, required_length
+from draftlab.latency.predict import DraftPrediction, LatencyPrediction, required_length
 from draftlab.latency.scaling_law import ScalingLaw
 from draftlab.quantities import format_number
 from draftlab.results.ranking import NO_DRAFT
@@ -65,7 +65,7 @@ def law_table(law: ScalingLaw) -> TerminalTable:
     return TerminalTable(heads=heads, rows=rows, title=title)
 
 
-def k_table(prediction: Prediction) -> TerminalTable:
+def k_table(prediction: LatencyPrediction) -> TerminalTable:
     """Return a table with one row for plain decoding and one row per K. The fastest row is marked."""
     heads = (
         "K",
@@ -106,7 +106,7 @@ def k_table(prediction: Prediction) -> TerminalTable:
     return TerminalTable(heads=heads, rows=rows, best=fastest, title=title, caption=caption)
 
 
-def draft_table(predictions: list[Prediction]) -> TerminalTable:
+def draft_table(predictions: list[LatencyPrediction]) -> TerminalTable:
     """Return a table with a row per draft, and plain decoding as the last row.
 
     A row has the best K of its draft. It also has the number of tokens per target pass that this draft would need to be

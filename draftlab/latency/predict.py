@@ -18,7 +18,7 @@ from draftlab.errors import UserError
 from draftlab.intervals import Interval, by_conversation, ratio_intervals
 from draftlab.latency.cost_model import CostModel, alpha_for, closed_form_speedup
 from draftlab.latency.steps import (
-    StepCosts,
+    ComputedStepCosts,
     Steps,
     expected_time,
     plain_ms,
@@ -63,7 +63,7 @@ class KPrediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class LatencyPrediction:
     """The prediction for a draft and a target at one batch size.
 
     Args:
@@ -111,13 +111,13 @@ class DraftPrediction:
     """The prediction for one draft.
 
     Args:
-        prediction: Prediction for every K, at the first batch size and the first prompt length.
+        prediction: LatencyPrediction for every K, at the first batch size and the first prompt length.
         best_ks: Best K at every batch size and prompt length.
         model: Name and hash of the draft.
         selection: Hash of the prompts of the acceptance. None: unknown, or the acceptance is assumed.
     """
 
-    prediction: Prediction
+    prediction: LatencyPrediction
     best_ks: list[BestK]
     model: tuple[str, str | None]
     selection: str | None
@@ -198,7 +198,9 @@ def _drafted_by(draft: CostModel, work: Workload) -> Workload:
     return work
 
 
-def predict(draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int], batch: int = 1) -> Prediction:
+def predict(
+    draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int], batch: int = 1
+) -> LatencyPrediction:
     """Predict the throughput of a draft with a target for every K.
 
     Raises:
@@ -220,7 +222,7 @@ def predict(draft: CostModel, target: CostModel, work: Workload, ks: Sequence[in
 
     lengths = ratios([c.steps + c.accepted for c in counts], [c.steps for c in counts])
     speedups = ratios([plain] * len(ks), times)
-    return Prediction(
+    return LatencyPrediction(
         name=f"{draft.profile.name}, {draft.profile.mode}",
         draft=draft.profile.describe(),
         target=target.profile.describe(),
@@ -243,7 +245,7 @@ def best_k(draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int
     return k, plain / ms[k], 1e3 * work.tokens / ms[k]
 
 
-def required_length(prediction: Prediction, speedup: float) -> tuple[int, float] | None:
+def required_length(prediction: LatencyPrediction, speedup: float) -> tuple[int, float] | None:
     """Return the K that reaches a speed-up with the lowest acceptance probability, and its tokens per target pass.
 
     Return None if the draft does not reach the speed-up even if all of its tokens are accepted.
@@ -256,7 +258,7 @@ def required_length(prediction: Prediction, speedup: float) -> tuple[int, float]
     return k, possible[k]
 
 
-def verdict(prediction: Prediction) -> str:
+def verdict(prediction: LatencyPrediction) -> str:
     """Return text with the predicted speed-up, the largest cost, and what to change first."""
     row = prediction.best
     gain = prediction.best.speedup
@@ -295,7 +297,7 @@ ASSUMPTIONS = {
 
 def _row(
     k: int,
-    costs: StepCosts,
+    costs: ComputedStepCosts,
     work: Workload,
     steps_: Steps,
     length: Interval,
@@ -331,7 +333,7 @@ def _row(
     )
 
 
-def _halved(costs: StepCosts, work: Workload, by_k: dict[int, Steps], plain: float) -> dict[str, float]:
+def _halved(costs: ComputedStepCosts, work: Workload, by_k: dict[int, Steps], plain: float) -> dict[str, float]:
     """Return the best speed-up over all K if one cost were halved, by the name of the cost.
 
     plain: Milliseconds of decoding without a draft. They are the same in all cases.
@@ -402,7 +404,7 @@ class Predicting:
         return predicted
 
 
-def _draw(plot: Path, predictions: list[Prediction]) -> None:
+def _draw(plot: Path, predictions: list[LatencyPrediction]) -> None:
     """Draw the speed-up of every draft by K. The file's directory is made.
 
     Raises:

@@ -38,7 +38,7 @@ StepCost = Callable[[Passes, int, int], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCosts:
+class ComputedStepCosts:
     """Milliseconds of the parts of a step at one batch size: drafting, the target's pass, and the host's work.
 
     Args:
@@ -62,7 +62,7 @@ class StepCosts:
         """Return the number of cached tokens in the first column of C."""
         return int(self.passes.contexts[0])
 
-    def without_turns(self, at: int) -> "StepCosts":
+    def without_turns(self, at: int) -> "ComputedStepCosts":
         """Return simpler costs: all steps have the context of column `at`, and no pass is slowed by another model."""
         passes = self.passes
         steady = self.passes.steady[at : at + 1]
@@ -96,7 +96,7 @@ class TimeSplit:
         return self.draft + self.verify + self.host
 
 
-def step_costs(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int) -> StepCosts:
+def step_costs(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int) -> ComputedStepCosts:
     """Return the costs of steps at every context of the texts. k: Largest K.
 
     Raises:
@@ -116,10 +116,10 @@ def step_costs(draft: CostModel, target: CostModel, work: Workload, k: int, batc
     verify = [target.steady_ms(batch, contexts)]
     verify += [target.forward_ms(drafted + 1, batch, contexts) for drafted in range(1, k + 1)]
     host = np.array([target.host_ms(drafted + 1) for drafted in range(k + 1)])
-    return StepCosts(passes=passes, step_cost=kind.step_cost, verify=np.stack(verify), host=host)
+    return ComputedStepCosts(passes=passes, step_cost=kind.step_cost, verify=np.stack(verify), host=host)
 
 
-def plain_ms(costs: StepCosts, work: Workload) -> np.ndarray:
+def plain_ms(costs: ComputedStepCosts, work: Workload) -> np.ndarray:
     """Return the milliseconds to decode every text without a draft, [R]."""
     return expected_time(replace(costs, share=0.0), work.prompt_tokens, steps(work, 0)).total
 
@@ -155,7 +155,7 @@ def _after(starts: np.ndarray, chances: np.ndarray, drafted: np.ndarray, k: int)
     return after
 
 
-def expected_time(costs: StepCosts, prompt_tokens: np.ndarray, steps: Steps) -> TimeSplit:
+def expected_time(costs: ComputedStepCosts, prompt_tokens: np.ndarray, steps: Steps) -> TimeSplit:
     """Return the expected time to decode every text, from its steps and their costs."""
     drafted = steps.drafted
     accepted = np.arange(steps.after.shape[2])

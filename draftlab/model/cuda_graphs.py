@@ -17,7 +17,7 @@ from torch import Tensor
 from draftlab.model.decoder import (
     AttentionMetadata,
     Drafted,
-    Sampler,
+    TokenChooser,
     Tree,
     draft_chain,
     end_of_pass,
@@ -168,7 +168,7 @@ class CudaGraphLlama(Llama):
         logits: Tensor,
         cache: Cache,
         uniform: Tensor,
-        choose: Sampler,
+        choose: TokenChooser,
         state: Tensor | None = None,
     ) -> Drafted:
         """Draft K tokens after the cached tokens, see draft_chain. One graph runs all K samplings and K - 1 passes.
@@ -193,7 +193,7 @@ class CudaGraphLlama(Llama):
         cache.used = [used + count - 1 for used in cache.used]
         return drafted
 
-    def _static_chain(self, cache: Cache, choose: Sampler, end: int) -> Callable[..., Drafted]:
+    def _static_chain(self, cache: Cache, choose: TokenChooser, end: int) -> Callable[..., Drafted]:
         # a weak proxy, because otherwise a graph would keep its model alive
         model = weakref.proxy(self)
         memory = Cache(cache.keys.detach(), cache.values)

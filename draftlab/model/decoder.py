@@ -113,7 +113,7 @@ class Tree:
         return cls((mask.sum(1) - 1).to(device), mask.to(device))
 
 
-class Sampler(Protocol):
+class TokenChooser(Protocol):
     """Chooses the next drafted token of each row from logits [B, V] and uniform draws [B] in [0, 1).
 
     It returns the tokens [B], and the draft distributions q [B, V] from which they were drawn. For greedy tokens, it
@@ -205,7 +205,7 @@ class Decoder(Protocol):
         """
         return self.forward(ids, self.new_cache(len(ids), ids.shape[1]), last, tree)
 
-    def draft(self, logits: Tensor, cache: Any, uniform: Tensor, choose: Sampler) -> Drafted:
+    def draft(self, logits: Tensor, cache: Any, uniform: Tensor, choose: TokenChooser) -> Drafted:
         """Draft K tokens after the cached tokens, and append all but the last to the cache.
 
         logits, uniform, choose and the result: See draft_chain.
@@ -236,7 +236,9 @@ def end_of_pass(cache: Any, width: int) -> int:
     return end
 
 
-def draft_chain(logits: Tensor, uniform: Tensor, choose: Sampler, following: Callable[[Tensor], Tensor]) -> Drafted:
+def draft_chain(
+    logits: Tensor, uniform: Tensor, choose: TokenChooser, following: Callable[[Tensor], Tensor]
+) -> Drafted:
     """Draft K tokens, one after the other, or fewer if `choose` ends the draft.
 
     Args:

@@ -102,7 +102,7 @@ def resolve(
     hosted: bool = False,
     threads: int | None = None,
     int8: bool = False,
-) -> tuple[Mode, precision.Choice]:
+) -> tuple[Mode, precision.DtypeChoice]:
     """Return the mode and the dtype in which passes run, and print a note that says why it is this dtype.
 
     The dtype "auto" depends on the mode, see precision.choose. A target that transformers runs counts as one in mode

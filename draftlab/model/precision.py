@@ -68,7 +68,7 @@ class Speeds:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class DtypeChoice:
     """A dtype, and the reason for it, or "" if there was no choice."""
 
     dtype: torch.dtype
@@ -83,7 +83,7 @@ def choose(
     *,
     threads: int | None = None,
     passes: Mapping[int, int] = DECODING,
-) -> Choice:
+) -> DtypeChoice:
     """Return the dtype with a name from devices.DTYPES, or the dtype that "auto" stands for.
 
     "auto" is bfloat16 on a GPU. On a CPU in mode native it is the dtype in which a checkpoint is stored, if passes are
@@ -96,29 +96,29 @@ def choose(
         passes: Number of passes by their tokens.
     """
     if name != "auto":
-        return Choice(devices.DTYPES[name])
+        return DtypeChoice(devices.DTYPES[name])
     if device.type != "cpu":
-        return Choice(devices.resolve_dtype(name, device), "the default on a GPU")
+        return DtypeChoice(devices.resolve_dtype(name, device), "the default on a GPU")
     stored = torch.bfloat16 if directory is None else _stored(directory)
     wanted = devices.dtype_name(stored)
     source = "as most checkpoints are stored" if directory is None else "as stored"
     if wanted == "float32":
-        return Choice(torch.float32, source)
+        return DtypeChoice(torch.float32, source)
     if wanted not in DTYPES[mode]:
-        return Choice(torch.float32, f"mode {mode} does not run {wanted} on a CPU")
+        return DtypeChoice(torch.float32, f"mode {mode} does not run {wanted} on a CPU")
     if mode == "eager":
-        return Choice(
+        return DtypeChoice(
             torch.float32,
             f"in mode eager, logits in {wanted} depend on the number of tokens in a pass, and texts with them",
         )
     ratio = speeds(mode, threads).over_float32(wanted, passes)
     here = f"as fast as float32 in mode {mode} here"
     if ratio * NOISE >= 1:
-        return Choice(
+        return DtypeChoice(
             stored,
             f"{source}, and {f'{format_number(ratio, 2)} times ' if ratio > NOISE else ''}{here}",
         )
-    return Choice(torch.float32, f"{wanted}, {source}, is only {format_number(ratio, 2)} times {here}")
+    return DtypeChoice(torch.float32, f"{wanted}, {source}, is only {format_number(ratio, 2)} times {here}")
 
 
 def reads_fast(dtype: torch.dtype, device: torch.device) -> bool:

@@ -28,7 +28,7 @@ MARGIN = 1.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WrittenTexts:
     """The texts that the target wrote without a draft, and what they took.
 
     Args:
@@ -110,8 +110,8 @@ def cost_model(name: str, curves: LatencyCurves, prefill: Latency, host_ms: floa
     return CostModel.of(profile, extrapolate=True)
 
 
-def predicted(written: Written, texts: expected.Texts, ks: Sequence[int], costs: Costs) -> Prediction:
-    """Predict every request at every K. texts: The texts with acceptance probabilities, see Written.replayed."""
+def predicted(written: WrittenTexts, texts: expected.Texts, ks: Sequence[int], costs: Costs) -> Prediction:
+    """Predict every request at every K. texts: The texts with acceptance probabilities, see WrittenTexts.replayed."""
     runs = written.runs
     batch = written.batch
     work = Workload(texts=texts, prompt_tokens=written.prompt_tokens, kind=costs.kind)

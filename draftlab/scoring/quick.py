@@ -43,7 +43,7 @@ from draftlab.scoring.models import Models
 from draftlab.scoring.prediction import (
     MARGIN,
     Costs,
-    Written,
+    WrittenTexts,
     cost_model,
     finalists,
     gains,
@@ -257,14 +257,14 @@ class QuickTiming:
                 "use more minutes, fewer prompts (--num-prompts) or shorter answers (--max-new-tokens)"
             )
 
-    def _written(self) -> Written:
+    def _written(self) -> WrittenTexts:
         requests = self.comparison.requests
         generations = self.texts.generations[PLAIN]
         rows = requests.prompts.rows
         texts: list[Text] = []
         for i, prompt in enumerate(rows):
             texts.append((np.array(prompt.ids), np.array(self.texts.tokens[PLAIN][i])))
-        return Written(
+        return WrittenTexts(
             texts=texts,
             limits=np.full(len(rows), requests.sampling.max_tokens),
             conversations=requests.prompts.conversations,

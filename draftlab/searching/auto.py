@@ -43,7 +43,7 @@ from draftlab.searching.plan import (
     OFFSETS,
     SEQ_LEN,
     WRITTEN,
-    Costs,
+    MachineCosts,
     Plan,
     Request,
     lookup_by_device,
@@ -270,8 +270,8 @@ class AutoRun:
             self.left_out.update(dict.fromkeys(late, reason))
 
     @cached_property
-    def _costs(self) -> Costs:
-        return Costs(machine=self.plan.machine, size=self.request.size)
+    def _costs(self) -> MachineCosts:
+        return MachineCosts(machine=self.plan.machine, size=self.request.size)
 
     @cached_property
     def _int8(self) -> bool:

@@ -84,7 +84,7 @@ class Machine(FileModel, extra="ignore"):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class MachineCosts:
     """Estimates of how many seconds each kind of work takes, for a target on a machine. size: Size of the target."""
 
     machine: Machine
@@ -304,7 +304,7 @@ class ReadyDraft:
     path: Path
     artifact: Artifact
 
-    def pass_seconds(self, costs: Costs) -> float:
+    def pass_seconds(self, costs: MachineCosts) -> float:
         """Return the estimated seconds of a pass over one token. All heads count as the cheapest head."""
         return costs.cheapest(HEADS) if self.kind == "eagle" else costs.pass_seconds(read_size(self.path))
 
@@ -454,7 +454,7 @@ def make_plan(
         UserError: The target cannot be used, memory is too small, or the time is too short for any candidate.
     """
     size = request.size
-    costs = Costs(machine=machine, size=request.size)
+    costs = MachineCosts(machine=machine, size=request.size)
     if request.server == "llama.cpp":
         gguf.library()
     weights = size.weight_bytes(costs.bytes_per_weight)
@@ -605,7 +605,7 @@ def answers(drafts: int, prompts: int) -> float:
     return prompts * (2 + min(drafts, FINALISTS)) + PASS_ANSWERS + REPLAY_ANSWERS * drafts
 
 
-def _least(costs: Costs, request: Request, candidates: Sequence[str], ready: int) -> dict[str, float]:
+def _least(costs: MachineCosts, request: Request, candidates: Sequence[str], ready: int) -> dict[str, float]:
     """Return the seconds of the smallest useful amount of work in each step, by the name of the step.
 
     ready: Number of the user's drafts to compare.
@@ -635,7 +635,7 @@ def _least(costs: Costs, request: Request, candidates: Sequence[str], ready: int
     return {name: costs.start + least[name] for name in STEPS if name in least}
 
 
-def _most(costs: Costs, request: Request, candidates: Sequence[str], ready: int) -> dict[str, float]:
+def _most(costs: MachineCosts, request: Request, candidates: Sequence[str], ready: int) -> dict[str, float]:
     """Return the seconds of the steps that only measure, if they use all conversations at which timing looks."""
     drafts = {
         "ready": ready + ("prompt-lookup" in candidates),
@@ -646,7 +646,7 @@ def _most(costs: Costs, request: Request, candidates: Sequence[str], ready: int)
     return seconds | {"export": 60 * EXPORT_MINUTES}
 
 
-def _grid(target: Path, costs: Costs, seconds: float) -> tuple[list[int], list[int], int]:
+def _grid(target: Path, costs: MachineCosts, seconds: float) -> tuple[list[int], list[int], int]:
     """Return settings of a search: the numbers of layers, the widths, and the first number of distillation steps.
 
     With these settings, all shapes can be cut and trained once in at most 3/4 of `seconds`. If this time is too short

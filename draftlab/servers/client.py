@@ -31,11 +31,11 @@ from draftlab.sampling import SamplingParams
 from draftlab.servers.kinds import (
     TOKEN_IDS,
     Answer,
-    Completion,
     DraftedTokens,
     PromptLogprobs,
     RowError,
     ServedCompletion,
+    ServerCompletion,
     ServerKind,
 )
 from draftlab.trust import check_address, checked_name, folder_name, printable, without_secrets
@@ -377,7 +377,7 @@ class Server:
 
     def generate_rows(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, *, k: int | None
-    ) -> list[Completion | RowError]:
+    ) -> list[ServerCompletion | RowError]:
         """Return a completion of each prompt, or the reason why the server cannot answer this prompt.
 
         k: Number of most probable tokens at each position. None requests no log-probabilities.
@@ -386,12 +386,12 @@ class Server:
             UserError: The server fails, or drafts tokens whose log-probabilities are requested.
         """
 
-        def work(job: tuple[list[int], SamplingParams]) -> Completion:
+        def work(job: tuple[list[int], SamplingParams]) -> ServerCompletion:
             prompt, each = job
             if k is not None:
                 return self._generate(prompt, each, k)
             ids, reason, _ = self._written(prompt, each)
-            return Completion(prompt_ids=prompt, ids=ids, finish_reason=reason)
+            return ServerCompletion(prompt_ids=prompt, ids=ids, finish_reason=reason)
 
         return self._each(prompts, sampling, work)
 

@@ -79,7 +79,7 @@ class PromptLogprobs(BaseModel):
         return self
 
 
-class Completion(BaseModel):
+class ServerCompletion(BaseModel):
     """The n tokens that a server generated after a prompt, including eos."""
 
     model_config = ConfigDict(frozen=True)
@@ -90,7 +90,7 @@ class Completion(BaseModel):
     finish_reason: Literal["stop", "length"] | None = None
 
 
-class ServedCompletion(Completion, PromptLogprobs):
+class ServedCompletion(ServerCompletion, PromptLogprobs):
     """A completion with the log-probabilities of its tokens."""
 
     @model_validator(mode="after")

@@ -34,7 +34,7 @@ from draftlab.reading import reading
 from draftlab.runs import provenance
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Probe, Server
-from draftlab.servers.kinds import Completion, RowError, ServedCompletion
+from draftlab.servers.kinds import RowError, ServedCompletion, ServerCompletion
 from draftlab.target_outputs.outputs import (
     LEAST_LOGPROB,
     TEMPERATURES,
@@ -300,7 +300,7 @@ class ServedTarget:
             outputs.append(replace(output, category=prompt.category))
         return outputs
 
-    def _check(self, row: Completion, asked: str) -> None:
+    def _check(self, row: ServerCompletion, asked: str) -> None:
         """Check that ids and log-probabilities are possible. Raises UserError if not. asked: Name of the prompt."""
         check_ids(row.ids, self.vocab, asked)
         if isinstance(row, ServedCompletion):
@@ -363,7 +363,7 @@ def score_on_server(server: Server, batch: Batch, k: int, vocab: int) -> tuple[n
 
 
 def outputs_of(
-    written: Sequence[Completion], numbers: Sequence[int], k: int, *, greedy: bool = False
+    written: Sequence[ServerCompletion], numbers: Sequence[int], k: int, *, greedy: bool = False
 ) -> list[TargetOutput]:
     """Convert completions of a server or of its log to outputs with the first k tokens of each list.
 

@@ -20,7 +20,7 @@ from draftlab.engine.generate import Drafter, ModelDrafter, Step, decode, specul
 from draftlab.heads.eagle3.decoder import EagleLlama
 from draftlab.heads.eagle3.drafter import EagleDrafter, score_chains
 from draftlab.latency.cost_model import CostModel, Profile, alpha_for, write_profile
-from draftlab.latency.predict import Prediction, predict, required_length
+from draftlab.latency.predict import LatencyPrediction, predict, required_length
 from draftlab.latency.steps import expected_time, step_costs, steps
 from draftlab.latency.workload import Workload, constant_workload, workload_of_score
 from draftlab.model import llama
@@ -186,7 +186,7 @@ def test_a_batch_is_as_fast_as_its_rows_together():
 
 
 def test_what_a_slower_draft_would_need_is_what_makes_it_as_fast():
-    def predicted(alpha: float, *costs: CostModel) -> Prediction:
+    def predicted(alpha: float, *costs: CostModel) -> LatencyPrediction:
         return predict(*costs, constant_workload(alpha, tokens=80, prompt_tokens=8), KS)
 
     goal = predicted(0.6, *pair()).best.speedup.value

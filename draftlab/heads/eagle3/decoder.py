@@ -16,7 +16,7 @@ from draftlab.model.cuda_graphs import CudaGraphLlama
 from draftlab.model.decoder import (
     AttentionMetadata,
     Drafted,
-    Sampler,
+    TokenChooser,
     Tree,
     draft_chain,
     pinned_backends,
@@ -94,7 +94,7 @@ class EagleLlama(Llama):
         logits: Tensor,
         cache: Cache,
         uniform: Tensor,
-        choose: Sampler,
+        choose: TokenChooser,
         state: Tensor | None = None,
     ) -> Drafted:
         """Draft K tokens, one after the other, see Decoder.draft.

@@ -20,6 +20,7 @@ from benchmarks import environment
 from draftlab.console import note
 from draftlab.engine.clocks import clock_for
 from draftlab.engine.timing import bandwidth_gbs
+from draftlab.errors import UserError
 from draftlab.latency.cost_model import BYTES, active_params
 from draftlab.latency.machine_state import device_name
 from draftlab.latency.profiler import Grid, measure_passes, random_model
@@ -43,7 +44,11 @@ def main(
     plot: Annotated[Path | None, typer.Option(help="Figure to write, .svg or .png.")] = None,
 ) -> None:
     torch.set_num_threads(1)
-    place, clock = torch.device(device), time.process_time if device == "cpu" else None
+    try:
+        place = devices.resolve_device(device)
+    except UserError as error:
+        raise SystemExit(f"--device {device}: {error}; --source tiny ends within a minute on a CPU") from None
+    clock = time.process_time if device == "cpu" else None
     shapes = family(
         prunable_shape(source)[1],
         parse_numbers(layers),
@@ -66,6 +71,9 @@ def main(
     }
     fits = {mode: _line(rows, "layers", "ms") for mode, rows in found.items()}
     of_bytes = {mode: _line(rows, "read_gb", "ms") for mode, rows in found.items()}
+    for mode in found:
+        layers_share, bytes_share = (fit[mode]["r_squared"] for fit in (fits, of_bytes))
+        note(f"{mode}: layers explain {layers_share:.0%} of the variance of a pass, bytes read {bytes_share:.0%}")
     clocked = {"clock": "CPU seconds of one thread" if device == "cpu" else "wall, synchronised"}
     about |= {**clocked, "bandwidth_gbs": ceiling}
     result = {

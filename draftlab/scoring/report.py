@@ -49,12 +49,15 @@ def serve_command(fastest: Ranked) -> str:
 
     If no drafter is faster than plain decoding, or if the fastest drafter changed the target's text, the command serves
     the target alone. There is no command if the drafter has weights, if the score was measured on a server, if the
-    measurement is doubtful, or if the name of the target is unknown.
+    measurement is doubtful, or if vLLM would not find the target by its name.
     """
     score = fastest.score
     target = target_named(score) or workspace.load().target
-    if fastest.doubt or score.served or Path(target.partition("@")[0]).name != score.target.name:
+    place = target.partition("@")[0]
+    if fastest.doubt or score.served or Path(place).name != score.target.name:
         return ""
+    if "/" not in place and not Path(place).is_dir():
+        return ""  # a model that comes with draftlab, which vLLM does not find by its name
     words = ["vllm", "serve", Path(target)]
     if fastest.gain.above(1) and not score.output_differs:
         try:

@@ -1,12 +1,12 @@
 """Text that is missing or cannot be reached is said before any other work of a command."""
 
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
 from helpers.errors import raises_option
 
 from draftlab.commands import COMMANDS
+from draftlab.commands.base import Command
 from draftlab.runs import workspace
 
 # settings with which each command reads the text of --data; init only writes the name of a source
@@ -31,8 +31,8 @@ READ_LESS = {
 }
 
 
-def begun(config: object, weights: bool) -> NoReturn:
-    pytest.fail("the work began before the text was checked")
+def loaded(command: Command) -> NoReturn:
+    pytest.fail("the command was loaded before the text was checked")
 
 
 def test_every_command_that_reads_text_is_here():
@@ -45,9 +45,9 @@ def test_every_command_that_reads_text_is_here():
 def test_wrong_text_is_said_before_anything_is_loaded(name, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     workspace.write(workspace.PRESETS["tiny"])
-    command = replace(COMMANDS[name], prepare=begun)
+    monkeypatch.setattr(Command, "loaded", loaded)
     with raises_option("--data"):
-        command(**ASKED[name], data=data)
+        COMMANDS[name](**ASKED[name], data=data)
 
 
 @pytest.mark.parametrize("name", READ_LESS)

@@ -28,7 +28,7 @@ def test_a_run_is_wrong_if_it_contradicts_the_reference():
     assert (counted["decided"], counted["right"], counted["wrong"]) == (3, 2, 1)
     assert (counted["false_faster"], counted["doubtful"]) == (1, 0)
     # of eight intervals, those of the first run contain the reference, and no other run does
-    assert (counted["intervals"], counted["coverage"]) == (8, 0.25)
+    assert (counted["timed_intervals"], counted["coverage"]) == (8, 0.25)
     assert counted["winners"] == {"good": 3, "bad": 1}
 
 

@@ -12,7 +12,7 @@ from helpers.second_device import DEVICE, SecondDevice, without_second_device
 from draftlab.commands import COMMANDS
 from draftlab.model import checkpoint
 from draftlab.pruning.cut import Rotated
-from draftlab.training import eagle
+from draftlab.heads import training
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_head_is_that_of_a_run_on_the_cpu(words, tmp_path, monkeypatch):
         return DEVICE
 
     monkeypatch.setattr(checkpoint, "load_model", loaded)
-    monkeypatch.setattr(eagle, "select_device", select)
+    monkeypatch.setattr(training, "select_device", select)
     with SecondDevice():
         found = losses(words | {"vocab": 50}, tmp_path / "elsewhere")
     assert found == pytest.approx(wanted, rel=4 * PASS_ROUNDING)

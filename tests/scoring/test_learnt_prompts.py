@@ -30,4 +30,4 @@ def test_prompts_in_the_stores_that_a_draft_learnt_from_are_counted(family_dirs,
     assert learnt.result.scores[0].learnt_prompts == len(learnt_from & set(range(8, 12))) > 0
     other = draftlab.score(draft=[target], prompt_file=mixed, out="other", **settings)
     assert other.result.scores[0].learnt_prompts == 0
-    assert len(score_warnings(learnt.result.scores)) == len(score_warnings(other.scores)) + 1
+    assert len(score_warnings(learnt.result.scores)) == len(score_warnings(other.result.scores)) + 1

@@ -12,7 +12,7 @@ from draftlab.errors import UserError, about
 from draftlab.intervals import FEWEST, Interval
 from draftlab.model import devices, hub
 from draftlab.results.tables import TerminalTable
-from draftlab.runs import workspace
+from draftlab.runs import provenance, workspace
 from draftlab.scoring.replay import (
     AcceptanceRow,
     Drafting,
@@ -23,7 +23,7 @@ from draftlab.scoring.replay import (
     drafter_of,
 )
 from draftlab.shell import typed
-from draftlab.target_outputs.store import read_manifest, read_store
+from draftlab.target_outputs.store import read_store
 
 SHOWN_POSITIONS = 5  # a narrow terminal leaves out the columns of later positions
 
@@ -94,7 +94,7 @@ def show(replays: Mapping[str, ReplayedDraft], config: ReplayConfig, out: Path) 
         for name, each in replays.items()
         if DRAFTERS.get(each.replay.kind, "").is_priced() and each.replay.padded().modelled is None
     ]
-    target = read_manifest(config.directory).target
+    target = _target_named(config)
     drafts = [Path(name.partition("@")[0]) for name in config.draft]
     for name, each in replays.items():
         show += _table(each.replay, each.rows)
@@ -103,8 +103,19 @@ def show(replays: Mapping[str, ReplayedDraft], config: ReplayConfig, out: Path) 
         path=out,
         show=[*show, str(out)],
         data={"out": str(out), "replays": data},
-        next=typed("draftlab", "profile", Path(target), *drafts) if priced and drafts else None,
+        next=typed("draftlab", "profile", target, *drafts) if priced and drafts and target else None,
     )
+
+
+def _target_named(config: ReplayConfig) -> Path | None:
+    """Return the target as it was named here or when the outputs were stored, or None if it is not there any more."""
+    record = provenance.read_record(config.directory)
+    named = config.target or (record.config.get("target") if record else None)
+    if not isinstance(named, str):
+        return None
+    path = Path(named)
+    on_hub = named.count("/") <= 1 and not (path.parent != Path() and path.parent.is_dir())
+    return path if path.is_dir() or on_hub else None
 
 
 def _table(replayed: Replay, rows: list[AcceptanceRow]) -> list[object]:

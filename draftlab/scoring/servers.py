@@ -245,8 +245,8 @@ def measure(
         answers[role].after = read_metrics(server)
         if (tokens := answers[role].cached_prompt_tokens) > 0:
             note(
-                f"{server.http.url} took {tokens:.0f} prompt tokens from its prefix cache, so repeats were faster "
-                "than the first answers; start vLLM with --no-enable-prefix-caching"
+                f"{server.http.url} took {tokens:.0f} prompt tokens from its prefix cache, so it read prompts faster "
+                "that it had seen; start both servers with --no-enable-prefix-caching"
             )
         answers[role].without(refused)
     bad.settle()

@@ -376,11 +376,18 @@ class Server:
         return [_required(answer) for answer in answers]
 
     def generate_rows(
-        self, prompts: Sequence[list[int]], sampling: SamplingParams, *, k: int | None
+        self,
+        prompts: Sequence[list[int]],
+        sampling: SamplingParams,
+        *,
+        k: int | None,
+        advance: Callable[[int], None] = lambda done: None,
     ) -> list[ServerCompletion | RowError]:
         """Return a completion of each prompt, or the reason why the server cannot answer this prompt.
 
-        k: Number of most probable tokens at each position. None requests no log-probabilities.
+        Args:
+            k: Number of most probable tokens at each position. None requests no log-probabilities.
+            advance: Callback that receives the number of answers so far, from the threads that wait for them.
 
         Raises:
             UserError: The server fails, or drafts tokens whose log-probabilities are requested.
@@ -393,7 +400,7 @@ class Server:
             ids, reason, _ = self._written(prompt, each)
             return ServerCompletion(prompt_ids=prompt, ids=ids, finish_reason=reason)
 
-        return self._each(prompts, sampling, work)
+        return self._each(prompts, sampling, work, advance)
 
     def generate_ids(self, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], Counters | None]:
         """Return the tokens of a completion, and the speculative counters in the answer, which only SGLang sends."""
@@ -511,6 +518,7 @@ class Server:
         prompts: Sequence[list[int]],
         sampling: SamplingParams,
         work: Callable[[tuple[list[int], SamplingParams]], Result],
+        advance: Callable[[int], None] = lambda done: None,
     ) -> list[Result | RowError]:
         """Call `work` with each prompt and its sampling parameters, and return the results or errors of the rows."""
 
@@ -519,7 +527,7 @@ class Server:
             return work(job)
 
         jobs = [(prompt, replace(sampling, seed=sampling.seed + i)) for i, prompt in enumerate(prompts)]
-        return self._map(fitting, jobs)
+        return self._map(fitting, jobs, advance)
 
     def _written(self, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], Any, Counters | None]:
         """Return the tokens, the finish reason and the speculative counters of a completion."""
@@ -567,7 +575,9 @@ class Server:
         except DraftedTokens as error:
             raise DraftedTokens(f"{where}: {error}; {WITHOUT_DRAFT}") from None
 
-    def _map(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result | RowError]:
+    def _map(
+        self, work: Callable[[Item], Result], items: Sequence[Item], advance: Callable[[int], None] = lambda done: None
+    ) -> list[Result | RowError]:
         """Return the results of `work` for all items, or the errors of single rows, computed in self.workers threads.
 
         If the server cannot answer so many requests at once, the number of workers is halved, and the requests that
@@ -583,6 +593,7 @@ class Server:
             except Overloaded:
                 if self.workers == 1:
                     raise
+            advance(len(results))
 
         waiting = list(range(len(items)))
         while waiting:

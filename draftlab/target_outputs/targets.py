@@ -284,11 +284,13 @@ class ServedTarget:
         seed = (sampling.seed * 1_000_003 + numbers[0] * SEEDS) % 2**31
         greedy = sampling.temperature == 0
         # the log-probability of a greedy token is not needed without lists
-        rows = self.server.generate_rows(
-            [p.ids for p in prompts],
-            replace(sampling, seed=seed, stop_token_ids=()),
-            k=None if greedy and not k else k,
-        )
+        with progress("the server writes text", len(prompts)) as advance:
+            rows = self.server.generate_rows(
+                [p.ids for p in prompts],
+                replace(sampling, seed=seed, stop_token_ids=()),
+                k=None if greedy and not k else k,
+                advance=lambda done: advance(done, "answers"),
+            )
         outputs: list[TargetOutput | RowError] = []
         for row, prompt, number in zip(rows, prompts, numbers, strict=True):
             if isinstance(row, RowError):

@@ -10,9 +10,9 @@ from helpers.builders import PASS_ROUNDING
 from helpers.second_device import DEVICE, SecondDevice, without_second_device
 
 from draftlab.commands import COMMANDS
+from draftlab.heads import training
 from draftlab.model import checkpoint
 from draftlab.pruning.cut import Rotated
-from draftlab.heads import training
 
 
 @pytest.fixture

@@ -243,8 +243,10 @@ def test_slots_that_share_one_cache_get_fewer_requests_at_once(started):
 
     server = Server.connect(started(observed.of(crowded, seconds=0.05)))
     assert server.workers == LLAMA_CPP["props"]["total_slots"] == 4
-    rows = server.generate_rows([[i] for i in range(12)], GREEDY, k=None)
+    told: list[int] = []
+    rows = server.generate_rows([[i] for i in range(12)], GREEDY, k=None, advance=told.append)
     assert [row.prompt_ids for row in rows] == [[i] for i in range(12)]
+    assert max(told) == 12
     assert server.workers == 2
     assert observed.most == 4
 

@@ -303,7 +303,7 @@ def _at_predicted_k(drafters: list[Timings], rng: np.random.Generator) -> tuple[
 def _looked(cell: Cell, drafters: list[Timings], ks: list[int]) -> Outcome:
     """Return what a timing says that ends once it is decided. ks: Index of the K that each drafter names."""
     # drafters with equal curves differ if predictions chose another K for each
-    alike = len(drafters) > 1 and len({truths[k] for truths, k in zip(cell.truths, ks, strict=False)}) == 1
+    alike = len(drafters) > 1 and len({truths[k] for truths, k in zip(cell.truths, ks, strict=True)}) == 1
     for look, level in zip(looks_of(cell.n), _levels(cell.n), strict=True):
         shown = [
             Timings(

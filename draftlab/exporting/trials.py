@@ -43,14 +43,15 @@ def trial_prompts(
         UserError: The text cannot be read, or gives no prompt.
     """
     tokenizer = checkpoint.load_tokenizer(model)
-    if file is not None:
-        prompts = file_prompts(file, tokenizer, count=count, or_fewer=True, chat="auto")
-        return [prompt.ids for prompt in prompts.rows]
-    source = first_source(hub.check_data(data))
-    if tokenizer.chat_template and is_chat_file(source):
-        prompts = file_prompts(Path(source), tokenizer, count=count, or_fewer=True, chat="auto", split="heldout")
-        return [prompt.ids for prompt in prompts.rows]
-    return heldout_pieces(source, tokenizer, count=count, length=length)
+    split = None
+    if file is None:
+        source = first_source(hub.check_data(data))
+        if not (tokenizer.chat_template and is_chat_file(source)):
+            return heldout_pieces(source, tokenizer, count=count, length=length)
+        file = Path(source)
+        split = "heldout"
+    prompts = file_prompts(file, tokenizer, count=count, or_fewer=True, chat="auto", split=split)
+    return [prompt.ids for prompt in prompts.rows]
 
 
 def check_perplexity(model: Decoder, prompts: Sequence[list[int]], vocab: int) -> Finding:

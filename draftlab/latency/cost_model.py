@@ -205,7 +205,8 @@ class CostModel:
 
     def _along(self, axis: str, xs: np.ndarray, ys: np.ndarray, at: np.ndarray) -> np.ndarray:
         """Interpolate ys [N, ...] along the first axis, from coordinates xs [N] to `at`; return [*at.shape, ...]."""
-        outside = at[(at < xs[0]) | (at > xs[-1])]
+        beyond = (at < xs[0]) | (at > xs[-1])
+        outside = at[beyond]
         if outside.size and (axis == "batch" or not self.extrapolate):
             measured = f"{xs[0]} to {xs[-1]}" if len(xs) > 1 else f"{xs[0]} alone"
             raise UserError(
@@ -224,8 +225,7 @@ class CostModel:
         end = np.where(at < xs[0], 0, len(xs) - 1)
         ratio = (at / np.maximum(xs[end], 1e-9)).reshape(at.shape + (1,) * (ys.ndim - 1))
         bounds = np.sort(np.stack([ys[end], ys[end] * ratio]), axis=0)
-        beyond = ((at < xs[0]) | (at > xs[-1])).reshape(ratio.shape)
-        return np.where(beyond, result.clip(*bounds), result)
+        return np.where(beyond.reshape(ratio.shape), result.clip(*bounds), result)
 
 
 def expected_tokens(alpha: float, k: int) -> float:

@@ -29,7 +29,7 @@ def inputs_of(config: Config) -> dict[str, str]:
         UserError: A source of text is missing, or a task file is not YAML.
     """
     inputs: dict[str, str] = {}
-    for name in type(config).model_fields.keys() - config.refused():
+    for name in type(config).model_fields.keys() - config.unused():
         # not getattr: a test traces which settings a command reads
         value = config.__dict__[name]
         reads = extra(type(config).model_fields[name])["reads"]

@@ -6,7 +6,6 @@ fed tokens of a text, n scored tokens of a text, K offsets, V vocab.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from draftlab.sampling import SamplingParams
 MAX_LOGITS = 1 << 25  # most logits of a pass over several texts; larger passes are not faster
 BYTES_PER_LOGIT = 16  # peak memory of the model's own logits, a copy in fp32, and probabilities
 
+Index = tuple[np.ndarray | slice | int, ...]  # of an array
 Text = tuple[np.ndarray, np.ndarray]  # prompt and completion ids
 
 
@@ -65,7 +65,7 @@ class TokenLogprobs:
         logprobs, ranks = self.logprobs[:, :k, k - 1], self.ranks[:, :k, k - 1]
         return replace(self, logprobs=logprobs, ranks=ranks, drafted=drafted)
 
-    def put(self, index: Any, own: "TokenLogprobs") -> None:
+    def put(self, index: Index, own: "TokenLogprobs") -> None:
         self.logprobs[index], self.ranks[index] = own.logprobs, own.ranks
 
     def chances(self, log_p: np.ndarray) -> np.ndarray:

@@ -118,6 +118,7 @@ class Command:
         Raises:
             UserError: The output exists and force is off, or the command fails.
         """
+        config.note_unused()
         try:
             with remote_code(isinstance(config, CheckpointSettings) and config.trust_remote_code):
                 return self._run(config.resolved(), force=force, dry_run=dry_run)

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from draftlab.commands.base import Outcome
-from draftlab.commands.checks import located, located_target
+from draftlab.commands.models import located, located_target
 from draftlab.commands.settings.export import CheckConfig
 from draftlab.errors import about
 from draftlab.exporting.check import CheckedDraft, DraftCheck

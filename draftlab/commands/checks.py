@@ -26,19 +26,3 @@ def check_program(path: Path | None) -> None:
     """Check that the program of --verify-with exists. Raises UserError: it is missing."""
     if path is not None and not path.is_file():
         raise UserError(f"--verify-with {path}: there is no such program; write the path of vllm or llama-server")
-
-
-def located(draft: str | None) -> Path:
-    """Return the directory of the draft that a command names. Raises UserError: it is missing."""
-    assert draft is not None  # resolved() names the newest draft
-    return hub.locate(draft)
-
-
-def located_target(target: str, *, weights: bool) -> Path:
-    """Return the directory of the target. weights: Whether the target needs weight files.
-
-    Raises:
-        UserError: The target is missing.
-    """
-    with about("--target"):
-        return hub.locate_model(target, weights)

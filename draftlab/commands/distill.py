@@ -207,11 +207,9 @@ def _answers(config: DistillConfig, target: Checkpoint | None) -> PromptFile | N
     elif config.may_answer_data and is_chat_file(config.data):
         file = Path(config.data)
         of_data = True
-    elif config.is_set("max_new_tokens"):
-        raise UserError(
-            f"--max-new-tokens: {config.data} has no conversations that the target could answer; leave the option out, "
-            "or add --prompt-file FILE"
-        )
+    else:
+        reason = f"{config.data} has no conversations that the target could answer; add --prompt-file FILE"
+        config.note_if_given("max_new_tokens", reason=reason)
     if file is None or target is None:
         return None
     answers = PromptFile(

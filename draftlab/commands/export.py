@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from draftlab.commands.base import Outcome
-from draftlab.commands.checks import check_program, located, located_target
+from draftlab.commands.checks import check_program
+from draftlab.commands.models import located, located_target
 from draftlab.commands.settings.export import ExportConfig
 from draftlab.data.prompts import load_prompts
 from draftlab.engine.batch_generate import check_context
@@ -30,7 +31,7 @@ def prepare(config: ExportConfig, weights: bool) -> Export:
     check_program(config.verify_with)
     draft = located(config.draft)
     target = Checkpoint(located_target(config.target, weights=config.verify_with is not None))
-    artifact = open_artifact(draft, target.directory)
+    artifact = open_artifact(draft, target)
     form = Form(
         to=config.to,
         server=config.server,

@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from draftlab.commands.base import Outcome
-from draftlab.commands.stores import located_target, served_target, shown
+from draftlab.commands.models import located_target
+from draftlab.commands.stores import served_target, shown
 from draftlab.config.outputs import OutputsBuildConfig
 from draftlab.data import is_chat_file, loss_on_of
 from draftlab.data.prompts import Prompts, file_prompts, load_prompts
@@ -89,25 +90,15 @@ def _text(config: OutputsBuildConfig, directory: Path) -> Rows | TargetAnswers:
         stop_token_ids=stop,
     )
     chats = not config.answers and config.text == "target" and is_chat_file(config.data)
-    if chats and (config.is_set("seq_len") or config.is_set("num_sequences")):
-        raise UserError(
-            "--seq-len, --num-sequences: leave them out, because the target answers the conversations of the data; "
-            "use --num-prompts"
-        )
+    if chats:
+        reason = "the target answers the conversations of the data; use --num-prompts"
+        config.note_if_given("seq_len", "num_sequences", reason=reason)
     if config.answers or chats:
         with about("--data" if config.prompt_file is None else "--prompt-file"):
             prompts = _prompts(config, directory, chats)
         return TargetAnswers(prompts=prompts, use=config.use, sampling=sampling, seed=config.seed)
-    asked = {
-        "--num-prompts": config.num_prompts is not None,
-        "--chat": config.chat != "auto",
-        "--max-new-tokens": config.is_set("max_new_tokens"),
-    }
-    if idle := [option for option, is_given in asked.items() if is_given]:
-        raise UserError(
-            f"{', '.join(idle)}: works only with prompts, but --data {config.data} has no conversations; "
-            "add --prompt-file FILE"
-        )
+    reason = f"needs prompts, but --data {config.data} has no conversations; add --prompt-file FILE"
+    config.note_if_given("num_prompts", "chat", "max_new_tokens", reason=reason)
     with about("--seq-len"):
         checkpoint.Checkpoint(directory).check_length(config.seq_len)
     rows = Rows(data=config.data, count=config.num_sequences, seq_len=config.seq_len, seed=config.seed)

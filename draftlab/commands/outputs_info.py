@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from draftlab.commands.base import Outcome
-from draftlab.commands.stores import located_target, served_target, shown
+from draftlab.commands.models import located_target
+from draftlab.commands.stores import served_target, shown
 from draftlab.config.outputs import OutputsInfoConfig
 from draftlab.model import devices
 from draftlab.runs import workspace

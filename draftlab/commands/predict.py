@@ -40,10 +40,8 @@ def prepare(config: PredictConfig, weights: bool) -> Predicting:
                 f"{len(measured)} values for {len(config.draft_profile)} drafts; write one value for all drafts, or "
                 "one value for each draft"
             )
-    if config.is_set("max_new_tokens") and any(work.model for work in measured):
-        raise UserError(
-            "--max-new-tokens: leave it out, because the measured texts of --acceptance have their own lengths"
-        )
+    if any(work.model for work in measured):
+        config.note_if_given("max_new_tokens", reason="the measured texts of --acceptance have their own lengths")
     measured *= len(config.draft_profile) // len(measured)
     prompts: Sequence[int | None] = config.context or [None]
     works = measured

@@ -63,11 +63,8 @@ def prepare(config: ReplayConfig, weights: bool) -> Replaying:
             )
         with about("--target"):
             target = hub.locate(known, weights)
-    elif weights and (unread := [o for o in ("target", "device_map") if config.is_set(o)]):
-        raise UserError(
-            f"{', '.join(map(config.flag, unread))}: leave it out, because none of these drafters reads the target's "
-            "hidden states"
-        )
+    elif weights:
+        config.note_if_given("target", "device_map", reason="none of these drafters reads the target's hidden states")
     with about("--device"):
         device = devices.resolve_device(config.device)
     dtype = devices.resolve_dtype(config.dtype, device)
@@ -113,9 +110,7 @@ def _target_named(config: ReplayConfig) -> Path | None:
     named = config.target or (record.config.get("target") if record else None)
     if not isinstance(named, str):
         return None
-    path = Path(named)
-    on_hub = named.count("/") <= 1 and not (path.parent != Path() and path.parent.is_dir())
-    return path if path.is_dir() or on_hub else None
+    return Path(named) if hub.kind_of_name(named) else None
 
 
 def _table(replayed: Replay, rows: list[AcceptanceRow]) -> list[object]:

@@ -6,23 +6,10 @@ from pathlib import Path
 from draftlab.commands.base import Outcome
 from draftlab.config.shared import ServerSettings
 from draftlab.errors import about
-from draftlab.model import hub
-from draftlab.model.checkpoint import Checkpoint
 from draftlab.sampling import SamplingParams
 from draftlab.servers.client import Server
 from draftlab.target_outputs.store import Manifest
 from draftlab.target_outputs.targets import ServedTarget, Target
-
-
-def located_target(name: str, *, tokenizer_only: bool, weights: bool) -> Path:
-    """Return the directory of a target. tokenizer_only: Whether a directory that has only a tokenizer is accepted."""
-    with about("--target"):
-        if tokenizer_only:
-            return hub.locate_tokenizer(name)
-        directory = hub.locate_model(name, weights)
-        if weights:
-            Checkpoint(directory).check()
-        return directory
 
 
 def served_target(config: ServerSettings, url: str, directory: Path, sampling: SamplingParams | None, k: int) -> Target:

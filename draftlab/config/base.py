@@ -1,7 +1,7 @@
 """Config, the base class of a command's settings: options with help and bounds, rules between options, and files."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from draftlab.console import note
 from draftlab.errors import UsageError, UserError, did_you_mean, one_line, plain_words
 from draftlab.model.shape import parse_numbers
 from draftlab.reading import read_yaml
@@ -150,17 +152,20 @@ def numbers(default: str, help: str, **others: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A rule by which a command refuses some options unless its config meets a condition.
+    """A rule by which a command does not use some options unless its config meets a condition.
 
     Attributes:
-        options: Names of the settings. They are refused only if they are set (see Config.is_set).
-        when: Function that takes the config, and returns whether the options are allowed.
-        reason: Text that follows "--x: " in the error.
+        options: Names of the settings. The rule acts only on those that are set (see Config.is_set).
+        when: Function that takes the config, and returns whether the command uses the options.
+        reason: Text that follows "--x: " in the error, or "--x: no effect; " in the note.
+        refused: Whether to refuse the options then, because to go on without them would cost hours or falsify a result.
+            Otherwise a note names them, and the command goes on as if they were not set.
     """
 
     options: Sequence[str]
     when: Callable[[Any], object]
     reason: str
+    refused: bool = True
 
 
 def check_numbers(options: BaseModel) -> None:
@@ -186,6 +191,7 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     only: ClassVar[Sequence[Only]] = ()
+    _without_effect: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def text_source(self) -> str | None:
@@ -210,7 +216,7 @@ class Config(BaseModel):
         except UnicodeEncodeError as error:
             raise UserError(f"{where}a setting is not UTF-8 text: {printable(error.object[:200])}") from None
         try:
-            config = cls(**settings)
+            config = cls._of_used(settings)
             config._check_named()
             return config
         except ValidationError as error:
@@ -221,6 +227,41 @@ class Config(BaseModel):
         except UserError as error:  # also from a property that a rule in `only` reads
             error.args = (f"{where}{error}",)
             raise
+
+    @classmethod
+    def _of_used(cls, settings: dict[str, Any]) -> Self:
+        """Return the config of the settings that have an effect. It keeps a note about each group of others."""
+        config = cls(**settings)
+        notes: list[str] = []
+        while breaches := list(config._breaches(refused=False)):
+            idle = {name for names, _ in breaches for name in names}
+            notes += [cls._no_effect(names, reason) for names, reason in breaches]
+            settings = {name: value for name, value in settings.items() if name not in idle}
+            config = cls(**settings)
+        config._without_effect = notes
+        return config
+
+    def _breaches(self, *, refused: bool) -> Iterator[tuple[list[str], str]]:
+        """Yield for each rule of this kind that the config does not meet: the settings that are set, and the reason."""
+        for rule in self.only:
+            if rule.refused != refused or rule.when(self):
+                continue
+            if idle := [name for name in rule.options if self.is_set(name)]:
+                yield idle, rule.reason
+
+    def note_unused(self) -> None:
+        """Print a line for each group of options that the user gave although they have no effect in this mode."""
+        for text in self._without_effect:
+            note(text)
+
+    def note_if_given(self, *names: str, reason: str) -> None:
+        """Print a line about those of the options that the user gave, but that have no effect on these inputs."""
+        if given := [name for name in names if self.is_set(name)]:
+            note(self._no_effect(given, reason))
+
+    @classmethod
+    def _no_effect(cls, names: Iterable[str], reason: str) -> str:
+        return f"{cls._flags(names)}: no effect; {reason}"
 
     @property
     def _unnamed(self) -> list[str]:
@@ -234,7 +275,7 @@ class Config(BaseModel):
         Raises:
             UsageError: Neither the user nor draftlab.yaml names it.
         """
-        unread = self.refused() | ({"data"} if self.text_source is None else set[str]())
+        unread = self.unused() | ({"data"} if self.text_source is None else set[str]())
         for name in self._unnamed:
             if name in unread:
                 continue
@@ -285,7 +326,7 @@ class Config(BaseModel):
         if acting:
             config = cls.build({**recorded, **typed}, f"--config {path}: ")
             raise UserError(
-                f"--config {path}: a record does not decide {', '.join(map(cls.flag, acting))}; give other values, or "
+                f"--config {path}: a record does not decide {cls._flags(acting)}; give other values, or "
                 f"type the whole command if you trust it: {config.command_line(command)}"
             )
 
@@ -296,9 +337,8 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        for rule in self.only:
-            if not rule.when(self) and (idle := [name for name in rule.options if self.is_set(name)]):
-                raise ValueError(f"{', '.join(map(self.flag, idle))}: {rule.reason}")
+        for idle, reason in self._breaches(refused=True):
+            raise ValueError(f"{self._flags(idle)}: {reason}")
         return self
 
     def is_set(self, name: str) -> bool:
@@ -325,15 +365,15 @@ class Config(BaseModel):
     def settings(self) -> dict[str, Any]:
         """Return the settings that the command uses, as JSON values, to record them or to compare runs.
 
-        Settings that a rule in `only` refuses are left out, and models and text without a name, which the command does
+        Settings that a rule in `only` excludes are left out, and models and text without a name, which the command does
         not read. trust_remote_code is left out, too, because the user must give it to each run. Passwords in addresses
         are removed.
         """
-        settings = json.loads(self.model_dump_json(exclude=self.refused() | {*self._unnamed, TRUST}))
+        settings = json.loads(self.model_dump_json(exclude=self.unused() | {*self._unnamed, TRUST}))
         return {name: without_secrets(v) if isinstance(v, str) else v for name, v in settings.items()}
 
-    def refused(self) -> set[str]:
-        """Return the names of the settings that a rule in `only` refuses, which the command does not use."""
+    def unused(self) -> set[str]:
+        """Return the names of the settings that the command does not use, according to the rules in `only`."""
         return {name for rule in self.only if not rule.when(self) for name in rule.options}
 
     @classmethod
@@ -341,6 +381,10 @@ class Config(BaseModel):
         """Return how --help spells a setting: the flag of an option, or a positional argument's name in capitals."""
         details = extra(cls.model_fields[name])
         return name.upper() if details["argument"] else details["flag"] or "--" + name.replace("_", "-")
+
+    @classmethod
+    def _flags(cls, names: Iterable[str]) -> str:
+        return ", ".join(map(cls.flag, names))
 
     def repeated(self, *names: str) -> list[object]:
         """Return flags and values of the settings of these names that the user gave, for a following command."""

@@ -107,7 +107,8 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
         Only(
             ("dtype", "int8", "device", "device_map"),
             lambda c: not c.server,
-            "leave it out, because the server decides this",
+            "the server decides this",
+            refused=False,
         ),
         Only(
             ("int8",),
@@ -115,17 +116,16 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
             "leave it out, because transformers runs the target with --device-map",
         ),
         Only(
+            ("use", "server", "data", "prompt_file", "text", "temperature"),
+            lambda c: c.from_file is None,
+            "leave it out, because --from stores the log of a server unchanged",
+        ),
+        Only(
             (
-                "use",
-                "server",
-                "data",
-                "prompt_file",
-                "text",
                 "num_sequences",
                 "num_prompts",
                 "prompt_tokens",
                 "max_new_tokens",
-                "temperature",
                 "dtype",
                 "int8",
                 "device",
@@ -133,29 +133,39 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
                 "seed",
             ),
             lambda c: c.from_file is None,
-            "leave it out, because --from stores the log of a server unchanged",
+            "--from stores the log of a server unchanged",
+            refused=False,
         ),
         Only(
-            ("text", "num_sequences", "seq_len"),
+            ("text",),
             lambda c: c.from_file is not None or not c.answers,
             "works only with --use distill and without --prompt-file",
+        ),
+        Only(
+            ("num_sequences", "seq_len"),
+            lambda c: c.from_file is not None or not c.answers,
+            "works only with --use distill and without --prompt-file",
+            refused=False,
         ),
         Only(
             ("num_prompts", "max_new_tokens"),
             lambda c: c.writes,
             "works only if the target answers prompts; add --prompt-file FILE, --use replay, or --text target with "
             "conversations in --data",
+            refused=False,
         ),
         shared.ONE_SOURCE,
         Only(
             ("chat",),
             lambda c: c.prompt_file is not None or c.text == "target",
             "works only with --prompt-file FILE or --text target",
+            refused=False,
         ),
         Only(
             ("prompt_tokens", "temperature"),
             lambda c: c.writes,
             "works only if the target writes text: --text target, --prompt-file or --use replay",
+            refused=False,
         ),
     )
 

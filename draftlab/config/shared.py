@@ -176,7 +176,8 @@ ONE_SOURCE = Only(
     "leave it out, because --prompt-file has the prompts",
 )
 CHAT_RULES = (
-    Only(("chat", "system_prompt"), lambda c: c.prompt_file is not None, "needs --prompt-file FILE"),
+    Only(("chat",), lambda c: c.prompt_file is not None, "works only with --prompt-file FILE", refused=False),
+    Only(("system_prompt",), lambda c: c.prompt_file is not None, "needs --prompt-file FILE"),
     Only(
         ("system_prompt",),
         lambda c: c.chat != "off",

@@ -4,7 +4,7 @@ B rows (texts of a batch), n scored tokens of a text, K drafted tokens, V vocab.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from draftlab.drafters.lookup import LatestLookupDrafter, score_copies
 from draftlab.drafters.model import DraftModelSpec
 from draftlab.drafters.parallel import model_drafter
 from draftlab.engine.generate import Draft, Drafter, TokenIds
+from draftlab.model.decoder import KVCache
 from draftlab.model.devices import staged
 from draftlab.model.parallel import pard_token
 from draftlab.sampling import SamplingParams
@@ -45,7 +46,7 @@ class FallbackDrafter(Drafter):
         self.first.reset(rows, capacity)
         self.second.reset(rows, capacity)
 
-    def attach(self, cache: Any) -> None:
+    def attach(self, cache: KVCache) -> None:
         for each in (self.first, self.second):
             each.attach(cache)
 

@@ -7,7 +7,6 @@ samples do not depend on the other prompts of the batch.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from draftlab.data.prompts import Prompt, Prompts
 from draftlab.engine.verify import check_logits, distribution, draw, most_probable
 from draftlab.errors import UserError
 from draftlab.model import checkpoint, devices, hub
-from draftlab.model.decoder import Decoder
+from draftlab.model.decoder import Decoder, KVCache
 from draftlab.model.hf_decoder import HFCache
 from draftlab.model.llama import Cache, Llama
 from draftlab.model.modes import in_native_mode, load, with_mode
@@ -262,7 +261,7 @@ def _generate(
     return [Completion.truncated(*row, stop_token_ids=sampling.stop_token_ids) for row in columns]
 
 
-def _prefill(model: Decoder, cache: Any, prompts: list[Sequence[int]]) -> Tensor:
+def _prefill(model: Decoder, cache: KVCache, prompts: list[Sequence[int]]) -> Tensor:
     """Return the ids that the first step of generation feeds.
 
     If all prompts have the same length, the ids are the prompts, [B, P]. Otherwise this function feeds each prompt

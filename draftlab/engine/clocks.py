@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -10,7 +10,7 @@ import torch
 class Instant(Protocol):
     """A point in time. The difference of two instants is in seconds."""
 
-    def __sub__(self, earlier: Any, /) -> float: ...
+    def __sub__(self, earlier: Self, /) -> float: ...
 
 
 Clock = Callable[[], float]

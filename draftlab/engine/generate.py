@@ -24,7 +24,7 @@ from draftlab.engine.verify import (
     most_probable,
     verify_rows,
 )
-from draftlab.model.decoder import Decoder, Parents, Tree, feed
+from draftlab.model.decoder import Decoder, KVCache, Parents, Tree, feed
 from draftlab.model.devices import staged
 from draftlab.sampling import SamplingParams
 
@@ -117,7 +117,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def attach(self, cache: Any) -> None:
+    def attach(self, cache: KVCache) -> None:
         """Receive the target's cache before the target's first pass. By default, do nothing."""
 
     def prefill(self, texts: TokenIds) -> None:
@@ -394,7 +394,7 @@ def _verify_sampled(
     return path, [*ids[path].tolist(), int(draw(residual, uniform[-1]))]
 
 
-def _target_logits(target: Decoder, cache: Any, texts: list[list[int]], draft: Draft) -> Tensor:
+def _target_logits(target: Decoder, cache: KVCache, texts: list[list[int]], draft: Draft) -> Tensor:
     """Run the target's pass; return its logits after each text's last token and each drafted token, [B, T, V]."""
     if not draft.ids.shape[1]:
         return feed(target, cache, texts)
@@ -427,7 +427,7 @@ class _Rows:
         return torch.stack([draws[row, i] for row, i in enumerate(at)])
 
     def append(
-        self, verified: list[tuple[list[int], list[int]]], cache: Any, draft: Draft
+        self, verified: list[tuple[list[int], list[int]]], cache: KVCache, draft: Draft
     ) -> list[tuple[int, int, list[int]]]:
         """Append new tokens to the texts, and roll the cache back to the texts. Texts end at stop tokens and limits.
 

@@ -79,16 +79,16 @@ class DraftModel:
     most = MAX_K
     default_k: tuple[int, str] = (4, UNMEASURED_K)
 
-    def __init__(self, path: Path, target: Path) -> None:
+    def __init__(self, path: Path, target: Checkpoint) -> None:
         """Open a draft model for a target, without loading its weights.
 
         Raises:
             UserError: A checkpoint is missing or unreadable, or its tokenizer has ids without an embedding.
         """
         self.path = path
-        self.target = target
+        self.target = target.directory
         self.draft_checkpoint = Checkpoint(path)
-        self.target_checkpoint = Checkpoint(target)
+        self.target_checkpoint = target
         self.draft_checkpoint.check()
         self.config: Mapping[str, Any] = self.draft_checkpoint.config
         self.vocab = self.draft_checkpoint.vocab_size
@@ -475,7 +475,7 @@ Checkable: TypeAlias = DraftModel | PublishedHead
 Exportable: TypeAlias = DraftModel | HeadArtifact
 
 
-def open_checkable(path: Path, target: Path, weights: bool = True) -> Checkable:
+def open_checkable(path: Path, target: Checkpoint, weights: bool = True) -> Checkable:
     """Open a draft or head with its target. weights: Whether the weight files of an EAGLE-3 head must exist.
 
     Raises:
@@ -484,17 +484,17 @@ def open_checkable(path: Path, target: Path, weights: bool = True) -> Checkable:
     kind = hub.known_head(path)
     config = checkpoint.read_config(path)
     if kind == "eagle":
-        return HeadArtifact(path, target, layout.check(path, target, weights), config)
+        return HeadArtifact(path, target.directory, layout.check(path, target.directory, weights), config)
     if kind is not None:
-        sizes = head_kind(kind).read(path, target)
+        sizes = head_kind(kind).read(path, target.directory)
         assert isinstance(sizes, HeadSizes)  # as in all heads that hub.known_head knows
-        return PublishedHead(path, target, kind, sizes, config)
+        return PublishedHead(path, target.directory, kind, sizes, config)
     if config.get(parallel.PARD_TOKEN) is not None:
         return ParallelDraft(path, target)
     return DraftModel(path, target)
 
 
-def open_artifact(path: Path, target: Path, weights: bool = True) -> Exportable:
+def open_artifact(path: Path, target: Checkpoint, weights: bool = True) -> Exportable:
     """Open a draft or head that can be exported.
 
     Raises:

@@ -11,6 +11,7 @@ from draftlab.exporting.artifact import check_files, open_checkable
 from draftlab.exporting.serving_check import PROMPT_TOKENS, PROMPTS, ServedDraft
 from draftlab.exporting.trials import trial_prompts
 from draftlab.model import hub
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.servers.client import Server
 from draftlab.servers.kinds import Finding, ServerKind, error
 
@@ -67,7 +68,7 @@ class DraftCheck:
     def _findings(self) -> list[Finding]:
         kind = hub.head_kind(self.draft)
         try:
-            artifact = open_checkable(self.draft, self.target)
+            artifact = open_checkable(self.draft, Checkpoint(self.target))
             findings = list(check_files(artifact, self.servers))
         except UserError as failure:
             if kind not in hub.HEADS:

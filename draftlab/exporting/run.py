@@ -15,7 +15,7 @@ from draftlab.exporting import gguf, verify
 from draftlab.exporting.artifact import Exportable, Form
 from draftlab.exporting.card import Card, history
 from draftlab.intervals import FEWEST
-from draftlab.model import checkpoint, modes
+from draftlab.model import checkpoint, hub, modes
 from draftlab.model.size import read_size
 from draftlab.output import Output
 from draftlab.results.score import Score
@@ -238,9 +238,7 @@ def choose_sampling(heterogeneous: bool, verified: verify.Verification | None) -
 
 def target_name(named: str, target: Path) -> str:
     """Return the target's name for a script that may run in any folder: an absolute path, or a name on the hub."""
-    if Path(named).is_dir():
-        return str(Path(named).absolute())
-    return named if named.count("/") == 1 else str(target.absolute())
+    return named if hub.kind_of_name(named) == "hub" else str(target.absolute())
 
 
 def choose_k(artifact: Exportable, asked: int | None, scores: Sequence[Score]) -> ChosenK:

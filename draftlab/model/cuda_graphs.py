@@ -64,7 +64,7 @@ class _Graph:
         run: Callable[..., Any],
         inputs: tuple[Tensor | None, ...],
         device: torch.device,
-        pool: Any = None,
+        pool: "torch.cuda._POOL_HANDLE | None" = None,
     ) -> "_Graph":
         """Capture `run` on copies of the inputs. On a CPU, store `run` without a capture. pool: Same as in capture."""
         copies = tuple(None if given is None else given.clone() for given in inputs)
@@ -252,7 +252,9 @@ def _end(cache: Cache, width: int) -> int:
     return min(cache.capacity, -(-end_of_pass(cache, width) // BUCKET) * BUCKET)
 
 
-def capture(run: Callable[[], Result], device: torch.device, pool: Any = None) -> Callable[[], Result]:
+def capture(
+    run: Callable[[], Result], device: torch.device, pool: "torch.cuda._POOL_HANDLE | None" = None
+) -> Callable[[], Result]:
     """Capture `run` as a CUDA graph; return a function that replays the graph on the same tensors.
 
     pool: Memory pool to share with other graphs. Graphs may share a pool only if their results are not in it.

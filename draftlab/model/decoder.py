@@ -133,6 +133,19 @@ class KVCache(Protocol):
 
     used: list[int]
 
+    @property
+    def capacity(self) -> int:
+        """Return the largest number of positions of a row."""
+        ...
+
+    def keep(self, row: int, at: int, path: Sequence[int]) -> None:
+        """Keep the accepted tokens of a row after a pass over a token tree, and drop its other drafted tokens.
+
+        at: Position of the first drafted token. path: Indices of the accepted tokens among the drafted tokens. The
+        token at position at + path[j] moves to position at + j.
+        """
+        ...
+
 
 class Decoder(Protocol):
     """A language model that decodes with a KV cache. llama.Llama and hf_decoder.HFDecoder implement it."""
@@ -222,7 +235,7 @@ class Decoder(Protocol):
         return self
 
 
-def end_of_pass(cache: Any, width: int) -> int:
+def end_of_pass(cache: KVCache, width: int) -> int:
     """Return the longest row's length after a pass of `width` tokens.
 
     Raises:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import httpx
 
@@ -63,7 +64,7 @@ def locate(name: str | Path, weights: bool = True, known: Iterable[str] = ()) ->
             another layout.
     """
     name, path = str(name), Path(name)
-    embedded = sorted(p.name for p in EMBEDDED.iterdir() if p.is_dir())
+    embedded = _embedded()
     if name in embedded:
         return EMBEDDED / name
     if path.is_dir():
@@ -94,6 +95,23 @@ def local(name: str | Path, weights: bool = False) -> Path | None:
     """
     on_hub = not Path(name).exists() and _is_hub_name(str(name))
     return None if on_hub else locate(name, weights)
+
+
+def kind_of_name(name: str) -> Literal["embedded", "directory", "hub"] | None:
+    """Return how locate would find a checkpoint of this name, or None for a directory that is not there any more.
+
+    The hub is not asked. A name in a folder of this disk is no hub name.
+    """
+    path = Path(name)
+    if name in _embedded():
+        return "embedded"
+    if path.is_dir():
+        return "directory"
+    return "hub" if _is_hub_name(name) and not path.parent.is_dir() else None
+
+
+def _embedded() -> list[str]:
+    return sorted(path.name for path in EMBEDDED.iterdir() if path.is_dir())
 
 
 def _is_hub_name(name: str) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from draftlab.drafters.base import parse_drafter
 from draftlab.errors import UserError
+from draftlab.model import hub
 from draftlab.results.ranking import Group, Ranked, grouped
 from draftlab.results.report import export_command, fastest_draft, html, markdown, target_named
 from draftlab.results.score import Score
@@ -56,8 +57,8 @@ def serve_command(fastest: Ranked) -> str:
     place = target.partition("@")[0]
     if fastest.doubt or score.served or Path(place).name != score.target.name:
         return ""
-    if "/" not in place and not Path(place).is_dir():
-        return ""  # a model that comes with draftlab, which vLLM does not find by its name
+    if hub.kind_of_name(place) not in ("directory", "hub"):
+        return ""
     words = ["vllm", "serve", Path(target)]
     if fastest.gain.above(1) and not score.output_differs:
         try:

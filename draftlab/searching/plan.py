@@ -25,6 +25,7 @@ from draftlab.exporting import gguf
 from draftlab.exporting.artifact import DraftModel, HeadArtifact, open_artifact, refusals
 from draftlab.heads.eagle3 import layout
 from draftlab.model import checkpoint, devices, hub
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.model.shape import Shape, resolve
 from draftlab.model.size import ApproximateSize, read_size
 from draftlab.model.tokenizer import different_tokenizers
@@ -550,7 +551,7 @@ def _unsuitable(request: Request) -> dict[str, str]:
     vocab = checkpoint.vocab_size(target)
     try:
         prunable_shape(str(target))
-        no_cut = _refused(DraftModel(target, target), server)
+        no_cut = _refused(DraftModel(target, Checkpoint(target)), server)
     except UserError as error:
         no_cut = f"the target cannot be pruned: {error}"
     try:
@@ -581,9 +582,10 @@ def ready_drafts(names: Sequence[str], target: Path, weights: bool) -> list[Read
         UserError: A draft is missing, its vocabulary differs from the target's, or two drafts have the same name.
     """
     drafts: dict[str, ReadyDraft] = {}
+    opened = Checkpoint(target)
     for text in names:
         path = hub.locate(text, weights)
-        artifact = open_artifact(path, target, weights)
+        artifact = open_artifact(path, opened, weights)
         if (other := artifact.difference()) is not None:
             raise UserError(different_tokenizers(path, target, other))
         kind = "parallel" if artifact.in_parallel else "draft"

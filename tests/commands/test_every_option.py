@@ -1,9 +1,11 @@
-"""Every option is used or refused, in every mode of every command.
+"""Every option is used, refused or named in a note, in every mode of every command.
 
 Each case of data/every_option.yaml plans a command on small models and records which settings it reads, and runs it if
-the plan leaves some unread. A setting that a mode neither reads nor refuses would be accepted and ignored.
+the plan leaves some unread. A setting that a mode neither reads, refuses nor names would be accepted and ignored.
 """
 
+import contextlib
+import io
 import re
 import shutil
 from collections.abc import Iterator
@@ -87,26 +89,35 @@ def traced(config: type[Config]) -> tuple[type[Config], set[str]]:
 
 
 def unread(command: Command, settings: Settings) -> set[str]:
-    """Return the settings that a command neither reads nor refuses in this mode."""
+    """Return the settings that a command neither reads, refuses nor names as without effect in this mode."""
     config_class, read = traced(command.config)
-    config = config_class(**settings)
+    config = config_class.build(settings)
     read.clear()  # rules and validators do not use a setting
     for dry_run in (True, False) if command.dry_run else (False,):
         command.run(config, dry_run=dry_run)
         ignored = set(command.config.model_fields) - read
-        ignored = {name for name in ignored if not refuses(command.config, settings, name)}
+        ignored = {name for name in ignored if not noticed(command, settings, name)}
         if not ignored:
             break
     return ignored
 
 
-def refuses(config: type[Config], settings: Settings, name: str) -> bool:
-    """Return whether a setting with another value than its default is refused beside the others, by its name."""
+def noticed(command: Command, settings: Settings, name: str) -> bool:
+    """Return whether a setting with another value than its default is refused beside the others, or named in a note.
+
+    Some notes depend on the contents of files, which a plan reads.
+    """
+    flag = command.config.flag(name)
+    stderr = io.StringIO()
     try:
-        config.build(settings | {name: another_value(config.model_fields[name])})
+        with contextlib.redirect_stderr(stderr):
+            config = command.config.build(settings | {name: another_value(command.config.model_fields[name])})
+            config.note_unused()
+            if flag not in stderr.getvalue() and command.dry_run:
+                command.run(config, dry_run=True)
     except UserError as error:
-        return config.flag(name) in str(error)
-    return False
+        return flag in str(error)
+    return flag in stderr.getvalue()
 
 
 def another_value(field: FieldInfo) -> Any:
@@ -127,7 +138,7 @@ def another_value(field: FieldInfo) -> Any:
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
-def test_every_option_is_read_or_refused(name, mode, world, tmp_path, monkeypatch):
+def test_every_option_is_read_or_noticed(name, mode, world, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if name == "init":
         Path("draftlab.yaml").touch()
@@ -157,7 +168,7 @@ def test_every_mode_runs(name, mode, device, world, tmp_path, monkeypatch):
         raise
 
 
-def test_every_option_of_auto_is_read_or_refused(tokenizer_dir, tmp_path, monkeypatch):
+def test_every_option_of_auto_is_read_or_noticed(tokenizer_dir, tmp_path, monkeypatch):
     """A target that cannot be pruned has prompt lookup as its only candidate in vLLM, which is quick."""
     monkeypatch.chdir(tmp_path)
     target = save_neox(tmp_path / "neox", tokenizer_dir)

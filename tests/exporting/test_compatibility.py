@@ -16,6 +16,7 @@ from benchmarks.tiny_target import train_tokenizer
 from draftlab.commands import COMMANDS
 from draftlab.exporting import artifact, trials
 from draftlab.model import checkpoint, llama
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.model.sentencepiece import PROBES
 from draftlab.registry import SERVERS
 from draftlab.servers.kinds import Finding
@@ -23,7 +24,7 @@ from draftlab.training.vocabulary import resize
 
 
 def findings(draft: Path, target: Path) -> list[Finding]:
-    return list(artifact.check_files(artifact.open_artifact(draft, target), SERVERS.loadable()))
+    return list(artifact.check_files(artifact.open_artifact(draft, Checkpoint(target)), SERVERS.loadable()))
 
 
 @pytest.fixture

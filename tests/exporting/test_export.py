@@ -36,6 +36,7 @@ from draftlab.exporting.card import history
 from draftlab.exporting.verify import running
 from draftlab.intervals import Interval
 from draftlab.model import checkpoint, llama
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.registry import SERVERS
 from draftlab.results.score import read_score
 from draftlab.runs import provenance, workspace
@@ -380,7 +381,7 @@ def test_a_script_starts_a_server_with_the_kind_of_draft(kind, runtime, words):
 
 def ranks_of(draft: Path, writing: verify.TargetTexts, target: Path | None = None) -> list[np.ndarray]:
     """Return which tokens of each text are the draft's most probable tokens."""
-    artifact = DraftModel(draft, target or draft)
+    artifact = DraftModel(draft, Checkpoint(target or draft))
     scores = artifact.scores(draft, Form(to="hf"), writing, torch.device("cpu"))
     return [scored.ranks == 0 for scored in scores]
 
@@ -439,7 +440,7 @@ def test_a_server_whose_draft_samples_takes_as_many_steps_as_expected(space, fam
     prompts, how = [[0, 17, 44]] * 200, SamplingParams(max_tokens=24, temperature=0.8)
     live = list(speculative_decode(target, ModelDrafter(draft), prompts, 3, how))
     served = texts_of(prompts, output_tokens(live), 3, 0.8)
-    artifact = open_artifact(Path("draft"), Path("target"))
+    artifact = open_artifact(Path("draft"), Checkpoint(Path("target")))
     scores = artifact.scores(Path("draft"), Form(to="vllm"), served, torch.device("cpu"))
     chances = verify.chances_of(scores, served, target, 307)
     counts = verify.counts_of(SERVERS.get("vllm", "--to"), chances, served)

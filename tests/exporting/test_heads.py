@@ -24,6 +24,7 @@ from draftlab.heads.base import TargetSizes
 from draftlab.heads.eagle3 import decoder, layout
 from draftlab.heads.eagle3.drafter import EagleDrafter
 from draftlab.model import llama
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.registry import SERVERS
 from draftlab.sampling import SamplingParams
 
@@ -129,7 +130,7 @@ def greedy_counts(artifact: Any, texts: verify.TargetTexts) -> np.ndarray:
 def test_steps_are_those_of_live_decoding(target, tmp_path):
     """The length limit is llama.cpp's: the last step drafts no more than fits."""
     model = llama.load(target, torch.float32)
-    artifact: Any = open_artifact(written(tmp_path / "head", target), target)
+    artifact: Any = open_artifact(written(tmp_path / "head", target), Checkpoint(target))
     drafter = EagleDrafter(model, decoder.load(artifact.path, target, model, model.device))
     prompts = [np.random.default_rng(i).integers(3, 300, 6).tolist() for i in range(4)]
     completions = output_tokens(decode(model, prompts, SamplingParams(max_tokens=12 + K)))
@@ -158,7 +159,7 @@ def without(head: Path, name: str) -> None:
 
 
 def levels(head: Path, target: Path) -> dict[str, str]:
-    return {f.about: f.level for f in check_files(open_artifact(head, target), SERVERS.loadable())}
+    return {f.about: f.level for f in check_files(open_artifact(head, Checkpoint(target)), SERVERS.loadable())}
 
 
 def test_check_knows_who_takes_a_head(target, tmp_path):
@@ -172,7 +173,7 @@ def test_check_knows_who_takes_a_head(target, tmp_path):
     for head, about in wanted.items():
         assert dict(each.split(" ") for each in about.split(", ")).items() <= levels(head, target).items()
     without(theirs, "norm_before_residual")
-    said = check_files(open_artifact(theirs, target), [SERVERS.get("vllm", "--for")])
+    said = check_files(open_artifact(theirs, Checkpoint(target)), [SERVERS.get("vllm", "--for")])
     assert [f.level for f in said if "norm_before_residual" in f.text] == ["error"]
 
 

@@ -16,6 +16,7 @@ from draftlab.exporting.artifact import open_artifact
 from draftlab.heads.dflash import layout
 from draftlab.heads.dflash.decoder import DFlash
 from draftlab.model import checkpoint, hub
+from draftlab.model.checkpoint import Checkpoint
 
 SLIDES = {
     "layer_types": ["sliding_attention", "full_attention"],
@@ -94,7 +95,7 @@ def test_a_head_is_no_whole_model_and_drafts_no_more_than_its_block(target, tmp_
     asked = {"target": str(target), "data": "stdlib", "num_prompts": 1, "out": tmp_path / "out"}
     for refused, named in (
         (lambda: hub.locate_model(str(folder)), f"--drafter {name}"),
-        (lambda: open_artifact(folder, target), f"--drafter {name}"),
+        (lambda: open_artifact(folder, Checkpoint(target)), f"--drafter {name}"),
         (lambda: draftlab.score(drafter=[name], k="5", **asked), f"{BLOCK - 1}"),
     ):
         with raises_option(named):

@@ -231,7 +231,6 @@ def test_options_that_a_task_ignores_are_refused(family_dirs, folder, tmp_path):
     refusals: list[tuple[dict[str, Any], str]] = [
         (fixed | {"num_fewshot": 2}, "--num-fewshot"),
         (fixed | {"apply_chat_template": True}, "--apply-chat-template"),
-        ({"num_fewshot": 2}, "--num-fewshot"),
         (unsafe, "--tasks"),
     ]
     asked = {"target": place, "draft": [place], "data": "stdlib", "out": tmp_path / "out"}

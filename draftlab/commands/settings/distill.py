@@ -167,9 +167,15 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
 
     only = (
         Only(
-            ("target", "server", "seq_len", "reweigh_steps"),
+            ("target", "server", "reweigh_steps"),
             lambda c: c.outputs is None or c.on_target,
             "leave it out, because --outputs has the text and the target's probabilities",
+        ),
+        Only(
+            ("seq_len",),
+            lambda c: c.outputs is None or c.on_target,
+            "--outputs has sequences of its own lengths",
+            refused=False,
         ),
         Only(
             ("data", "text", "loss_on"),
@@ -187,19 +193,27 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
             "works only with --text data, because generated text has no sources",
         ),
         Only(
-            ("data", "prompt_tokens", "loss_on"),
+            ("data", "loss_on"),
             lambda c: c.prompt_file is None,
             "leave it out, because the text is the target's answers to --prompt-file",
         ),
         Only(
+            ("prompt_tokens",),
+            lambda c: c.prompt_file is None,
+            "the text is the target's answers to --prompt-file",
+            refused=False,
+        ),
+        Only(
             ("seq_len",),
             lambda c: c.prompt_file is None or c.on_target,
-            "leave it out, because the text is the target's answers to --prompt-file",
+            "the text is the target's answers to --prompt-file",
+            refused=False,
         ),
         Only(
             ("max_new_tokens",),
             lambda c: c.prompt_file is not None or c.may_answer_data,
-            "needs --text target with --prompt-file FILE, or with a file of conversations in --data",
+            "works only with --text target and --prompt-file FILE, or a file of conversations in --data",
+            refused=False,
         ),
         *shared.CHAT_RULES,
         Only(
@@ -219,7 +233,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
             lambda c: c.server is None,
             "leave it out, because a server lists the target's probabilities at temperature 1",
         ),
-        Only(("top_logprobs",), lambda c: c.server, "needs --server URL"),
+        Only(("top_logprobs",), lambda c: c.server, "works only with --server URL", refused=False),
         Only(
             ("target",),
             lambda c: c.server is None,
@@ -230,16 +244,23 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
             lambda c: c.server is None or c.reference_losses,
             "needs --reference-losses SOURCE=NATS, because --server runs the target",
         ),
-        Only(("reference_losses",), lambda c: c.reweigh_steps, "needs --reweigh-steps N"),
+        Only(("reference_losses",), lambda c: c.reweigh_steps, "works only with --reweigh-steps N", refused=False),
         Only(
-            ("target", "device_map"),
+            ("target",),
             lambda c: c.needs_target,
             "leave it out, because this run loads no target",
         ),
         Only(
+            ("device_map",),
+            lambda c: c.needs_target,
+            "this run loads no target",
+            refused=False,
+        ),
+        Only(
             ("memory",),
             lambda c: c.needs_target or c.generates,
-            "leave it out, because this run loads no target and generates no text",
+            "this run loads no target and generates no text",
+            refused=False,
         ),
         Only(
             ("temperature",),
@@ -250,6 +271,7 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
             ("prompt_tokens", "sample_temperature"),
             lambda c: c.generates,
             "works only with --text target or --text draft",
+            refused=False,
         ),
     )
 

@@ -61,11 +61,17 @@ class CheckConfig(DraftConfig):
 
     only = (
         Only(
-            ("data", "prompt_file", "server"),
+            ("server",),
             lambda c: not c.files_only,
             "leave it out, because --files-only does not run the draft",
         ),
-        Only(("temperature",), lambda c: c.server, "needs --server URL"),
+        Only(
+            ("data", "prompt_file"),
+            lambda c: not c.files_only,
+            "--files-only does not run the draft",
+            refused=False,
+        ),
+        Only(("temperature",), lambda c: c.server, "works only with --server URL", refused=False),
         KEY_RULE,
         ONE_SOURCE,
     )
@@ -125,11 +131,12 @@ class ExportConfig(DraftConfig, OutputConfig):
         return outtype
 
     only = (
-        Only(("outtype",), lambda c: c.is_gguf, "works only with --to gguf or --to llama.cpp"),
+        Only(("outtype",), lambda c: c.is_gguf, "works only with --to gguf or --to llama.cpp", refused=False),
         Only(
             ("dtype",),
             lambda c: not c.is_gguf,
-            "leave it out, because --outtype sets the data type of a GGUF file",
+            "--outtype sets the data type of a GGUF file",
+            refused=False,
         ),
         Only(
             ("use_heterogeneous_vocab",),
@@ -140,6 +147,7 @@ class ExportConfig(DraftConfig, OutputConfig):
             ("k",),
             lambda c: c.to not in ("hf", "gguf") or c.verify_with,
             "works only with --to SERVER, --to speculators or --verify-with",
+            refused=False,
         ),
         Only(
             ("verify_with",),
@@ -150,6 +158,7 @@ class ExportConfig(DraftConfig, OutputConfig):
             ("temperature", "data", "prompt_file", "device"),
             lambda c: c.verify_with,
             "works only with --verify-with PROGRAM",
+            refused=False,
         ),
         ONE_SOURCE,
     )

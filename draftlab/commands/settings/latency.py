@@ -77,7 +77,8 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
         Only(
             ("device_map",),
             lambda c: not c.law,
-            "leave it out, because --law times shapes in draftlab's engine, which uses one device",
+            "--law times shapes in draftlab's engine, which uses one device",
+            refused=False,
         ),
     )
 

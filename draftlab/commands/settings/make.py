@@ -96,7 +96,7 @@ class DesignConfig(Config):
     overwrite: bool = option(False, "Replace existing shape files.", flag="--force")
 
     only = (
-        Only(("overwrite",), lambda c: c.out, "needs --out FOLDER"),
+        Only(("overwrite",), lambda c: c.out, "works only with --out FOLDER", refused=False),
         Only(
             ("latency_ms",),
             lambda c: c.law,

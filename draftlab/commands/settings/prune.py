@@ -117,23 +117,27 @@ class PruneConfig(OutputConfig, CheckpointSettings):
         Only(
             ("calibration_tokens",),
             lambda c: c.calibrates,
-            "leave it out, because without a refit, this --method reads no calibration text",
+            "without a refit, this --method reads no calibration text",
+            refused=False,
         ),
         Only(
             ("depth", "scores_cache"),
             lambda c: c.method == "importance",
             "works only with --method importance",
+            refused=False,
         ),
         Only(
             ("steps", "batch_size", "lr", "reweigh_steps"),
             lambda c: c.method == "masks",
             "works only with --method masks",
+            refused=False,
         ),
-        Only(("reference_losses",), lambda c: c.reweigh_steps, "needs --reweigh-steps N"),
+        Only(("reference_losses",), lambda c: c.reweigh_steps, "works only with --reweigh-steps N", refused=False),
         Only(
             ("seed",),
             lambda c: c.calibrates or c.method in ("random", "masks"),
-            "leave it out, because nothing in this run is random",
+            "nothing in this run is random",
+            refused=False,
         ),
     )
 

@@ -59,7 +59,8 @@ class ReplayConfig(OutputConfig, shared.CheckpointSettings):
             ("target", "device_map"),
             # a draft that an earlier step of a recipe will make may be a head
             lambda c: c.reads_target or not all(Path(name).exists() for name in c.draft),
-            "leave it out, because none of these drafters reads the target's hidden states",
+            "none of these drafters reads the target's hidden states",
+            refused=False,
         ),
     )
 

@@ -22,17 +22,15 @@ from draftlab.errors import did_you_mean
 from draftlab.registry import REJECTION, RULES
 
 TASKS = "Tasks"  # panel of --help
+# settings of draftlab's engine, which a server does not have
 ENGINE = (
     "k",
-    "batch",
-    "drafter",
     "rule",
     "server_rule",
     "mode",
     "dtype",
     "device",
     "device_map",
-    "int8",
     "threads",
     "exhaustive",
     "minutes",
@@ -171,9 +169,15 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
 
     only = (
         Only(
-            ENGINE,
+            ("drafter", "int8", "batch"),
             lambda c: not c.served,
             "leave it out, because a server runs its own model with its own settings",
+        ),
+        Only(
+            ENGINE,
+            lambda c: not c.served,
+            "a server runs its own model with its own settings",
+            refused=False,
         ),
         shared.KEY_RULE,
         Only(
@@ -192,9 +196,15 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
             "needs --speculative-server URL, a second server that runs the target with the draft",
         ),
         Only(
-            ("rule", "server_rule", "top_k", "top_p", "min_p"),
+            ("top_k", "top_p", "min_p"),
             lambda c: c.temperature > 0,
             "works only with a --temperature above 0, because greedy decoding does not use this option",
+        ),
+        Only(
+            ("rule", "server_rule"),
+            lambda c: c.temperature > 0,
+            "all rules decode alike at --temperature 0",
+            refused=False,
         ),
         Only(
             ("rule",),
@@ -204,7 +214,8 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         Only(
             ("task_limit", "task_batch_size", "num_fewshot", "apply_chat_template", "include_path"),
             lambda c: c.tasks,
-            "needs --tasks NAMES",
+            "works only with --tasks NAMES",
+            refused=False,
         ),
         Only(("int8",), lambda c: c.mode in ("auto", "native"), "needs --mode native"),
         *shared.CHAT_RULES,

@@ -19,6 +19,7 @@ from draftlab.exporting.artifact import check_files, open_artifact, open_checkab
 from draftlab.heads.eagle3 import decoder
 from draftlab.heads.eagle3.drafter import score_chains
 from draftlab.model import hub, llama
+from draftlab.model.checkpoint import Checkpoint
 from draftlab.registry import SERVERS
 from draftlab.sampling import SamplingParams
 from draftlab_research import peagle
@@ -141,7 +142,7 @@ def test_a_head_is_not_read_as_a_head_of_another_kind(target, tmp_path):
     asked = {"target": str(target), "data": "stdlib", "out": tmp_path / "out"}
     for refused, named in (
         (lambda: draftlab.score(drafter=[f"eagle:heads={folder}"], **asked), "peagle"),
-        (lambda: open_artifact(folder, target), f"peagle:heads={folder}"),
+        (lambda: open_artifact(folder, Checkpoint(target)), f"peagle:heads={folder}"),
     ):
         with raises_option(named):
             refused()
@@ -150,6 +151,6 @@ def test_a_head_is_not_read_as_a_head_of_another_kind(target, tmp_path):
 @pytest.mark.parametrize("fields", [{}, {"norm_before_fc": True}, {"fc_norm": True}])
 def test_check_reports_a_norm_that_vllm_does_not_read_in_this_layout(target, tmp_path, fields):
     """update_peagle of vLLM 0.32 (transformers_utils/configs/speculators/algos.py) copies norm_before_fc alone."""
-    head = open_checkable(written_peagle(tmp_path / "head", target, PEAGLE | fields), target)
+    head = open_checkable(written_peagle(tmp_path / "head", target, PEAGLE | fields), Checkpoint(target))
     (found,) = [each for each in check_files(head, [SERVERS.get("vllm", "--for")]) if each.about == "vllm"]
     assert found.level == ("error" if "fc_norm" in fields else "ok")

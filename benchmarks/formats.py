@@ -112,9 +112,15 @@ def measured(result: dict[str, Any]) -> str:
 
 def processor(result: dict[str, Any]) -> str:
     """Return the name of a result's processor with the fastest of its instruction sets for matrix products."""
-    name, _, flags = result["cpu"].replace("(R)", "").rpartition(" (")
-    best = [flag for flag in EXTENSIONS if flag in flags]
-    return name.removesuffix(" Processor") + (f" ({best[-1]})" if best else "")
+    name = result["cpu"].replace("(R)", "").rpartition(" (")[0].removesuffix(" Processor")
+    best = extension(result)
+    return f"{name} ({best})" if best else name
+
+
+def extension(result: dict[str, Any]) -> str:
+    """Return the fastest instruction set of a result's processor for matrix products, or "" if none is known."""
+    known = [flag for flag in EXTENSIONS if flag in result["cpu"].rpartition(" (")[2]]
+    return known[-1] if known else ""
 
 
 FILTERS: dict[str, Callable[..., Any]] = {

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.formats import bounds, fixed, interval, millions, percent
+from benchmarks.formats import bounds, extension, fixed, interval, millions, percent
 
 # names of drafters on pages, by the name in a record without its number of drafted tokens and "@int8"
 DRAFTERS = {
@@ -41,30 +41,38 @@ class Tables:
         widths = [row["width"].scaled(100) for row in found["one drafter, one K"].values()]
         yield cells("width of the interval, one drafter", *(f"{width:.0f}" for width in widths))
 
-    def readme_table(self) -> Lines:
-        """Yield the speed-ups of whole requests by drafter, kind of prompts and precision of the target."""
-        about = self.results["readme_table"]
-        arms = [(kind, weights) for kind in ("questions", "edits") for weights in about[kind]]
-        yield from header("drafter", *(f"{kind}, {weights} target" for kind, weights in arms))
-        found = [{label(name): row for name, row in about[kind][weights].items()} for kind, weights in arms]
+    @property
+    def _readme_records(self) -> list[dict[str, Any]]:
+        """Return the records of the README's table, by processor."""
+        return [self.results["readme_table"], self.results["readme_table_avx512"]]
+
+    def readme_table(self, weights: str) -> Lines:
+        """Yield the speed-ups of whole requests over plain decoding in `weights`, by drafter, prompts and processor."""
+        records = self._readme_records
+        arms = {
+            f"{kind}, {extension(about)}": about[kind][weights] for kind in ("questions", "edits") for about in records
+        }
+        yield from header("drafter", *arms)
+        found = [{label(name): row for name, row in rows.items()} for rows in arms.values()]
         for name, _ in ordered(found[0]):
             rows = [scores[name] for scores in found]
+            marks = [" ‡" if row["doubt"] else "" for row in rows]
             texts = [f"{interval(row['speedup'])}, K = {row['k']}" for row in rows]
-            doubts = [" ‡" if row["doubt"] else "" for row in rows]
-            yield cells(name, *map("".join, zip(texts, doubts, strict=True)))
+            yield cells(name, *map("".join, zip(texts, marks, strict=True)))
 
     def readme_plain(self) -> str:
-        """Return a sentence on the speed of the target alone, by kind of prompts and precision."""
-        about = self.results["readme_table"]
+        """Return a sentence on the speed of the target alone, by processor, kind of prompts and precision."""
         texts = []
-        for kind in ("questions", "edits"):
-            plain = next(iter(about[kind]["bfloat16"].values()))["plain"]
-            rates = [f"{rate:.0f} in {weights}" for weights, rate in plain.items()]
-            texts.append(f"{' and '.join(rates)} on the {kind}")
-        said = f"Without a draft the target makes these tokens per CPU second: {', '.join(texts)}."
-        arms = [each for kind in ("questions", "edits") for each in about[kind].values()]
-        doubts = sorted({row["doubt"] for each in arms for row in each.values() if row["doubt"]})
-        return f"{said} ‡ No verdict: {'; '.join(doubts)}." if doubts else said
+        doubts: set[str] = set()
+        for about in self._readme_records:
+            rates = []
+            for kind in ("questions", "edits"):
+                plain = next(iter(about[kind]["bfloat16"].values()))["plain"]
+                rates.append(f"{plain['bfloat16']:.0f} and {plain['int8']:.0f} on the {kind}")
+                doubts |= {row["doubt"] for rows in about[kind].values() for row in rows.values() if row["doubt"]}
+            texts.append(f"{', '.join(rates)} ({extension(about)})")
+        said = f"Without a draft, bfloat16 and int8 give these tokens per CPU second: {'; '.join(texts)}."
+        return f"{said} ‡ No verdict: {'; '.join(sorted(doubts))}." if doubts else said
 
     def peers(self) -> Lines:
         """Yield the speed of whole requests over the fastest other engine, by way to draft and by bits."""

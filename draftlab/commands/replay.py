@@ -92,7 +92,10 @@ def show(replays: Mapping[str, ReplayedDraft], config: ReplayConfig, out: Path) 
         if DRAFTERS.get(each.replay.kind, "").is_priced() and each.replay.padded().modelled is None
     ]
     target = _target_named(config)
-    drafts = [Path(name.partition("@")[0]) for name in config.draft]
+    drafts = [Path(name) for name in config.draft]
+    profiled = [] if target is None else [target, *drafts]
+    if len({path.name for path in profiled}) < len(profiled):
+        profiled = []  # profile names models by their directories
     for name, each in replays.items():
         show += _table(each.replay, each.rows)
         data.append({"draft": name, "rows": [row.as_dict() for row in each.rows]})
@@ -100,7 +103,7 @@ def show(replays: Mapping[str, ReplayedDraft], config: ReplayConfig, out: Path) 
         path=out,
         show=[*show, str(out)],
         data={"out": str(out), "replays": data},
-        next=typed("draftlab", "profile", target, *drafts) if priced and drafts and target else None,
+        next=typed("draftlab", "profile", *profiled) if priced and drafts and profiled else None,
     )
 
 

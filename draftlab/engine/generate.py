@@ -117,8 +117,8 @@ class Drafter(Protocol):
         """
         ...
 
-    def attach(self, cache: KVCache) -> None:
-        """Receive the target's cache before the target's first pass. By default, do nothing."""
+    def attach(self, cache: Any) -> None:
+        """Receive the target's KVCache before the target's first pass. By default, do nothing."""
 
     def prefill(self, texts: TokenIds) -> None:
         """Read each prompt and the first token after it, before the first draft. By default, do nothing."""

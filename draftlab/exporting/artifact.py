@@ -303,7 +303,7 @@ class ParallelDraft(DraftModel):
     kind: DraftKind = "parallel draft"
     in_parallel = True
 
-    def __init__(self, path: Path, target: Path) -> None:
+    def __init__(self, path: Path, target: Checkpoint) -> None:
         super().__init__(path, target)
         trained = parallel.trained_offsets(path)
         if trained is not None:

@@ -114,7 +114,7 @@ class Tree:
 
 
 class TokenChooser(Protocol):
-    """Chooses the next drafted token of each row from logits [B, V] and uniform draws [B] in [0, 1).
+    """Chooses the next drafted token of each row from logits [B, V] and uniform draws [B] in [0, 1): generate.Sampler.
 
     It returns the tokens [B], and the draft distributions q [B, V] from which they were drawn. For greedy tokens, it
     returns None in place of q.

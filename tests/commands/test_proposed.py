@@ -1,6 +1,7 @@
 """Every command that draftlab proposes can be typed in a shell, whatever the names of folders and files are."""
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from draftlab.shell import typed
 
 PRUNE = "prune --layers 2 --width 32 --calibration-tokens 128 --seq-len 32"
 SCORE = "score --mode eager --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --repeats 1 --k 1"
-NAMES = ["a b", "größe", 'it\'s "so"', "$(touch x)`y`;&", "-dash", "~", "#1*?"]
+NAMES = ["a b", "größe", 'it\'s "so"', "$(touch x)`y`;&", "-dash", "~", "#1*?", "v@2"]
 
 
 def option(words: list[str], flag: str) -> Path:
@@ -43,6 +44,20 @@ def test_a_chain_of_proposed_commands_reads_what_was_written(name, tmp_path, mon
     words = read_by_shell(line.removeprefix("serve with: "))
     assert Path(words[1]).is_file()
     assert not words[1].startswith("-")
+
+
+@pytest.mark.parametrize("name", ["a b", "v@2", "-dash"])
+def test_replay_proposes_to_profile_what_it_read(name, tmp_path, monkeypatch, family_dirs):
+    monkeypatch.chdir(tmp_path)
+    write_workspace(family_dirs["llama"], write_functions(tmp_path / "text.txt", repeats=9), tmp_path)
+    call(PRUNE, "--out", name)
+    call("outputs build --use replay --num-prompts 2 --prompt-tokens 8 --max-new-tokens 6 --out store")
+    words = proposed(call("replay store --draft", name))
+    assert {Path(word).name for word in words[2:]} == {family_dirs["llama"].name, name}
+    call("", *words[1:], "--k", 1, "--context", 8, "--repeats", 3, "--mode", "eager")
+    shutil.copytree(name, tmp_path / "other" / family_dirs["llama"].name)
+    alike = call("replay store --out again --draft", tmp_path / "other" / family_dirs["llama"].name)
+    assert "next: " not in alike.stderr  # profile names models by their directories
 
 
 def for_small_heads(words: list[str]) -> list[str]:

@@ -142,6 +142,9 @@ class Export:
                     )
                 shell = "sh" if script[0].endswith(".sh") else "python"
                 lines.append(f"serve with: {typed(shell, output.out / script[0])}")
+                if options := form.server.options(launch, output.out.absolute()):
+                    notes["options"] = typed(*options)
+                    lines.append(f"or add to your own command: {notes['options']}")
             changes = f" Changed in this export: {', '.join(changed)}." if changed else ""
             commands, heldout = history(draft)
             card = Card(

@@ -447,6 +447,13 @@ class ServerKind:
         """Return the name and the text of a script in the draft's directory that starts the server with the draft."""
         raise NotImplementedError
 
+    def options(self, launch: Launch, draft: Path) -> list[object]:
+        """Return the words that add the draft to a command line of the server, or [] if the script is needed.
+
+        draft: Directory of the draft, an absolute path.
+        """
+        return []
+
     def command(self, program: Path, trial: ServerTrial) -> list[object]:
         """Return the command that starts a server for a verification, without host and port."""
         raise NotImplementedError

@@ -164,6 +164,13 @@ class VLLM(ServerKind):
         ]
         return shell_script(launch, lines)
 
+    def options(self, launch: Launch, draft: Path) -> list[object]:
+        if launch.own_target:
+            return []
+        method = launch.sampling.method
+        config = speculative_config(str(draft), launch.k, launch.kind, method, heterogeneous=launch.heterogeneous)
+        return ["--speculative-config", json.dumps(config)]
+
     def command(self, program: Path, trial: ServerTrial) -> list[object]:
         options = ["--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"]
         if trial.own_target:  # vLLM adds this to the settings in the head's config.json

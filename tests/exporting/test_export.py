@@ -3,6 +3,7 @@
 import json
 import os
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -240,7 +241,7 @@ def test_a_directory_is_the_draft_at_the_targets_size_and_dtype(space, family_di
 @pytest.mark.parametrize("runtime", ["vllm", "sglang", "llama.cpp"])
 def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
     """Run by sh, with a program of the runtime's name that says what it was called with."""
-    call(f"export draft --to {runtime} --k 3 --out", "a folder")
+    shown = call(f"export draft --to {runtime} --k 3 --out", "a folder").stdout
     for name in ("vllm", "python", "llama-server"):
         Path(name).write_text('#!/bin/sh\nfor word in "$@"; do echo "$word"; done\n')
         Path(name).chmod(0o755)
@@ -255,6 +256,9 @@ def test_a_script_starts_the_runtime_with_the_draft_beside_it(runtime, space):
         config = json.loads(told["--speculative-config"])
         asked = {"method": "draft_model", "model": place, "num_speculative_tokens": 3}
         assert config == asked | {"draft_sample_method": "probabilistic"}
+        (options,) = (line for line in shown.splitlines() if line.startswith("or add to your own command: "))
+        *_, flag, value = shlex.split(options)
+        assert (flag, json.loads(value)) == ("--speculative-config", config)
     elif runtime == "sglang":
         assert told["--speculative-draft-model-path"] == place
         assert told["--speculative-num-draft-tokens"] == "4"

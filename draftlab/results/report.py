@@ -1,7 +1,7 @@
 """Reports of scores: tables, Markdown, a self-contained HTML page, and flat JSON rows."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -55,13 +55,11 @@ WIDE = frozenset(
         "parameters",
     }
 )
-CAPTION = (
-    "* Fastest. ~ Not shown to be slower than the fastest draft. Each row has the draft's own speed-up at its best K, "
-    "chosen on other requests. That of the fastest row may exceed the gain of choosing it, which the text names. "
-    "speed-up: speed of whole requests (prefill and decoding), divided by that of the baseline. "
-    "relative to best: speed-up divided by the fastest draft's speed-up. TPOT: speed-up of the tokens after the first. "
-    "Intervals: 95% over conversations."
-)
+TIED = "~ "  # before the name of a draft that is not shown to be slower than the fastest draft
+# heads of columns
+SPEEDUP = "speed-up\n(95%)"
+RELATIVE = "relative\nto best"
+TPOT = "TPOT\n(95%)"
 # heads of the columns with tokens per second of whole requests
 RATE_HEADS: dict[Seconds, str] = {"cpu": "tok per\nCPU s", "wall": "tok/s"}
 
@@ -131,27 +129,53 @@ def ranking_table(group: Group) -> Table:
             "draft": plain.name,
             "tokens\nper pass": "1.00",
             RATE_HEADS[seconds]: format_number(plain.tokens_per_second),
-            "speed-up\n(95%)": f"{plain.speedup:.2f}x" if plain.timed else f"≈ {plain.speedup:.2f}x",
+            SPEEDUP: f"{plain.speedup:.2f}x" if plain.timed else f"≈ {plain.speedup:.2f}x",
         }
         rows.append((False, not plain.timed, -plain.speedup, cells))
     rows.sort(key=lambda row: row[:3])
-    decoding = "; ".join(dict.fromkeys(score.conditions.decoding for score in scores))
-    caption = f"{CAPTION} Baseline: {NO_DRAFT}, {group.baseline}. "
-    caption += f"{RATE_HEADS[seconds]}: {RATES[seconds]} of whole requests.".replace("\n", " ")
-    if any(cells["speed-up\n(95%)"].startswith("≈") for *_, cells in rows):
-        caption += f" {predicted_caption(scores)}"
-    if shown:
-        caption += f" accuracy: {shown[1]} of {shown[0]}."
-    caption += f" Decoding: {decoding}. How both sides ran: {precision(scores)}."
     first = group.ranking[0]
     praised = first.doubt is None or first.score.output_differs
+    records = [row for *_, row in rows]
     return Table.of(
-        [row for *_, row in rows],
+        records,
         title=_titled("Ranking", group),
-        caption=caption,
+        caption=" ".join(_explained(group, records, shown, praised=praised)),
         best=0 if praised else None,
         wide=WIDE,
     )
+
+
+def _explained(
+    group: Group, rows: Sequence[Mapping[str, str]], shown: tuple[str, str] | None, *, praised: bool
+) -> Iterator[str]:
+    """Yield sentences about the marks and columns that a ranking has, and about how it was measured.
+
+    shown: Task and metric of the column with accuracy. praised: Whether a row is marked as the fastest.
+    """
+    scores = group.scores
+    if praised:
+        yield "* Fastest."
+    if any(row["draft"].startswith(TIED) for row in rows):
+        yield "~ Not shown to be slower than the fastest draft."
+    if len(scores) > 1:
+        yield (
+            "Each row has the draft's own speed-up at its best K, chosen on other requests. That of the fastest row "
+            "may exceed the gain of choosing it, which the text names."
+        )
+    yield "speed-up: speed of whole requests (prefill and decoding), divided by that of the baseline."
+    yield f"Baseline: {NO_DRAFT}, {group.baseline}."
+    if any(row.get(RELATIVE) for row in rows):
+        yield "relative to best: speed-up divided by the fastest draft's speed-up."
+    if any(row.get(TPOT) for row in rows):
+        yield "TPOT: speed-up of the tokens after the first."
+    yield "Intervals: 95% over conversations."
+    yield f"{RATE_HEADS[group.seconds]}: {RATES[group.seconds]} of whole requests.".replace("\n", " ")
+    if any(row[SPEEDUP].startswith("≈") for row in rows):
+        yield predicted_caption(scores)
+    if shown:
+        yield f"accuracy: {shown[1]} of {shown[0]}."
+    decoding = "; ".join(dict.fromkeys(score.conditions.decoding for score in scores))
+    yield f"Decoding: {decoding}. How both sides ran: {precision(scores)}."
 
 
 def gain_at(score: Score, k: int, gain: Interval) -> str:
@@ -387,7 +411,7 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
     """Return the cells of a draft's row in the ranking, by column head."""
     score = ranked.score
     k = ranked.k
-    tie = "~ " if ranked.significant is False and not score.output_differs else ""
+    tie = TIED if ranked.significant is False and not score.output_differs else ""
     ratio = ranked.ratio_to_fastest
     ms = MILLISECONDS[score.seconds]
     row = {
@@ -396,9 +420,9 @@ def _board_row(ranked: Ranked, shown: tuple[str, str] | None) -> dict[str, str]:
         "tokens\nper pass": f"{score.tokens_per_pass(k):.2f}",
         "accept\nrate": f"{score.acceptance(k).draft_acceptance_rate:.1%}",
         RATE_HEADS[score.seconds]: format_number(score.output_tps(k)),
-        "speed-up\n(95%)": gain_at(score, k, ranked.speedup),
-        "relative\nto best": "" if ratio is None else str(ratio),
-        "TPOT\n(95%)": speedup_text(score.best_k_tpot_speedup),
+        SPEEDUP: gain_at(score, k, ranked.speedup),
+        RELATIVE: "" if ratio is None else str(ratio),
+        TPOT: speedup_text(score.best_k_tpot_speedup),
         f"TTFT,\n{ms}": milliseconds(score.ttft_ms(k)),
         "accu-\nracy": "",
         "equal\ntexts": optional(score.equal_texts, ".1%") if score.output_differs else "",

@@ -52,6 +52,7 @@ class Transformers(ServerKind):
         limit = f"# {launch.limit}\n" if launch.limit else ""
         text = f"""# python assist.py "a prompt"; K = {launch.k}: {launch.reason}
 {limit}import sys
+import time
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -60,8 +61,20 @@ target, here = {launch.target!r}, Path(__file__).resolve().parent
 tokenizer = AutoTokenizer.from_pretrained(target)
 model = AutoModelForCausalLM.from_pretrained(target, dtype="auto")
 {draft}inputs = tokenizer(sys.argv[1], return_tensors="pt", return_token_type_ids=False).to(model.device)
-output = model.generate(**inputs, {options}, max_new_tokens=64, do_sample=False)
+
+
+def decode(**options):
+    start = time.perf_counter()
+    output = model.generate(**inputs, **options, max_new_tokens=64, do_sample=False)
+    rate = (output.shape[1] - inputs["input_ids"].shape[1]) / (time.perf_counter() - start)
+    return output, f"{{rate:.1f}} tokens/s"
+
+
+model.generate(**inputs, max_new_tokens=1)  # the first call is slower
+_, plain = decode()
+output, drafted = decode({options})
 print(tokenizer.decode(output[0]))
+print(f"{{drafted}} with the draft, {{plain}} without", file=sys.stderr)
 """
         return "assist.py", text
 

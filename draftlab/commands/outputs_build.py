@@ -91,14 +91,17 @@ def _text(config: OutputsBuildConfig, directory: Path) -> Rows | TargetAnswers:
     )
     chats = not config.answers and config.text == "target" and is_chat_file(config.data)
     if chats:
-        reason = "the target answers the conversations of the data; use --num-prompts"
-        config.note_if_given("seq_len", "num_sequences", reason=reason)
+        if config.is_set("num_sequences"):
+            raise UserError("--num-sequences: the target answers the conversations of the data; use --num-prompts")
+        config.note_if_given("seq_len", reason="the target answers the conversations of the data")
     if config.answers or chats:
         with about("--data" if config.prompt_file is None else "--prompt-file"):
             prompts = _prompts(config, directory, chats)
         return TargetAnswers(prompts=prompts, use=config.use, sampling=sampling, seed=config.seed)
-    reason = f"needs prompts, but --data {config.data} has no conversations; add --prompt-file FILE"
-    config.note_if_given("num_prompts", "chat", "max_new_tokens", reason=reason)
+    lacks = f"--data {config.data} has no conversations"
+    if config.num_prompts is not None:
+        raise UserError(f"--num-prompts: works only with prompts, but {lacks}; add --prompt-file FILE")
+    config.note_if_given("chat", "max_new_tokens", reason=f"works only with prompts, but {lacks}")
     with about("--seq-len"):
         checkpoint.Checkpoint(directory).check_length(config.seq_len)
     rows = Rows(data=config.data, count=config.num_sequences, seq_len=config.seq_len, seed=config.seed)

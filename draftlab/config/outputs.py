@@ -136,22 +136,28 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
             "--from stores the log of a server unchanged",
             refused=False,
         ),
+        # without its limit, a run takes hours
         Only(
-            ("text",),
+            ("text", "num_sequences"),
             lambda c: c.from_file is not None or not c.answers,
             "works only with --use distill and without --prompt-file",
         ),
         Only(
-            ("num_sequences", "seq_len"),
+            ("seq_len",),
             lambda c: c.from_file is not None or not c.answers,
             "works only with --use distill and without --prompt-file",
             refused=False,
         ),
         Only(
-            ("num_prompts", "max_new_tokens"),
-            lambda c: c.writes,
+            ("num_prompts",),
+            lambda c: c.from_file is not None or c.writes,
             "works only if the target answers prompts; add --prompt-file FILE, --use replay, or --text target with "
             "conversations in --data",
+        ),
+        Only(
+            ("max_new_tokens",),
+            lambda c: c.writes,
+            "works only if the target answers prompts",
             refused=False,
         ),
         shared.ONE_SOURCE,

@@ -28,7 +28,8 @@ from draftlab.config.shared import (
 
 PROFILE_HELP = (
     "Latencies: an output of draftlab profile; SHAPE@LAW, in which LAW is an output of draftlab profile --law; or "
-    "SHAPE@DEVICE,MODE[,DTYPE], computed from constants of the device (add ,eagle=IDS for an EAGLE-3 head)."
+    "MODEL@DEVICE,MODE[,DTYPE], computed from constants of the device. MODEL is a shape, a checkpoint or an EAGLE-3 "
+    "head, whose weights are not needed; or the target of an EAGLE-3 head, if you add ,eagle=IDS."
 )
 
 

@@ -10,6 +10,7 @@ from draftlab.commands.base import Outcome
 from draftlab.commands.checks import check_plots
 from draftlab.commands.latency_tables import best_k_table, draft_table, k_table
 from draftlab.commands.settings.latency import PredictConfig
+from draftlab.drafters.base import DRAFTERS
 from draftlab.errors import OtherArchitecture, Quantised, UserError, about
 from draftlab.heads.eagle3 import layout
 from draftlab.latency.cost_model import CostModel, alpha_for
@@ -38,14 +39,18 @@ def prepare(config: PredictConfig, weights: bool) -> Predicting:
     """
     with about("--acceptance"):
         measured = [_acceptance(text, config.max_new_tokens) for text in config.acceptance]
-        if len(measured) not in (1, len(config.draft_profile)):
+        count = len(config.draft_profile) or len(measured)
+        if len(measured) not in (1, count):
             raise UserError(
-                f"{len(measured)} values for {len(config.draft_profile)} drafts; write one value for all drafts, or "
-                "one value for each draft"
+                f"{len(measured)} values for {count} drafts; write one value for all drafts, or one value for each "
+                "draft"
             )
+    if not config.draft_profile:
+        for text, work in zip(config.acceptance, measured, strict=True):
+            _check_without_model(text, work)
     if any(work.model for work in measured):
         config.note_if_given("max_new_tokens", reason="the measured texts of --acceptance have their own lengths")
-    measured *= len(config.draft_profile) // len(measured)
+    measured *= count // len(measured)
     prompts: Sequence[int | None] = config.context or [None]
     works = measured
     if config.context:
@@ -67,7 +72,7 @@ def prepare(config: PredictConfig, weights: bool) -> Predicting:
                 profile = parse_profile(spec, **grid, find=_model)
             return CostModel.of(profile, extrapolate=config.extrapolate)
 
-    drafts = [cost("--draft-profile", spec) for spec in config.draft_profile]
+    drafts = [cost("--draft-profile", spec) for spec in config.draft_profile] or [None] * count
     target = cost("--target-profile", config.target_profile)
     if target.profile.drafter != "model":
         raise UserError(f"--target-profile {config.target_profile}: this is a head; name the target that it drafts for")
@@ -136,6 +141,19 @@ def _model(name: str) -> NamedModel:
             f"{error}; write its sizes into a shape file, such as those of configs/targets, and name this file"
         ) from None
     return NamedModel(name=called, sizes=ModelSizes(shape=shape))
+
+
+def _check_without_model(text: str, work: Workload) -> None:
+    """Check that an acceptance needs no --draft-profile. text: The value of --acceptance.
+
+    Raises:
+        UserError: It is not the replay of a drafter without a model.
+    """
+    if work.model is None or DRAFTERS.get(work.kind, "acceptance").is_priced():
+        raise UserError(
+            f"--draft-profile is missing, and --acceptance {text} is no replay of a drafter without a model, such as "
+            "prompt-lookup; type --draft-profile MODEL@DEVICE,MODE, as in llama-3.2-1b@h100,graphs"
+        )
 
 
 def _acceptance(text: str, max_tokens: int) -> Workload:

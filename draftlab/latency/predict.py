@@ -40,7 +40,7 @@ class KPrediction:
     Args:
         tokens_per_pass: Tokens per target pass, including the target's own token. Passes without a draft count only if
             the drafter may have no draft.
-        speedup: Speed-up with its confidence interval over texts, which does not include the spread of latencies.
+        speedup: Speed-up with its 95 % interval over conversations, which does not include the spread of latencies.
         beta: Time of a target pass over K + 1 tokens divided by the time of a pass over one token.
         closed_form_speedup: Speed-up by closed_form_speedup() at the mean context of the texts, as a check.
         free_draft: Speed-up if drafting took no time.
@@ -246,6 +246,9 @@ def predict(
     if draft is not None:
         c = float(draft.steady_ms(batch, np.array(work.middle)) / costs.verify[0, work.middle - costs.first])
     name, described = _names(draft, work)
+    notes = _notes(draft, target, work, max(ks), batch, max(costs.passes.by_width, default=1))
+    if not speedups[0].exists:
+        notes.append(_no_interval(work))
     return LatencyPrediction(
         name=name,
         draft=described,
@@ -258,7 +261,7 @@ def predict(
             for k, length, speedup in zip(ks, lengths, speedups, strict=True)
         ],
         halved=_halved(costs, work, by_k, float(plain.sum()), free=draft is None),
-        notes=_notes(draft, target, work, max(ks), batch, max(costs.passes.by_width, default=1)),
+        notes=notes,
     )
 
 
@@ -299,11 +302,12 @@ def verdict(prediction: LatencyPrediction) -> str:
         opening = "Faster"
     elif gain.below(1):
         opening = "Slower than no draft"
+    shown = gain.as_speedup() if gain.exists else f"{gain.value:.2f}x"
     limit = max(prediction.halved, key=lambda name: prediction.halved[name])
     remedies = REMEDIES if "draft" in prediction.halved else REMEDIES | WITHOUT_MODEL
     halves = ", ".join(f"{LOSSES[name]} {value:.2f}x" for name, value in prediction.halved.items())
     return (
-        f"{opening} (predicted): {gain.as_speedup()} at K = {row.k}, with {row.tokens_per_pass.value:.2f} tokens per "
+        f"{opening} (predicted): {shown} at K = {row.k}, with {row.tokens_per_pass.value:.2f} tokens per "
         f"target pass (break-even: {row.break_even_length:.2f}). Speed-up if only one cost were halved: {halves}. "
         f"{remedies[limit]}."
     )
@@ -414,6 +418,12 @@ def _notes(draft: CostModel | None, target: CostModel, work: Workload, k: int, b
     if batch > 1:
         notes.append("host time is assumed to be that of batch size 1")
     return notes
+
+
+def _no_interval(work: Workload) -> str:
+    if work.model is None:
+        return "there is no interval, because the acceptance is assumed"
+    return f"there is no interval, because the acceptance of {work.model[0]} is that of one conversation"
 
 
 def _differences(draft: Profile, target: Profile) -> list[str]:

@@ -372,6 +372,40 @@ def test_a_k_beyond_the_replay_is_an_error(files, tmp_path):
     assert "--k 4" in result.output
 
 
+@pytest.mark.parametrize(
+    ("conversations", "n"),
+    [
+        (None, 3),  # every text is a conversation of its own
+        ([7, 7, 8], 2),
+        ([7, 7, 7], 1),
+    ],
+)
+def test_an_interval_is_over_conversations_and_one_conversation_has_none(conversations, n, files, tmp_path):
+    texts = [replayed_text(5, [0.0, alpha, alpha, alpha]) for alpha in (0.5, 0.7, 0.8)]
+    if conversations is not None:
+        texts = [change(text, conversation=i) for text, i in zip(texts, conversations, strict=True)]
+    (tmp_path / "replay.json").write_text(replay_of(texts).model_dump_json())
+    typed = f"{files} --acceptance replay.json --k 1-3"
+    (predicted,) = json.loads(call(f"{typed} --json").stdout)["predictions"]
+    shown = call(typed).stdout
+    for row in predicted["rows"]:
+        assert row["speedup"]["n"] == n
+        assert (row["speedup"]["low"] is None) == (row["speedup"]["high"] is None) == (n == 1)
+    says = shown.replace("no interval", "")
+    assert ("nterval" in says) == (n > 1)
+    assert f"n = {n}" in shown or n == 1
+    assert ("no interval" in shown) == (n == 1)
+
+
+def test_an_assumed_acceptance_has_no_interval(files):
+    several = "--draft-profile draft.yaml --k 1-3"
+    for command in (f"{files} --k 1-3", f"{files} {several}"):
+        shown = call(f"{command} {ASSUMED} --acceptance 0.7").stdout
+        assert "n = 1" not in shown
+        assert "95%" not in shown
+        assert shown.count("no interval") == 1
+
+
 def test_no_draft_is_a_row_and_is_marked_where_it_is_fastest(files, tmp_path):
     for alpha, marked in (("0.9", False), ("0.01", True)):
         shown = call(f"{files} {ASSUMED} --acceptance {alpha} --k 3-4").stdout

@@ -75,7 +75,12 @@ class Interval(FileModel):
 
     @field_serializer("low", "high")
     def _end(self, value: float) -> float | None:
-        return value if self.n > 1 else None
+        return value if self.exists else None
+
+    @property
+    def exists(self) -> bool:
+        """Return whether there are enough conversations for an interval with an end."""
+        return self.n > 1
 
     @property
     def decides(self) -> bool:

@@ -21,6 +21,9 @@ from draftlab.runs import workspace
 from draftlab.runs.workspace import Workspace
 from draftlab.shell import typed
 
+# preset -> size of its first draft: the paper's Wide-1.3B, as in docs/paper.md
+FIRST_DRAFTS = {"llama-65b": ("--layers", "12", "--width", "2560")}
+
 
 @dataclass(frozen=True, slots=True)
 class WrittenWorkspace:
@@ -114,7 +117,8 @@ def show(written: WrittenWorkspace, config: InitConfig) -> Outcome:
     if written.sizes:
         data["text"] = {source: asdict(size) for source, size in written.sizes.items()}
     plan = [] if hub.local(written.space.source) else ["--dry-run"]  # shows what prune would download
-    then = typed("draftlab", "prune", "--layers", _layers(written.space), *plan)
+    size = FIRST_DRAFTS.get(config.preset or "") or ("--layers", str(_layers(written.space)))
+    then = typed("draftlab", "prune", *size, *plan)
     if written.questions is not None:
         words = [
             "draftlab",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from draftlab.intervals import Interval
 from draftlab.latency.cost_model import Profile, pass_bytes
 from draftlab.latency.predict import DraftPrediction, LatencyPrediction, required_length
 from draftlab.latency.scaling_law import ScalingLaw
@@ -72,7 +73,7 @@ def k_table(prediction: LatencyPrediction) -> TerminalTable:
         "tokens\nper pass",
         "break\neven",
         "tok/s",
-        "speed-up\n95% interval",
+        _speedup_head([row.speedup for row in prediction.rows]),
         "free\ndraft",
         "perfect\ndraft",
         "% draft,\nverify, host",
@@ -85,7 +86,7 @@ def k_table(prediction: LatencyPrediction) -> TerminalTable:
             f"{row.tokens_per_pass.value:.2f}",
             f"{row.break_even_length:.2f}",
             format_number(row.tokens_per_second, 4),
-            str(row.speedup),
+            _speedup(row.speedup),
             f"{row.free_draft:.2f}",
             f"{row.perfect_draft:.2f}",
             ", ".join(shares),
@@ -100,9 +101,10 @@ def k_table(prediction: LatencyPrediction) -> TerminalTable:
         "* Fastest. Tokens per pass include the target's own token. Free draft: speed-up if drafting took no "
         "time. Perfect draft: speed-up if every drafted token were accepted. The closed form, with c = "
         f"{prediction.c:.3f} (draft pass / target pass) and beta = {best.beta:.2f} (target pass over K + 1 tokens / "
-        f"over one token), gives {best.closed_form_speedup:.2f} at K = {best.k}. Intervals are over texts; the spread "
-        "of latencies is not included."
+        f"over one token), gives {best.closed_form_speedup:.2f} at K = {best.k}."
     )
+    if best.speedup.exists:
+        caption += " Intervals are over conversations; the spread of latencies is not included."
     return TerminalTable(heads=heads, rows=rows, best=fastest, title=title, caption=caption)
 
 
@@ -120,7 +122,7 @@ def draft_table(predictions: list[LatencyPrediction]) -> TerminalTable:
         "K",
         "tokens\nper pass",
         "tok/s",
-        "speed-up\n95% interval",
+        _speedup_head([p.best.speedup for p in predictions]),
         "needed to\nbe fastest",
     )
     rows = []
@@ -134,7 +136,7 @@ def draft_table(predictions: list[LatencyPrediction]) -> TerminalTable:
                 str(p.best.k),
                 f"{p.best.tokens_per_pass.value:.2f}",
                 format_number(p.best.tokens_per_second, 4),
-                str(p.best.speedup),
+                _speedup(p.best.speedup),
                 "" if helps and p is fastest else text,
             ]
         )
@@ -162,6 +164,14 @@ def best_k_table(draft: DraftPrediction) -> TerminalTable:
     ]
     heads = ("batch", "prompt\ntokens", "K", "speed-up", "tok/s of\nthe batch")
     return TerminalTable(heads=heads, rows=rows, title=f"Best K of {draft.prediction.name}")
+
+
+def _speedup_head(speedups: Sequence[Interval]) -> str:
+    return "speed-up\n95% interval" if any(each.exists for each in speedups) else "\nspeed-up"
+
+
+def _speedup(speedup: Interval) -> str:
+    return str(speedup) if speedup.exists else f"{speedup.value:.2f}"
 
 
 def _cells(points: Sequence[Latency]) -> list[str]:

@@ -198,6 +198,11 @@ class Config(BaseModel):
         """Return the text of --data if the command will read it. It is checked before anything is loaded."""
         return None
 
+    @property
+    def addresses(self) -> dict[str, str | None]:
+        """Return the addresses of running servers by option. They are contacted before anything is loaded."""
+        return {}
+
     @classmethod
     def build(cls, settings: dict[str, Any], where: str = "") -> Self:
         """Return the config with these settings, and with defaults for all other settings.

@@ -176,6 +176,10 @@ class OutputsBuildConfig(StoredTargetSettings, OutputConfig):
     )
 
     @property
+    def addresses(self) -> dict[str, str | None]:
+        return {"--server": self.server}
+
+    @property
     def text_source(self) -> str | None:
         return self.data if self.from_file is None and self.prompt_file is None else None
 

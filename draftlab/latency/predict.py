@@ -14,9 +14,10 @@ import numpy as np
 from pydantic_core import to_jsonable_python
 
 from draftlab.acceptance.expected import chain
+from draftlab.drafters.base import DRAFTERS
 from draftlab.errors import UserError
 from draftlab.intervals import Interval, by_conversation, ratio_intervals
-from draftlab.latency.cost_model import CostModel, alpha_for, closed_form_speedup
+from draftlab.latency.cost_model import CostModel, Profile, alpha_for, closed_form_speedup
 from draftlab.latency.steps import (
     ComputedStepCosts,
     Steps,
@@ -37,8 +38,9 @@ class KPrediction:
     """The predicted speed and speed-up with one K.
 
     Args:
-        tokens_per_pass: Tokens per target pass, including the target's own token.
-        speedup: Speed-up with its confidence interval over texts, which does not include the spread of latencies.
+        tokens_per_pass: Tokens per target pass, including the target's own token. Passes without a draft count only if
+            the drafter may have no draft.
+        speedup: Speed-up with its 95 % interval over conversations, which does not include the spread of latencies.
         beta: Time of a target pass over K + 1 tokens divided by the time of a pass over one token.
         closed_form_speedup: Speed-up by closed_form_speedup() at the mean context of the texts, as a check.
         free_draft: Speed-up if drafting took no time.
@@ -67,9 +69,10 @@ class LatencyPrediction:
     """The prediction for a draft and a target at one batch size.
 
     Args:
-        c: Time of a one-token draft pass divided by the time of a one-token target pass.
+        c: Time of a one-token draft pass divided by the time of a one-token target pass. 0: the drafter has no model.
         rows: The prediction for each K.
-        halved: Best speed-up over all K if one cost were halved, by the name of the cost (see LOSSES).
+        halved: Best speed-up over all K if one cost were halved, by the name of the cost (see LOSSES). A drafter
+            without a model has no cost "draft".
     """
 
     name: str
@@ -135,7 +138,7 @@ class DraftPrediction:
 
 
 def predict_draft(
-    draft: CostModel,
+    draft: CostModel | None,
     target: CostModel,
     work: Workload,
     ks: Sequence[int],
@@ -146,6 +149,7 @@ def predict_draft(
     """Predict a draft's speed-up for every K, and its best K at every batch size and prompt length.
 
     Args:
+        draft: Latencies of the draft. None: the drafter has no model, and drafting takes no time.
         batches: Batch sizes to predict.
         prompts: Prompt lengths to predict; None stands for the lengths in the data.
 
@@ -170,25 +174,30 @@ def predict_draft(
             speedups={k: plain / value for k, value in ms.items()},
         )
         best_ks.append(best)
-    model = work.model or (draft.profile.name, draft.profile.sha256)
+    model = work.model or (draft and (draft.profile.name, draft.profile.sha256))
+    assert model is not None  # a drafter without a model has a replay
     return DraftPrediction(prediction=prediction, best_ks=best_ks, model=model, selection=work.selection)
 
 
-def _drafted_by(draft: CostModel, work: Workload) -> Workload:
+def _drafted_by(draft: CostModel | None, work: Workload) -> Workload:
     """Check that the acceptance was measured with the kind of draft that was profiled, and return its texts.
 
     Raises:
         UserError: The kinds of draft differ, or the draft is not used in every step.
     """
-    if work.texts.modelled is not None:
+    if work.model is not None and work.texts.modelled is not None:
         raise UserError(
-            f"{draft.profile.name} drafts only in steps without a draft of prompt lookup, which predict cannot time; "
-            "measure the drafter with draftlab score"
+            f"{work.model[0]} drafts with its model only in steps without a draft of prompt lookup, which predict "
+            "cannot time; measure the drafter with draftlab score"
         )
+    if draft is None:
+        return work
     profiled = draft.profile.drafter
     replayed = work.kind
     if work.model is None:  # assumed acceptance fits any draft
         return replace(work, kind=profiled)
+    if not DRAFTERS.get(replayed, "acceptance").is_priced():
+        raise UserError(f"{work.model[0]} has no model, and so no profile; leave --draft-profile out")
     # a parallel draft is profiled as a draft model
     if profiled != ("model" if replayed == "parallel" else replayed):
         raise UserError(
@@ -199,13 +208,21 @@ def _drafted_by(draft: CostModel, work: Workload) -> Workload:
 
 
 def predict(
-    draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int], batch: int = 1
+    draft: CostModel | None, target: CostModel, work: Workload, ks: Sequence[int], batch: int = 1
 ) -> LatencyPrediction:
     """Predict the throughput of a draft with a target for every K.
 
+    draft: Latencies of the draft. None: the drafter has no model, and drafting takes no time.
+
     Raises:
-        UserError: A context, width or batch is outside the profiles, or every text has one token.
+        UserError: A context, width or batch is outside the profiles, a K is beyond those of the replay, or every text
+            has one token.
     """
+    if work.most is not None and max(ks) > work.most:
+        raise UserError(
+            f"--k {max(ks)}: the replay drafted at most {work.most} tokens per step; use --k 1-{work.most}, or replay "
+            f"with --k {max(ks)}"
+        )
     if not work.texts.lengths.any():
         raise UserError(
             "every text has one token, which the prefill emits, so there is nothing to predict; measure longer texts"
@@ -220,22 +237,40 @@ def predict(
         sums = (by_conversation(np.stack(each, 1), work.conversations) for each in (over, under))
         return ratio_intervals(*sums)
 
-    lengths = ratios([c.steps + c.accepted for c in counts], [c.steps for c in counts])
+    if work.texts.drafted is None:
+        lengths = ratios([c.steps + c.accepted for c in counts], [c.steps for c in counts])
+    else:
+        lengths = ratios([c.tokens for c in counts], [c.passes for c in counts])
     speedups = ratios([plain] * len(ks), times)
+    c = 0.0
+    if draft is not None:
+        c = float(draft.steady_ms(batch, np.array(work.middle)) / costs.verify[0, work.middle - costs.first])
+    name, described = _names(draft, work)
+    notes = _notes(draft, target, work, max(ks), batch, max(costs.passes.by_width, default=1))
+    if not speedups[0].exists:
+        notes.append(_no_interval(work))
     return LatencyPrediction(
-        name=f"{draft.profile.name}, {draft.profile.mode}",
-        draft=draft.profile.describe(),
+        name=name,
+        draft=described,
         target=target.profile.describe(),
         batch=batch,
-        c=float(draft.steady_ms(batch, np.array(work.middle)) / costs.verify[0, work.middle - costs.first]),
+        c=c,
         plain_tokens_per_second=1e3 * batch * work.tokens / float(plain.sum()),
         rows=[
             _row(k, costs, work, by_k[k], length, speedup, batch)
             for k, length, speedup in zip(ks, lengths, speedups, strict=True)
         ],
-        halved=_halved(costs, work, by_k, float(plain.sum())),
-        notes=_notes(draft, target, work, max(ks), batch, max(costs.passes.by_width)),
+        halved=_halved(costs, work, by_k, float(plain.sum()), free=draft is None),
+        notes=notes,
     )
+
+
+def _names(draft: CostModel | None, work: Workload) -> tuple[str, str]:
+    """Return the name of a draft for tables and plots, and its name with what was profiled for titles."""
+    if draft is not None:
+        return f"{draft.profile.name}, {draft.profile.mode}", draft.profile.describe()
+    assert work.model is not None  # the replay of a drafter without a model
+    return work.model[0], f"{work.model[0]}, which has no model"
 
 
 def best_k(draft: CostModel, target: CostModel, work: Workload, ks: Sequence[int]) -> tuple[int, float, float]:
@@ -267,12 +302,14 @@ def verdict(prediction: LatencyPrediction) -> str:
         opening = "Faster"
     elif gain.below(1):
         opening = "Slower than no draft"
+    shown = gain.as_speedup() if gain.exists else f"{gain.value:.2f}x"
     limit = max(prediction.halved, key=lambda name: prediction.halved[name])
+    remedies = REMEDIES if "draft" in prediction.halved else REMEDIES | WITHOUT_MODEL
     halves = ", ".join(f"{LOSSES[name]} {value:.2f}x" for name, value in prediction.halved.items())
     return (
-        f"{opening} (predicted): {gain.as_speedup()} at K = {row.k}, with {row.tokens_per_pass.value:.2f} tokens per "
+        f"{opening} (predicted): {shown} at K = {row.k}, with {row.tokens_per_pass.value:.2f} tokens per "
         f"target pass (break-even: {row.break_even_length:.2f}). Speed-up if only one cost were halved: {halves}. "
-        f"{REMEDIES[limit]}."
+        f"{remedies[limit]}."
     )
 
 
@@ -288,6 +325,11 @@ REMEDIES = {
     "many layers",
     "verify": "Verification costs most: use a smaller batch, or kernels that read the weights once for all tokens",
     "host": "Host time costs most: use CUDA graphs, or sample and verify on the device",
+}
+# for drafters without a model
+WITHOUT_MODEL = {
+    "acceptance": "Rejected and missing drafts cost most: let a draft model draft where this drafter has no match "
+    "(--drafter fallback:draft=DRAFT)",
 }
 ASSUMPTIONS = {
     "analytic": "latencies are computed from a device's constants, not measured",
@@ -333,10 +375,14 @@ def _row(
     )
 
 
-def _halved(costs: ComputedStepCosts, work: Workload, by_k: dict[int, Steps], plain: float) -> dict[str, float]:
+def _halved(
+    costs: ComputedStepCosts, work: Workload, by_k: dict[int, Steps], plain: float, *, free: bool
+) -> dict[str, float]:
     """Return the best speed-up over all K if one cost were halved, by the name of the cost.
 
-    plain: Milliseconds of decoding without a draft. They are the same in all cases.
+    Args:
+        plain: Milliseconds of decoding without a draft. They are the same in all cases.
+        free: Whether drafting takes no time, so that its cost is left out.
     """
     likelier = work.with_chances((1 + work.texts.chances) / 2)
     cases = {
@@ -345,6 +391,8 @@ def _halved(costs: ComputedStepCosts, work: Workload, by_k: dict[int, Steps], pl
         "verify": (replace(costs, verify=(costs.verify + costs.verify[0]) / 2), by_k),
         "host": (replace(costs, host=costs.host / 2), by_k),
     }
+    if free:
+        del cases["draft"]
     speedups: dict[str, float] = {}
     for name, (case, all_steps) in cases.items():
         times = [expected_time(case, work.prompt_tokens, s).total for s in all_steps.values()]
@@ -352,24 +400,36 @@ def _halved(costs: ComputedStepCosts, work: Workload, by_k: dict[int, Steps], pl
     return speedups
 
 
-def _notes(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int, widest: int) -> list[str]:
+def _notes(draft: CostModel | None, target: CostModel, work: Workload, k: int, batch: int, widest: int) -> list[str]:
     """Return notes on what limits the prediction's accuracy. widest: Number of tokens in the draft's widest pass."""
     first = int(work.prompt_tokens.min())
     last = int(work.prompt_tokens.max())
     contexts = first, work.longest + k - 1
-    notes = draft.beyond("prompt", first + 1, last + 1)
-    for cost, width in ((draft, widest), (target, k + 1)):
+    notes = [] if draft is None else draft.beyond("prompt", first + 1, last + 1)
+    widths = [(target, k + 1)] if draft is None else [(draft, widest), (target, k + 1)]
+    for cost, width in widths:
         notes += cost.beyond("width", 1, width) + cost.beyond("context", *contexts)
-    kinds = {cost.profile.kind for cost in (draft, target)}
+    kinds = {cost.profile.kind for cost, _ in widths}
     notes += [text for kind, text in ASSUMPTIONS.items() if kind in kinds]
-    for name in ("device", "dtype", "mode"):
-        a = getattr(draft.profile, name)
-        b = getattr(target.profile, name)
-        if a != b:
-            notes.append(f"the profiles of draft and target differ in {name}: {a} and {b}")
+    if draft is None:
+        notes.append("a drafter without a model is assumed to draft in no time; draftlab score measures its time")
+    else:
+        notes += _differences(draft.profile, target.profile)
     if batch > 1:
         notes.append("host time is assumed to be that of batch size 1")
     return notes
+
+
+def _no_interval(work: Workload) -> str:
+    if work.model is None:
+        return "there is no interval, because the acceptance is assumed"
+    return f"there is no interval, because the acceptance of {work.model[0]} is that of one conversation"
+
+
+def _differences(draft: Profile, target: Profile) -> list[str]:
+    """Return a note for each condition in which the profiles of draft and target differ."""
+    conditions = [(name, getattr(draft, name), getattr(target, name)) for name in ("device", "dtype", "mode")]
+    return [f"the profiles of draft and target differ in {name}: {a} and {b}" for name, a, b in conditions if a != b]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -377,14 +437,14 @@ class Predicting:
     """The prediction for several drafts and a target.
 
     Attributes:
-        drafts: The cost of each draft, and the acceptance of its texts.
+        drafts: The cost of each draft, and the acceptance of its texts. A drafter without a model has no cost.
         prompts: Prompt lengths in tokens. None: each prompt has its own length.
         notes: Sentences to add to each prediction.
         plot: Picture to write, or None.
     """
 
     target: CostModel
-    drafts: Sequence[tuple[CostModel, Workload]]
+    drafts: Sequence[tuple[CostModel | None, Workload]]
     ks: Sequence[int]
     batches: Sequence[int]
     prompts: Sequence[int | None]

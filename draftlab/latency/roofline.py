@@ -6,7 +6,7 @@ time per layer is added. If the host takes longer to launch the pass, the pass t
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -142,13 +142,14 @@ def roofline_profile(
     widths: Sequence[int],
     batches: Sequence[int],
     contexts: Sequence[int],
-    head: bool = False,
+    states: int = 0,
 ) -> Profile:
     """Compute a profile by the roofline model. A pass reads weights and cache once, and takes extra time per layer.
 
     Args:
-        head: Whether the model is an EAGLE-3 head. Then `sizes` has the shape of the head's single layer, with the
-            number of ids that the head can draft as draft_vocab.
+        sizes: For an EAGLE-3 head, the shape of its single layer, with the number of ids that the head can draft as
+            draft_vocab.
+        states: Width of the target's states that fc of an EAGLE-3 head reads at a position. 0: the model is no head.
 
     Raises:
         UserError: The weights do not fit the device, or a constant of the device is far too large or too small.
@@ -165,9 +166,9 @@ def roofline_profile(
             "name a smaller dtype or a larger device"
         )
 
-    # a head's q, k and v read the embedding as well, and its fc reads three hidden states of the target
-    own = shape.hidden * (shape.sizes["q"] + 2 * shape.sizes["kv"]) if head else 0
-    fc = 3 * shape.hidden**2 if head else 0
+    # a head's q, k and v read the embedding as well
+    own = shape.hidden * (shape.sizes["q"] + 2 * shape.sizes["kv"]) if states else 0
+    fc = shape.hidden * states
     host = device.modes[mode]
     issuing = host.pass_ms + host.layer_ms * shape.layers
 
@@ -177,8 +178,8 @@ def roofline_profile(
     return Profile(
         kind="analytic",
         name=name,
-        shape=None if head or sizes.mlps != LLAMAS else shape,
-        drafter="eagle" if head else "model",
+        shape=None if states or sizes.mlps != LLAMAS else shape,
+        drafter="eagle" if states else "model",
         device=device.name,
         dtype=dtype,
         mode=mode,
@@ -197,26 +198,73 @@ def roofline_profile(
     )
 
 
-def parse_profile(spec: str, *, widths: Sequence[int], batches: Sequence[int], longest: int) -> Profile:
-    """Read a profile from the path `spec`, or compute one from ``SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS]``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedModel:
+    """A model whose passes are to be computed, with the name of its profile. sizes, states: As in roofline_profile."""
 
-    SHAPE and DEVICE are paths, or names of files that come with draftlab. With ``eagle=32000``, the profile is for an
-    EAGLE-3 head that drafts 32,000 ids, and SHAPE is the target's. A computed profile has these widths and batches, and
-    contexts up to `longest`.
+    name: str
+    sizes: ModelSizes
+    states: int = 0
+
+    def eagle_head(self, ids: int) -> "NamedModel":
+        """Return an EAGLE-3 head for this target, with one layer like the target's, that drafts this number of ids.
+
+        Raises:
+            UserError: This model is a head itself, or has fewer ids.
+        """
+        shape = self.sizes.shape
+        if self.states:
+            raise UserError(f"{self.name} is an EAGLE-3 head already; leave eagle={ids} out")
+        if ids > shape.vocab:
+            raise UserError(f"eagle={ids} is more than the target's {shape.vocab:,} token ids; use at most this number")
+        ffn = self.sizes.mlps.dense_ffn or shape.ffn
+        layer = shape.model_copy(update={"layers": 1, "tied": False, "draft_vocab": ids, "ffn": ffn})
+        return NamedModel(name=f"eagle-{self.name}", sizes=ModelSizes(shape=layer), states=3 * shape.hidden)
+
+
+def shipped_model(name: str) -> NamedModel:
+    """Return the model of a shape file. name: The file's path, or the name of a file that comes with draftlab.
 
     Raises:
-        UserError: spec is neither the path of a profile nor text of this form.
+        UserError: There is no such file, or it is no shape file.
     """
-    if Path(spec).exists():
-        return read_profile(Path(spec))
-    name, at, rest = spec.partition("@")
+    return NamedModel(
+        name=Path(name).name.removesuffix(".yaml"),
+        sizes=read_sizes(shipped.locate(name, "widths", "targets")),
+    )
+
+
+def parse_profile(
+    spec: str,
+    *,
+    widths: Sequence[int],
+    batches: Sequence[int],
+    longest: int,
+    find: Callable[[str], NamedModel] = shipped_model,
+) -> Profile:
+    """Read a profile from the path `spec`, or compute one from ``MODEL@DEVICE,MODE[,DTYPE][,eagle=IDS]``.
+
+    DEVICE is a path, or the name of a file that comes with draftlab. With ``eagle=32000``, the profile is for an
+    EAGLE-3 head that drafts 32,000 ids, and MODEL is the target. A computed profile has these widths and batches, and
+    contexts up to `longest`.
+
+    find: Function that returns the model called MODEL.
+
+    Raises:
+        UserError: spec is neither the path of a profile nor text of this form, or there is no such model or device.
+    """
+    path = Path(spec)
+    if (path / "config.json").is_file():
+        raise UserError(f"{spec} is a checkpoint, not a profile; add a device and a mode, as in {spec}@h100,graphs")
+    if path.exists():
+        return read_profile(path)
+    name, at, rest = spec.rpartition("@")
     if not at:
         raise UserError(
-            f"there is no profile at {spec}; measure a profile with draftlab profile, or name a shape and a device to "
+            f"there is no profile at {spec}; measure a profile with draftlab profile, or name a model and a device to "
             f"compute a profile, as in {EXAMPLE}"
         )
     place, *words = rest.split(",")
-    sizes = read_sizes(shipped.locate(name, "widths", "targets"))
     device = read_model(Device, shipped.locate(place, "profiles"))
     modes: list[Mode] = [mode for mode in device.modes if mode in words]
     dtypes = [dtype for dtype in device.tflops if dtype in words]
@@ -224,31 +272,23 @@ def parse_profile(spec: str, *, widths: Sequence[int], batches: Sequence[int], l
     chosen = modes + dtypes + heads
     if len(modes) != 1 or len(dtypes) > 1 or len(heads) > 1 or len(chosen) < len(words):
         raise UserError(
-            f"{spec}: write SHAPE@DEVICE,MODE[,DTYPE][,eagle=IDS], as in {EXAMPLE}. {device.name} has constants for "
+            f"{spec}: write MODEL@DEVICE,MODE[,DTYPE][,eagle=IDS], as in {EXAMPLE}. {device.name} has constants for "
             f"the modes {', '.join(device.modes)} and the dtypes {', '.join(device.tflops)}"
         )
-    called = Path(name).name.removesuffix(".yaml")
-    if heads:
-        ids = int(heads[0].removeprefix("eagle="))
-        if ids > sizes.shape.vocab:
-            raise UserError(
-                f"{spec}: eagle={ids} is more than the target's {sizes.shape.vocab:,} token ids; use at most this "
-                "number"
-            )
-        called = f"eagle-{called}"
-        ffn = sizes.mlps.dense_ffn or sizes.shape.ffn
-        one_layer = {"layers": 1, "tied": False, "draft_vocab": ids, "ffn": ffn}
-        sizes = ModelSizes(shape=sizes.shape.model_copy(update=one_layer))
+    with about(spec):
+        model = find(name)
+        if heads:
+            model = model.eagle_head(int(heads[0].removeprefix("eagle=")))
     return roofline_profile(
-        sizes,
+        model.sizes,
         device,
         modes[0],
-        name=called,
+        name=model.name,
         dtype=dtypes[0] if dtypes else device.dtype,
         widths=widths,
         batches=batches,
         contexts=sorted({0, 1, *range(0, longest, -(-longest // 16)), longest}),
-        head=bool(heads),
+        states=model.states,
     )
 
 

@@ -96,27 +96,42 @@ class TimeSplit:
         return self.draft + self.verify + self.host
 
 
-def step_costs(draft: CostModel, target: CostModel, work: Workload, k: int, batch: int) -> ComputedStepCosts:
-    """Return the costs of steps at every context of the texts. k: Largest K.
+def step_costs(draft: CostModel | None, target: CostModel, work: Workload, k: int, batch: int) -> ComputedStepCosts:
+    """Return the costs of steps at every context of the texts.
+
+    Args:
+        draft: Latencies of the draft. None: the drafter has no model, and drafting takes no time.
+        k: Largest K.
 
     Raises:
         UserError: A context, width or batch is outside a profile.
     """
     kind = DRAFTERS.get(work.kind, "acceptance")
     contexts = np.arange(int(work.prompt_tokens.min()) - kind.cache_lag, work.longest + k)
+    drafting = target if draft is None else draft
     passes = Passes(
-        draft=draft,
+        draft=drafting,
         batch=batch,
         contexts=contexts,
-        steady=draft.steady_ms(batch, contexts),
-        warmup=draft.warmup_ms(batch, contexts),
+        steady=drafting.steady_ms(batch, contexts),
+        warmup=drafting.warmup_ms(batch, contexts),
         k=k,
         lag=kind.cache_lag,
     )
     verify = [target.steady_ms(batch, contexts)]
     verify += [target.forward_ms(drafted + 1, batch, contexts) for drafted in range(1, k + 1)]
     host = np.array([target.host_ms(drafted + 1) for drafted in range(k + 1)])
-    return ComputedStepCosts(passes=passes, step_cost=kind.step_cost, verify=np.stack(verify), host=host)
+    return ComputedStepCosts(
+        passes=passes,
+        step_cost=no_time if draft is None else kind.step_cost,
+        verify=np.stack(verify),
+        host=host,
+    )
+
+
+def no_time(passes: Passes, k: int, accepted: int) -> np.ndarray:
+    """Return the time of drafting by a drafter without a model, [C]: 0."""
+    return np.zeros(len(passes.contexts))
 
 
 def plain_ms(costs: ComputedStepCosts, work: Workload) -> np.ndarray:
@@ -170,9 +185,11 @@ def expected_time(costs: ComputedStepCosts, prompt_tokens: np.ndarray, steps: St
 
 
 def total_ms(
-    draft: CostModel, target: CostModel, work: Workload, by_k: Mapping[int, Steps], batch: int
+    draft: CostModel | None, target: CostModel, work: Workload, by_k: Mapping[int, Steps], batch: int
 ) -> tuple[float, dict[int, float]]:
     """Return the milliseconds to decode all texts without a draft, and the milliseconds with the draft by K.
+
+    draft: As in step_costs.
 
     Raises:
         UserError: A context, width or batch is outside a profile.

@@ -48,6 +48,12 @@ class Workload:
         """Return the length of the longest text together with its prompt."""
         return int((self.prompt_tokens + self.texts.lengths).max())
 
+    @property
+    def most(self) -> int | None:
+        """Return the largest K of which the acceptance is known, or None if it is known of every K."""
+        chances = self.texts.chances
+        return None if chances.ndim == 2 else chances.shape[2]
+
     def with_chances(self, chances: np.ndarray) -> "Workload":
         """Return the same texts with other acceptance probabilities."""
         return replace(self, texts=replace(self.texts, chances=chances))

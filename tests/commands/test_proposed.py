@@ -9,6 +9,7 @@ from helpers.commands import proposed, read_by_shell
 from helpers.small_files import write_functions, write_workspace
 from helpers.typed import call
 
+import draftlab
 from draftlab.commands.settings.replay import ReplayConfig
 from draftlab.shell import typed
 
@@ -99,6 +100,16 @@ def test_proposed_commands_name_what_was_given_where_there_is_no_workspace(tmp_p
     call("", *words[1:], "--dry-run")
     words = proposed(call("design --params 20k --layers 1,2 --source", target))
     call("", *words[1:], "--data", data, "--seq-len", "32", "--dry-run")
+
+
+def test_the_papers_workspace_proposes_the_papers_draft(tmp_path, monkeypatch):
+    """The page of the paper has the same command, without the --dry-run that a source on the hub gets."""
+    monkeypatch.chdir(tmp_path)
+    words = proposed(call("init --preset llama-65b"))
+    assert words[-1] == "--dry-run"
+    page = (Path(draftlab.__file__).parents[1] / "docs/paper.md").read_text()
+    after = page.split("draftlab init --preset llama-65b\n")[1]
+    assert shlex.split(after.splitlines()[0], comments=True) == words[:-1]
 
 
 def test_a_report_in_another_folder_proposes_no_draft_that_is_not_there(tmp_path, monkeypatch, family_dirs):

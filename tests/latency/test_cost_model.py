@@ -1,5 +1,8 @@
 """Costs agree with what was published, curves stay inside what was measured, and files say what is wrong with them."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -307,6 +310,98 @@ def test_a_curve_of_experts_makes_a_wide_pass_cheaper_than_chance(tmp_path):
     assert read_sizes(file).mlps.expected_active(3) == 3
     chance = computed("mixtral-8x7b@h200,graphs", 5)
     assert computed(f"{file}@h200,graphs", 5) < 0.75 * chance
+
+
+# config.json of meta-llama/Llama-3.1-8B, and what differs in that of a head for it
+LLAMA_8B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+HEAD = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Return an empty folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_config(name: str, **changes: object) -> None:
+    Path(name).mkdir()
+    (Path(name) / "config.json").write_text(json.dumps(LLAMA_8B | changes))
+
+
+def speedups(draft: str, target: str) -> dict[int, float]:
+    predicted = PREDICT(draft_profile=[draft], target_profile=target, acceptance=["0.7"]).result
+    return {row.k: row.speedup.value for row in predicted[0].prediction.rows}
+
+
+@pytest.mark.parametrize(
+    ("changes", "draft", "shipped_draft"),
+    [
+        ({}, "./model@h100,graphs", "llama-3.1-8b@h100,graphs"),
+        ({}, "./model@h100,graphs,int4,eagle=32000", "llama-3.1-8b@h100,graphs,int4,eagle=32000"),
+        (HEAD, "./model@h100,graphs", "llama-3.1-8b@h100,graphs,eagle=32000"),
+    ],
+)
+def test_a_checkpoint_without_weights_is_priced_as_its_shape(changes, draft, shipped_draft, folder):
+    write_config("model", **changes)
+    target = "llama-3.1-8b@h100,graphs"
+    assert speedups(draft, target) == speedups(shipped_draft, target)
+
+
+def test_embedded_models_and_targets_are_priced_by_name(folder):
+    write_config("target@main")
+    by_name = speedups("tiny@h100,graphs", "target@main@h100,graphs")
+    assert by_name == speedups("tiny@h100,graphs", "llama-3.1-8b@h100,graphs")
+    assert max(by_name.values()) > 1
+
+
+def test_a_head_that_reads_more_layers_costs_more_at_first(folder):
+    write_config("three", **HEAD)
+    write_config("four", **HEAD, eagle_aux_hidden_state_layer_ids=[2, 9, 16, 29])
+    three, four = (speedups(f"{name}@h100,graphs", "llama-3.1-8b@h100,graphs") for name in ("three", "four"))
+    assert all(four[k] < three[k] for k in three)
+
+
+@pytest.mark.parametrize(
+    ("changes", "draft", "named"),
+    [
+        ({}, "model", "model@"),
+        ({}, "model@h100", "graphs"),
+        ({}, "modal@h100,graphs", "modal"),
+        ({}, "no/such/folder@h100,graphs", "no/such/folder"),
+        (HEAD, "model@h100,graphs,eagle=32000", "eagle=32000"),
+        (HEAD | {"dflash_config": {"target_layer_ids": [1]}}, "model@h100,graphs", "draftlab profile"),
+        ({"architectures": ["DeepseekMTP"]}, "model@h100,graphs", "mtp"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "model@h100,graphs", "int4"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "model@h100,graphs", "shape file"),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, "model@h100,graphs", "Bert"),
+        ({"hidden_size": "wide"}, "model@h100,graphs", "hidden_size"),
+    ],
+)
+def test_a_model_without_a_computed_profile_is_refused_in_a_line(changes, draft, named, folder):
+    write_config("model", **changes)
+    with raises_option("--draft-profile", named) as caught:
+        speedups(draft, "llama-3.1-8b@h100,graphs")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_head_is_no_target(folder):
+    write_config("head", **HEAD)
+    for target in ("head@h100,graphs", "llama-7b@h100,graphs,eagle=32000"):
+        with raises_option("--target-profile", target):
+            speedups("llama-3.1-8b@h100,graphs", target)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from helpers.typed import call
 
 from draftlab.acceptance.expected import texts_of
 from draftlab.acceptance.token_logprobs import score_offsets, score_tokens
+from draftlab.drafters.lookup import PromptLookupDrafter, score_copies
 from draftlab.drafters.parallel import ParallelDrafter
 from draftlab.engine.generate import Drafter, ModelDrafter, Step, decode, speculative_decode
 from draftlab.heads.eagle3.decoder import EagleLlama
@@ -252,20 +253,19 @@ def files(tmp_path, monkeypatch):
     return "predict --draft-profile draft.yaml --target-profile target.yaml"
 
 
-@of_a_model
-def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path):
-    runs, work = ran
-    texts = [
-        ReplayedText(
-            number=i,
-            category="",
-            prompt_tokens=int(prompt),
-            finish_reason="length",
-            chances=[0.0, *row],
-            distinct_4grams=1,
-        )
-        for i, (prompt, row) in enumerate(zip(work.prompt_tokens, work.texts.chances.tolist(), strict=True))
-    ]
+def replayed_text(prompt_tokens: int, chances: list, drafted: list[int] | None = None) -> ReplayedText:
+    return ReplayedText(
+        number=0,
+        category="",
+        prompt_tokens=prompt_tokens,
+        finish_reason="length",
+        chances=chances,
+        drafted=drafted,
+        distinct_4grams=1,
+    )
+
+
+def replay_of(texts: list[ReplayedText], **changes: object) -> Replay:
     sampling = SamplingParams(max_tokens=NEW)
     replay = Replay(
         draft="d",
@@ -283,6 +283,14 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
         versions={},
         created="",
     )
+    return change(replay, **changes)
+
+
+@of_a_model
+def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path):
+    runs, work = ran
+    rows = zip(work.prompt_tokens, work.texts.chances.tolist(), strict=True)
+    replay = replay_of([replayed_text(int(prompt), [0.0, *row]) for prompt, row in rows])
     (tmp_path / "replay.json").write_text(replay.model_dump_json())
     (tmp_path / "score.json").write_text(score_of(runs).model_dump_json())
     exact = {row.k: row.speedup.value for row in predict(*pair(), work, KS).rows}
@@ -291,6 +299,111 @@ def test_predicting_as_typed_from_a_replay_and_from_a_score(files, ran, tmp_path
         out = json.loads(call(typed).stdout)
         found = {row["k"]: row["speedup"]["value"] for row in out["predictions"][0]["rows"]}
         assert found == pytest.approx(exact, rel=1e-9 if source == "replay" else 0.02)
+
+
+# every token occurs before, most of them behind other tokens
+COPIED = [
+    [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 1, 2, 6, 7, 8, 1, 2, 3],
+    [9, 8, 9, 9, 8, 7, 9, 8, 9, 9, 8, 7, 1, 2, 7, 9],
+]
+PROMPT = 6  # tokens of each text that are its prompt
+
+
+def lookup_replay(longest_k: int) -> Replay:
+    """Return the replay of prompt lookup on the texts COPIED."""
+    texts = [(np.array(text[:PROMPT]), np.array(text[PROMPT:])) for text in COPIED]
+    scored = score_copies(PromptLookupDrafter(3), texts, 10, longest_k)
+    rows = []
+    for each in scored:
+        assert each.drafted is not None
+        rows.append(replayed_text(PROMPT, np.exp(each.logprobs).tolist(), each.drafted.tolist()))
+    return replay_of(rows, draft="prompt-lookup", kind="prompt-lookup", offsets=longest_k)
+
+
+def looked_up(text: list[int], k: int) -> list[int]:
+    """Return the number of tokens that each target pass verifies if prompt lookup drafts up to k tokens."""
+    widths = []
+    at = PROMPT + 1  # the prefill emits a token
+    while at < len(text):
+        draft = PromptLookupDrafter(3).draft(text[:at], min(k, len(text) - at - 1))
+        accepted = next((i for i, token in enumerate(draft) if token != text[at + i]), len(draft))
+        widths.append(1 + len(draft))
+        at += accepted + 1
+    return widths
+
+
+def test_a_drafter_without_a_model_costs_what_the_target_verifies(files, tmp_path):
+    """Passes of one token are steady, wider passes are not; contexts cost nothing here."""
+    target = law(4.0, 0.5, 0.0, 0.7)
+    write_profile(profile("target", target), tmp_path / "target.yaml")
+    (tmp_path / "replay.json").write_text(lookup_replay(5).model_dump_json())
+    typed = "predict --target-profile target.yaml --acceptance replay.json --k 1-5 --json"
+    (predicted,) = json.loads(call(typed).stdout)["predictions"]
+    tokens = sum(len(text) - PROMPT - 1 for text in COPIED)
+    for row in predicted["rows"]:
+        widths = [width for text in COPIED for width in looked_up(text, row["k"])]
+        assert 1 in widths
+        assert max(widths) > 1  # else nothing is tried
+        ms = sum(target(width, 0, SETTLED if width == 1 else 0) for width in widths)
+        assert row["speedup"]["value"] == pytest.approx(tokens * target(1, 0, SETTLED) / ms)
+        assert row["tokens_per_pass"]["value"] == pytest.approx(tokens / len(widths))
+        assert row["shares"]["draft"] == predicted["c"] == 0
+        assert row["free_draft"] == pytest.approx(row["speedup"]["value"])
+    assert "draft" not in predicted["halved"]
+    assert predicted["draft_model"] == "prompt-lookup"
+
+
+def test_a_profile_is_asked_for_exactly_where_it_is_needed(files, tmp_path):
+    (tmp_path / "lookup.json").write_text(lookup_replay(5).model_dump_json())
+    (tmp_path / "model.json").write_text(replay_of([replayed_text(5, [0.0, 0.5, 0.5])]).model_dump_json())
+    target = "predict --target-profile target.yaml --k 1-4"
+    for missing in ("0.7", "2.8@4", "model.json"):
+        result = call(f"{target} --acceptance {missing}", code=1)
+        assert "--draft-profile" in result.output
+        assert missing in result.output
+    assert "--draft-profile" in call(f"{files} --acceptance lookup.json --k 1-4", code=1).output
+    both = json.loads(call(f"{target} --acceptance lookup.json --acceptance lookup.json --json").stdout)
+    assert len(both["predictions"]) == 2
+
+
+def test_a_k_beyond_the_replay_is_an_error(files, tmp_path):
+    (tmp_path / "replay.json").write_text(lookup_replay(3).model_dump_json())
+    result = call("predict --target-profile target.yaml --acceptance replay.json --k 4", code=1)
+    assert "--k 4" in result.output
+
+
+@pytest.mark.parametrize(
+    ("conversations", "n"),
+    [
+        (None, 3),  # every text is a conversation of its own
+        ([7, 7, 8], 2),
+        ([7, 7, 7], 1),
+    ],
+)
+def test_an_interval_is_over_conversations_and_one_conversation_has_none(conversations, n, files, tmp_path):
+    texts = [replayed_text(5, [0.0, alpha, alpha, alpha]) for alpha in (0.5, 0.7, 0.8)]
+    if conversations is not None:
+        texts = [change(text, conversation=i) for text, i in zip(texts, conversations, strict=True)]
+    (tmp_path / "replay.json").write_text(replay_of(texts).model_dump_json())
+    typed = f"{files} --acceptance replay.json --k 1-3"
+    (predicted,) = json.loads(call(f"{typed} --json").stdout)["predictions"]
+    shown = call(typed).stdout
+    for row in predicted["rows"]:
+        assert row["speedup"]["n"] == n
+        assert (row["speedup"]["low"] is None) == (row["speedup"]["high"] is None) == (n == 1)
+    says = shown.replace("no interval", "")
+    assert ("nterval" in says) == (n > 1)
+    assert f"n = {n}" in shown or n == 1
+    assert ("no interval" in shown) == (n == 1)
+
+
+def test_an_assumed_acceptance_has_no_interval(files):
+    several = "--draft-profile draft.yaml --k 1-3"
+    for command in (f"{files} --k 1-3", f"{files} {several}"):
+        shown = call(f"{command} {ASSUMED} --acceptance 0.7").stdout
+        assert "n = 1" not in shown
+        assert "95%" not in shown
+        assert shown.count("no interval") == 1
 
 
 def test_no_draft_is_a_row_and_is_marked_where_it_is_fastest(files, tmp_path):

@@ -1,5 +1,8 @@
 """A server that misbehaves gets one line; its values are checked, and its key is kept."""
 
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
@@ -9,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.errors import raises_option
-from helpers.loopback_servers import raw_server, running
+from helpers.loopback_servers import DROP, raw_server, running
 
 from draftlab.data.prompts import Prompt
 from draftlab.errors import UserError
 from draftlab.sampling import SamplingParams
-from draftlab.servers.client import HttpClient, Probe, Server, spec_decode_counters
+from draftlab.servers.client import TRIES, HttpClient, Probe, Server, spec_decode_counters
 from draftlab.servers.kinds import top_k
 from draftlab.target_outputs.outputs import StoredLogprobs
 from draftlab.target_outputs.targets import ServedTarget
@@ -33,6 +36,57 @@ def test_a_silent_server_is_given_up_in_time():
         with raises_option("/x"):
             impatient.json("GET", "/x")
         assert time.monotonic() - started < 2.5  # of 0.3 s, on a busy machine
+
+
+@pytest.fixture
+def closed() -> int:
+    """Return a port on which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("check tiny --target tiny --data stdlib --server {closed}", "--server"),
+        ("score --target tiny --data stdlib --server {closed}/v1", "--server"),
+        ("score --target tiny --data stdlib --server {open} --speculative-server {closed}", "--speculative-server"),
+        ("outputs build --target tiny --data stdlib --server {closed}", "--server"),
+    ],
+)
+def test_a_refused_connection_is_said_before_anything_is_loaded(command, flag, closed, tmp_path):
+    """The modules that a command needs take from ten seconds to minutes to load on a busy machine."""
+    url = f"http://u:secret@127.0.0.1:{closed}"
+    with raw_server(lambda request: None) as other:
+        words = command.format(closed=url, open=other).split()
+        ended = subprocess.run([sys.executable, "-c", LOADED, *words], cwd=tmp_path, capture_output=True, text=True)
+    (error,) = ended.stderr.splitlines()
+    assert f"{flag}: " in error
+    assert f"http://127.0.0.1:{closed}" in error
+    assert "secret" not in error
+    assert ended.stdout.split() == ["1", "False"]
+
+
+# prints the exit code, and whether torch was imported
+LOADED = """import sys
+from draftlab.cli import main
+try:
+    main()
+except SystemExit as ended:
+    print(ended.code, "torch" in sys.modules)
+"""
+
+
+def test_a_server_that_answered_before_is_asked_again():
+    """A connection that is then refused is that of a server that starts again."""
+    waited: list[float] = []
+    stopped = False
+    with running(lambda *_: (DROP, "") if stopped else (200, {"data": [CARD]})) as url:
+        server = Server.connect(url, wait=waited.append)
+    stopped = True  # for the connection that is still open
+    with raises_option(url, "refused"):
+        server.http.json("GET", "/metrics")
+    assert len(waited) == TRIES - 1
 
 
 HEAD = b"HTTP/1.1 200 OK\r\n"

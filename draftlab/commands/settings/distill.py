@@ -299,6 +299,10 @@ class DistillConfig(OutputConfig, CheckpointSettings, ServerSettings):
         return self.data if self.outputs is None and self.prompt_file is None else None
 
     @property
+    def addresses(self) -> dict[str, str | None]:
+        return {"--server": self.server}
+
+    @property
     def on_target(self) -> bool:
         """Return whether the student is a head, which reads the target's hidden states and so needs the target."""
         return not self.student.starts_from_draft

@@ -77,6 +77,10 @@ class CheckConfig(DraftConfig):
     )
 
     @property
+    def addresses(self) -> dict[str, str | None]:
+        return {"--server": self.server}
+
+    @property
     def text_source(self) -> str | None:
         return None if self.files_only or self.prompt_file is not None else self.data
 

@@ -28,7 +28,8 @@ from draftlab.config.shared import (
 
 PROFILE_HELP = (
     "Latencies: an output of draftlab profile; SHAPE@LAW, in which LAW is an output of draftlab profile --law; or "
-    "SHAPE@DEVICE,MODE[,DTYPE], computed from constants of the device (add ,eagle=IDS for an EAGLE-3 head)."
+    "MODEL@DEVICE,MODE[,DTYPE], computed from constants of the device, in which MODEL is a shape or a checkpoint "
+    "(without weights is enough)."
 )
 
 
@@ -86,11 +87,16 @@ class ProfileConfig(OutputConfig, CheckpointSettings):
 class PredictConfig(Config):
     """The settings of the command `predict`: latency profiles of drafts and target, and acceptance of the drafts."""
 
-    draft_profile: list[str] = option(help=PROFILE_HELP + " Repeat the option for several drafts.")
     target_profile: str = option(help=PROFILE_HELP)
     acceptance: list[str] = option(
         help="Acceptance: an output of replay or score; the probability that a drafted token is accepted, as 0.7; or "
         "tokens per target pass at a K, as 2.8@4. Give one value for all drafts, or repeat the option for each draft."
+    )
+    draft_profile: list[str] = option(
+        factory=list,
+        help=PROFILE_HELP
+        + " For an EAGLE-3 head, MODEL is the head, or its target with ,eagle=IDS. Repeat the option for several "
+        "drafts. Leave it out for a drafter without a model, such as prompt lookup, whose replay is the --acceptance.",
     )
     k: DraftedTokens = numbers("1-8", "Numbers of drafted tokens per step, as 1-8 or 2,4,8.")
     batch: Numbers = numbers(

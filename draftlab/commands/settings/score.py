@@ -227,6 +227,11 @@ class ScoreConfig(OutputConfig, shared.CheckpointSettings, shared.SamplingSettin
         return self.data if self.prompt_file is None or learns else None
 
     @property
+    def addresses(self) -> dict[str, str | None]:
+        stored = self.server is not None and "://" not in self.server
+        return {"--server": None if stored else self.server, "--speculative-server": self.speculative_server}
+
+    @property
     def served(self) -> bool:
         """Return whether servers decode the prompts instead of draftlab's engine."""
         return self.server is not None or self.speculative_server is not None

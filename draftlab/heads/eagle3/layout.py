@@ -249,6 +249,22 @@ def head_config(target: Path, layer_ids: Sequence[int] | None, draft_vocab: int,
     return head
 
 
+def read_sizes(folder: Path) -> HeadShape:
+    """Return the shape of an EAGLE-3 head from its config.json alone, without its target.
+
+    If config.json does not say so, the target has the head's hidden size, and the head reads three of its layers.
+
+    Raises:
+        UserError: the folder has no EAGLE-3 head, or draftlab does not support it.
+    """
+    content = checkpoint.read_config(folder)
+    hub.check_head(folder, HeadShape.kind)
+    with reading(folder / "config.json"):
+        llama = layer_config(LlamaConfig, content)
+        target = TargetSizes(name="its target", layers=7, hidden=llama.hidden_size, vocab=llama.vocab_size)
+        return _from_json(HeadShape, content, target, folder)
+
+
 def check(folder: Path, target: Path, weights: bool = True) -> HeadShape:
     """Check config.json and the tensor sizes of an EAGLE-3 head, and return its shape. No weights are read.
 

@@ -29,6 +29,7 @@ from draftlab.importing.run import smollm2_file
 from draftlab.intervals import ALPHA, speedup
 from draftlab.results.ranking import rank
 from draftlab.results.score import Score, read_score
+from draftlab.scoring.replay import read_replay, rows_of
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "minutes.json"
@@ -183,14 +184,30 @@ def score_row(bench: Bench) -> dict[str, Any]:
     }
 
 
-def long_score_row(bench: Bench) -> dict[str, float]:
-    """Score the same drafts on 24 prompts of 128 tokens in this tree, and return the minutes of CPU."""
+def long_score_row(bench: Bench) -> dict[str, Any]:
+    """Score the same drafts on 24 prompts of 128 tokens in this tree. Return the minutes of CPU, and the ranking."""
     out = bench.folder / "score_24x128"
     out.mkdir(parents=True)
     used, peak = run_in(ROOT, _scored(bench, out, "1-6", prompts=24, tokens=128), out, bench.threads)
     bench.runs.append(Run(tree="now", row="score_24x128", name="pair", cpu_seconds=used, peak_gb=peak))
-    first = rank(_scores(out))[0]
-    return {"minutes": used / 60, "conversations": first.score.conversations}
+    return {"minutes": used / 60} | ranked(_scores(out))
+
+
+def ranked(scores: Sequence[Score]) -> dict[str, Any]:
+    """Return what a ranking shows: for each drafter whether it was timed, its K, and its speed-up with its interval."""
+    rows = rank(scores)
+    shown = {
+        row.name: {"timed": row.score.timed, "k": row.k, "speedup": bounds(row.speedup), "doubt": row.doubt}
+        for row in rows
+    }
+    score = rows[0].score
+    return {
+        "conversations": score.conversations,
+        "target": score.target.name,
+        "target_weights": score.conditions.target_weights,
+        "plain_tokens_per_second": score.plain_tps,
+        "drafters": shown,
+    }
 
 
 def auto_row(bench: Bench) -> dict[str, Any]:
@@ -231,7 +248,10 @@ def _log_width(score: Score) -> float:
 
 
 def prune_row(bench: Bench) -> dict[str, Any]:
-    """Prune the first model to 6 layers with a trimmed head. Also return the held-out acceptance of both drafts."""
+    """Prune the first model to 6 layers with a trimmed head. Also return the acceptance of both drafts, with intervals.
+
+    The trees hold out other parts of the text. So this tree replays both drafts along the same answers of the source.
+    """
     source = bench.checkpoint(0)
     words = ["--layers", 6, "--vocab", 8192 if bench.quick else 32768, "--data", bench.text()]
     words += ["--calibration-tokens", PRUNE_TOKENS[bench.quick]]
@@ -241,9 +261,17 @@ def prune_row(bench: Bench) -> dict[str, Any]:
         lambda _, out: draftlab("prune", "--source", source, *words, "--out", out / "out"),
     )
     outs = {label: bench.output("prune", source.name, label) for label in ("before", "now")}
-    notes = {label: json.loads((out / RECORD).read_text())["notes"] for label, out in outs.items()}
-    accepted = {label: note["agreement"]["acceptance"] for label, note in notes.items()}
-    return {source.name: ratio, "acceptance": accepted}
+    return {source.name: ratio, "acceptance": {label: acceptance(bench, source, out) for label, out in outs.items()}}
+
+
+def acceptance(bench: Bench, target: Path, draft: Path) -> tuple[float, float, float]:
+    """Return the acceptance rate of a draft's first token along the target's answers: value, low, high."""
+    words = ["--use", "replay", "--target", target, "--prompt-file", PROMPTS, "--max-new-tokens", 64]
+    store = bench.made("outputs", "build", *words, out=bench.folder / "answers" / target.name)
+    out = draft.parent / "replay"
+    if not out.exists():
+        run_in(ROOT, draftlab("replay", store, "--draft", draft, "--k", 1, "--out", out), draft.parent, bench.threads)
+    return bounds(rows_of(read_replay(out / draft.name), [1])[0].rate)
 
 
 def outputs_row(bench: Bench) -> dict[str, Any]:

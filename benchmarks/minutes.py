@@ -384,7 +384,7 @@ def main(
             measured = row(bench)
             runs = [asdict(run) for run in bench.runs if run.row == name]
             rows[name] = measured | {"runs": runs} | environment(threads)
-    result = {"benchmark": "minutes", "quick": quick} | rows
+    result = {"benchmark": "minutes", "quick": quick} | rows | environment(threads)
     if not quick:
         known = json.loads(RESULT.read_text()) if RESULT.exists() else {}
         RESULT.write_text(json.dumps(known | result, indent=1) + "\n")

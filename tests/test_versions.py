@@ -2,6 +2,8 @@
 
 import ast
 import re
+import shutil
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -10,6 +12,8 @@ import pytest
 from helpers.project import PROJECT, ROOT, SETTINGS
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from draftlab.runs import provenance
 
 TESTED = ("gguf", "report", "dev")  # extras; the others are compared with, or only read results
 PYTHON = PROJECT["requires-python"].removeprefix(">=")
@@ -69,3 +73,12 @@ def test_one_version_of_python_is_the_lowest_everywhere():
     for file in ("README.md", "Makefile"):
         stated = re.findall(r"Python (\d\.\d+)", (ROOT / file).read_text())
         assert set(stated) == {PYTHON}, file
+
+
+def test_a_clone_names_its_commit():
+    """Records of benchmarks say which commit they measured."""
+    root = Path(provenance.__file__).parents[2]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a clone")
+    head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+    assert head.startswith(provenance.versions()["git"])

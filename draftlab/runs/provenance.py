@@ -272,7 +272,7 @@ def versions() -> dict[str, str]:
     for package in ("draftlab", "torch", "transformers", "accelerate", "peft", "lm_eval"):
         with contextlib.suppress(PackageNotFoundError):
             names[package] = version(package)
-    commit = _commit(Path(__file__).parents[1])
+    commit = _commit(Path(__file__).parents[2])
     return names | ({"git": commit} if commit else {})
 
 

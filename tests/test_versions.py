@@ -77,8 +77,7 @@ def test_one_version_of_python_is_the_lowest_everywhere():
 
 def test_a_clone_names_its_commit():
     """Records of benchmarks say which commit they measured."""
-    root = Path(provenance.__file__).parents[2]
-    if not (root / ".git").exists() or shutil.which("git") is None:
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("not a clone")
-    head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
     assert head.startswith(provenance.versions()["git"])

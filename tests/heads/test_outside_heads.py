@@ -34,5 +34,9 @@ def test_a_head_from_outside_is_trained_and_scored(site, family_dirs, tmp_path):
     assert found["equal_texts"] == 1
     assert set(found["speculative"]) == {"1", "3"}  # it drafts at most three tokens
     assert sum(sum(run["drafted"]) for run in found["speculative"]["3"]) > 0
+    refused = draftlab(site, *score, *target, "--k", "8,9", "--out", "other")
+    assert refused.returncode == 1
+    assert all(word in refused.stderr.splitlines()[-1] for word in ("--k 8,9", "ladder:heads=head", "3"))
+    assert "Traceback" not in refused.stderr
     refused = draftlab(site, *score, "--target", "tiny", "--out", "other")
     assert (refused.returncode, "another target" in refused.stderr) == (1, True), refused.stderr

@@ -4,7 +4,7 @@ B rows (texts of a batch), T positions, A layers of the target that the head rea
 vocab, W draft vocab. In a text of n tokens, the target has read n - 1 tokens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic
@@ -67,6 +67,15 @@ class TargetSizes:
             hidden=config.hidden_size,
             vocab=config.vocab_size,
         )
+
+    def check_layers(self, name: str, layer_ids: Sequence[int]) -> None:
+        """Raise UserError if a head reads a layer that the target lacks. name: The head, for the error message."""
+        if any(not 0 <= i <= self.layers for i in layer_ids):
+            read = ", ".join(map(str, layer_ids))
+            raise UserError(
+                f"{name} reads the target's layers {read}, but {self.name} has only {self.layers} layers; use "
+                f"layer_ids from 0 to {self.layers}, or the head's own target"
+            )
 
     def default_layer_ids(self) -> tuple[int, ...]:
         """Return the ids of the layers whose outputs a head reads if its config.json does not list them.
@@ -150,12 +159,7 @@ class HeadSizes(FileModel):
                 f"vocabulary {self.vocab}, but the target has {target.hidden} and {target.vocab}; name the head's own "
                 "target with --target"
             )
-        if not 0 <= min(self.layer_ids) <= max(self.layer_ids) <= target.layers:
-            read = ", ".join(map(str, self.layer_ids))
-            raise UserError(
-                f"{name} reads the target's layers {read}, but {target.name} has only {target.layers} layers; use "
-                f"layer_ids from 0 to {target.layers}, or the head's own target"
-            )
+        target.check_layers(name, self.layer_ids)
 
 
 def layer_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:

@@ -1,11 +1,12 @@
 """The head of docs/extending.md, outside of draftlab, is trained, drafts losslessly, and every refusal is one line."""
 
 import json
+import tomllib
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from helpers.outside import draftlab, example, install
+from helpers.outside import block_of, draftlab, example, install, python
 
 ONE_FIT = ("--steps", "2", "--batch-size", "2", "--seq-len", "32", "--device", "cpu")
 SCORE = ("score", "--prompt-file", "prompts.jsonl", "--max-new-tokens", "24", "--repeats", "1")
@@ -35,6 +36,29 @@ def trained(folder: Path, target: Path) -> Path:
     ran = distill(folder, target, "--out", "head")
     assert ran.returncode == 0, ran.stderr
     return folder
+
+
+def test_the_guides_test_of_positions_passes_and_finds_a_wrong_one(folder):
+    file = folder / "test_ladder.py"
+    wrong = folder / "test_wrong.py"
+    text = block_of("python", "def test_training_and_drafting_agree")
+    file.write_text(text)
+    wrong.write_text(text.replace("out[0, -2]", "out[0, -3]"))
+    ran = python(folder / "site", "pytest", "-q", "-p", "no:cacheprovider", file.name, wrong.name)
+    assert "1 failed, 1 passed" in ran.stdout, ran.stdout
+
+
+def test_the_guides_package_has_the_entry_points_that_are_tested():
+    package = tomllib.loads(block_of("toml", "ladder-head"))
+    groups = ("draftlab.drafters", "draftlab.students")
+    assert package["project"]["entry-points"] == {group: {"ladder": "ladder"} for group in groups}
+    assert package["tool"]["setuptools"]["py-modules"] == ["ladder"]
+
+
+def test_without_an_entry_point_the_known_students_are_named(tmp_path):
+    (tmp_path / "site").mkdir()
+    refused = draftlab(tmp_path / "site", "distill", "--student", "laddr", "--target", "tiny", "--data", "stdlib")
+    check_refused(refused, "there is no student 'laddr'", "known: dflash, draft, eagle,")
 
 
 def check_refused(ran: CompletedProcess[str], *words: str) -> None:

@@ -74,8 +74,11 @@ class Registry(Generic[Kind]):
         packages: dict[str, list[str]] = {}
         for name in sorted(self.plugins.keys() - self.builtin.keys()):
             packages.setdefault(_package(self.plugins[name][0]), []).append(name)
-        more = [f" (and {', '.join(names)} from {each})" for each, names in packages.items()]
-        return ", ".join([*first, *self.builtin]) + "".join(more)
+        text = ", ".join([*first, *self.builtin])
+        if not packages:
+            return text
+        more = [f"{', '.join(names)} from {package}" for package, names in packages.items()]
+        return f"{text} (and {'; '.join(more)})"
 
     def loadable(self) -> list[Kind]:
         """Import and return all kinds. Kinds of plug-ins that cannot be imported are left out."""

@@ -20,7 +20,7 @@ def prepare(config: CheckConfig, weights: bool) -> DraftCheck:
     Raises:
         UserError: The draft, target, text, device or server is missing.
     """
-    draft = located(config.draft)
+    draft = located(config.draft, "draftlab check")
     target = located_target(config.target, weights=False)
     device = None if config.files_only else devices.resolve_device(workspace.load().device)
     servers = SERVERS.loadable()

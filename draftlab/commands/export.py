@@ -29,7 +29,7 @@ def prepare(config: ExportConfig, weights: bool) -> Export:
             the server or the GGUF format lacks the draft's architecture.
     """
     check_program(config.verify_with)
-    draft = located(config.draft)
+    draft = located(config.draft, "draftlab export")
     target = Checkpoint(located_target(config.target, weights=config.verify_with is not None))
     artifact = open_artifact(draft, target)
     form = Form(

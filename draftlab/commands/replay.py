@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from draftlab.commands.base import Outcome
+from draftlab.commands.models import refuse_own_head
 from draftlab.commands.settings.replay import ReplayConfig
 from draftlab.config.shared import newest_draft
 from draftlab.console import note
@@ -36,6 +37,8 @@ def prepare(config: ReplayConfig, weights: bool) -> Replaying:
             not fit the outputs.
     """
     store = read_store(config.directory)
+    for name in config.draft:
+        refuse_own_head(name, "--draft")
     with about("--draft"):
         drafters = [drafter_of(hub.locate(name, weights)) for name in config.draft]
     for spec in config.drafter:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from draftlab import shipped
 from draftlab.commands.base import Outcome
+from draftlab.commands.models import refuse_own_head
 from draftlab.commands.settings.score import ScoreConfig
 from draftlab.config import shared
 from draftlab.config.server_rules import chosen_rule
@@ -242,6 +243,7 @@ def _drafts_by_name(names: list[str], weights: bool) -> dict[str, Path]:
             raise UserError(
                 f"--draft {name}: {unknown!r} after the @ is not a GGUF type{did_you_mean(unknown, hub.ROUNDED)}"
             )
+        refuse_own_head(base, "--draft")
         path = hub.locate_model(base, weights)
         drafts[hub.checkpoint_name(path) + (f"@{kind}" if kind else "")] = path
     if len(drafts) < len(names):

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.acceptance.token_logprobs import Text, TokenLogprobs, score_offsets, score_tokens
+from draftlab.console import note
 from draftlab.data.batches import first_tokens
 from draftlab.drafters.base import DrafterSpec
 from draftlab.engine.clocks import Clock
@@ -32,6 +33,9 @@ class DrafterRun:
         learnt: Value of --drafter with the options that the drafter chose itself when it was built. None: it chose
             none.
         facts: Values for fields of results.score.Model that describe the drafter.
+
+    Raises:
+        UserError: `ks` is empty, because the drafter drafts fewer tokens than every K.
     """
 
     drafter: Drafter
@@ -39,6 +43,10 @@ class DrafterRun:
     ks: list[int]
     learnt: str | None
     facts: Mapping[str, object]
+
+    def __post_init__(self) -> None:
+        if not self.ks:
+            raise UserError("every value of --k is above the number of tokens that the drafter drafts; lower --k")
 
 
 @dataclass
@@ -88,6 +96,24 @@ class DrafterContext:
             facts=facts or {},
         )
 
+    def ks_up_to(self, spec: DrafterSpec, most: int) -> list[int]:
+        """Return the values of K up to `most`, for a drafter that drafts no more tokens in a step.
+
+        A note says that larger values are left out.
+
+        Raises:
+            UserError: All values are larger.
+        """
+        ks = [k for k in self.ks if k <= most]
+        if not ks:
+            raise UserError(
+                f"--k {','.join(map(str, self.ks))}: the drafter {spec.text} drafts at most {most} tokens; use --k "
+                f"{most} or less"
+            )
+        if len(ks) < len(self.ks):
+            note(f"{spec.text} drafts at most {most} tokens, so larger values of --k are left out")
+        return ks
+
     def draft_path(self, text: str, name: str) -> Path:
         """Return the directory of a draft model. Arguments and errors: See draft_path below."""
         return draft_path(text, name, self.draft)
@@ -130,7 +156,8 @@ class ReplayContext:
         advance: Function to call with the number of texts that are done.
         draft: Default draft, for drafters without draft=.
         data: Sources of text, for drafters that learn from it. "": such a drafter names its own text.
-        known: Results of draft models, by their directories and at_once. Drafters with the same model share them.
+        known: Results of draft models, by their directories, at_once and `most`. Drafters with the same model share
+            them.
     """
 
     texts: Sequence[Text]
@@ -144,7 +171,7 @@ class ReplayContext:
     advance: Callable[[int], None]
     draft: Path | None = None
     data: str = ""
-    known: dict[tuple[Path, bool], list[TokenLogprobs]] = field(default_factory=dict)
+    known: dict[tuple[Path, bool, int], list[TokenLogprobs]] = field(default_factory=dict)
 
     def of_model(self, text: str, name: str, *, at_once: bool) -> list[TokenLogprobs]:
         """Return the result of a draft model, whose passes over the texts run once.
@@ -152,9 +179,10 @@ class ReplayContext:
         text, name: See draft_path. at_once: Whether a pass drafts all tokens of a step.
         """
         path = self.draft_path(text, name)
-        if (path, at_once) not in self.known:
-            self.known[path, at_once] = self._scored(self.load(path), at_once)
-        return self.known[path, at_once]
+        key = (path, at_once, self.most)
+        if key not in self.known:
+            self.known[key] = self._scored(self.load(path), at_once)
+        return self.known[key]
 
     def corpus(self, source: str, tokens: int) -> np.ndarray:
         return first_tokens(source, checkpoint.load_tokenizer(self.target_path), tokens)

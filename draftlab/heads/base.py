@@ -4,13 +4,14 @@ B rows (texts of a batch), T positions, A layers of the target that the head rea
 vocab, W draft vocab. In a text of n tokens, the target has read n - 1 tokens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from pydantic import Field
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -24,10 +25,11 @@ from draftlab.model.checkpoint import check_finite, check_weight
 from draftlab.model.decoder import Decoder
 from draftlab.model.devices import staged
 from draftlab.model.hf_decoder import HFDecoder
-from draftlab.model.hf_files import context_of
+from draftlab.model.hf_files import CONFIG, context_of
 from draftlab.model.llama import Cache, LayerStates, Llama
+from draftlab.model.saving import save_finite
 from draftlab.model.shape import Shape
-from draftlab.reading import FileModel, reading
+from draftlab.reading import FileModel, read_model, reading
 from draftlab.runs import provenance
 
 WEIGHTS = "model.safetensors"
@@ -68,6 +70,15 @@ class TargetSizes:
             vocab=config.vocab_size,
         )
 
+    def check_layers(self, name: str, layer_ids: Sequence[int]) -> None:
+        """Raise UserError if a head reads a layer that the target lacks. name: The head, for the error message."""
+        if any(not 0 <= i <= self.layers for i in layer_ids):
+            read = ", ".join(map(str, layer_ids))
+            raise UserError(
+                f"{name} reads the target's layers {read}, but {self.name} has only {self.layers} layers; use "
+                f"layer_ids from 0 to {self.layers}, or the head's own target"
+            )
+
     def default_layer_ids(self) -> tuple[int, ...]:
         """Return the ids of the layers whose outputs a head reads if its config.json does not list them.
 
@@ -84,26 +95,58 @@ class TargetSizes:
         return (2, self.layers // 2, self.layers - 3) if self.layers > 6 else (1, self.layers // 2, self.layers - 1)
 
 
-class HeadSizes(FileModel):
-    """Sizes of a head: the fields that EAGLE-3 and DFlash heads have in common.
+class HeadConfig(FileModel):
+    """Sizes of a head, from which the sizes of all its tensors follow.
+
+    A new kind of head adds its own fields, and has them as the content of config.json: see read_head and write_head.
 
     Attributes:
-        context: Length in tokens of the longest text.
-        draft_vocab: Number of the target's ids that the head predicts.
+        hidden: Hidden size of the head.
         layer_ids: Target layers whose states the head reads. Id i is the residual stream after i layers, before the
             final norm.
     """
 
     hidden: int = Field(ge=1)
+    vocab: int = Field(ge=1)
+    layer_ids: tuple[int, ...] = Field(min_length=1)
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Return the sizes of the head's required tensors by name. EAGLE-3 and DFlash have the names of speculators."""
+        raise NotImplementedError
+
+    def check_tensors(self, sizes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+        """Raise UserError if a tensor is missing, unknown, or of another size than config.json gives.
+
+        sizes: Size of each tensor by name.
+        """
+        check_sizes(sizes, self.sizes(), {}, folder)
+
+    def check_target(self, name: str, target: TargetSizes, hidden: int) -> None:
+        """Raise UserError if the head is for another target. hidden: Width of the states that the head reads."""
+        if (hidden, self.vocab) != (target.hidden, target.vocab):
+            raise UserError(
+                f"{name} is a head for another target than {target.name}: the head has hidden size {hidden} and "
+                f"vocabulary {self.vocab}, but the target has {target.hidden} and {target.vocab}; name the head's own "
+                "target with --target"
+            )
+        target.check_layers(name, self.layer_ids)
+
+
+class HeadSizes(HeadConfig):
+    """Sizes of a head: the fields that EAGLE-3 and DFlash heads have in common.
+
+    Attributes:
+        context: Length in tokens of the longest text.
+        draft_vocab: Number of the target's ids that the head predicts.
+    """
+
     heads: int = Field(ge=1)
     kv_heads: int = Field(ge=1)
     head_dim: int = Field(ge=1)
     ffn: int = Field(ge=1)
     eps: float
     context: int = Field(ge=1)
-    vocab: int = Field(ge=1)
     draft_vocab: int = Field(ge=1)
-    layer_ids: tuple[int, ...] = Field(min_length=1)
 
     @property
     def most(self) -> int:
@@ -115,15 +158,8 @@ class HeadSizes(FileModel):
         sizes = {name: getattr(self, name) for name in LAYER_FIELDS if name not in ("eps", "context")}
         return Shape(layers=layers, qk_norm=qk_norm, **sizes)
 
-    def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Return the sizes of the head's required tensors by name. The names are those of speculators."""
-        raise NotImplementedError
-
     def check_tensors(self, sizes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-        """Raise UserError if a tensor is missing, unknown, or of another size than config.json gives.
-
-        sizes: Size of each tensor by name.
-        """
+        """Check the tensors of a head, see HeadConfig. A head of all ids needs neither d2t nor lm_head."""
         needed = self.sizes()
         known = {
             "d2t": (self.draft_vocab,),
@@ -133,28 +169,48 @@ class HeadSizes(FileModel):
         } | needed
         if self.draft_vocab < self.vocab:
             needed |= {name: known[name] for name in ("d2t", "lm_head.weight")}
-        for name in sorted(needed.keys() | sizes.keys()):
-            size = sizes.get(name)
-            expected = known.get(name)
-            if size != expected:
-                raise UserError(
-                    f"{folder}: the tensor {name} has the size {size}, but its config.json requires {expected} (None: "
-                    "no such tensor); download or train the head again"
-                )
+        check_sizes(sizes, needed, known, folder)
 
-    def check_target(self, name: str, target: TargetSizes, hidden: int) -> None:
-        """Raise UserError if the head is for another target. hidden: Width of the states that the head reads."""
-        if (hidden, self.vocab) != (target.hidden, target.vocab):
+
+AnyConfig = TypeVar("AnyConfig", bound=HeadConfig)
+
+
+def read_head(kind: type[AnyConfig], folder: Path, target: Path) -> AnyConfig:
+    """Return the config.json of a head that write_head wrote. Its tensors are checked, but no weights are read.
+
+    kind: Class of the head's config.json.
+
+    Raises:
+        UserError: A file is missing or damaged, config.json does not fit the class or the tensors, or the head is for
+            another target.
+    """
+    config = read_model(kind, folder / CONFIG)
+    config.check_target(str(folder), TargetSizes.of(target), config.hidden)
+    config.check_tensors(tensor_sizes(folder), folder)
+    return config
+
+
+def write_head(folder: Path, config: HeadConfig, weights: Mapping[str, Tensor]) -> None:
+    """Write config.json and the weights of a head. Raises UserError: A weight is NaN or infinite."""
+    (folder / CONFIG).write_text(config.model_dump_json(indent=2))
+    save_finite(folder / WEIGHTS, {name: weight.cpu().contiguous() for name, weight in weights.items()})
+
+
+def check_sizes(
+    sizes: Mapping[str, tuple[int, ...]],
+    needed: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
+    folder: Path,
+) -> None:
+    """Raise UserError if a tensor of a head is missing, unknown, or of another size. All arguments: sizes by name."""
+    known = {**optional, **needed}
+    for name in sorted(needed.keys() | sizes.keys()):
+        size = sizes.get(name)
+        expected = known.get(name)
+        if size != expected:
             raise UserError(
-                f"{name} is a head for another target than {target.name}: the head has hidden size {hidden} and "
-                f"vocabulary {self.vocab}, but the target has {target.hidden} and {target.vocab}; name the head's own "
-                "target with --target"
-            )
-        if not 0 <= min(self.layer_ids) <= max(self.layer_ids) <= target.layers:
-            read = ", ".join(map(str, self.layer_ids))
-            raise UserError(
-                f"{name} reads the target's layers {read}, but {target.name} has only {target.layers} layers; use "
-                f"layer_ids from 0 to {target.layers}, or the head's own target"
+                f"{folder}: the tensor {name} has the size {size}, but its config.json requires {expected} (None: "
+                "no such tensor); download or train the head again"
             )
 
 
@@ -183,7 +239,19 @@ def sizes_of(layer: PreTrainedConfig) -> dict[str, Any]:
     return sizes | {"context": context_of(layer.to_dict())}
 
 
-def read_tensors(folder: Path, rename: Callable[[str], str]) -> dict[str, Tensor]:
+def tensor_sizes(folder: Path, rename: Callable[[str], str] = str) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of a head's tensors by name. No weights are read. rename: See read_tensors.
+
+    Raises:
+        UserError: There is no weight file, or it is damaged.
+    """
+    if not (folder / WEIGHTS).exists():
+        raise UserError(f"{folder} has no {WEIGHTS}; use a head with safetensors")
+    with reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
+        return {rename(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+
+def read_tensors(folder: Path, rename: Callable[[str], str] = str) -> dict[str, Tensor]:
     """Return the tensors of a head by name. rename: Function from the name in the file to the returned name.
 
     Raises:
@@ -249,14 +317,19 @@ class HeadSpec(DrafterSpec):
     """Base class of drafters with a head that reads the target's states. heads: Directory of the head."""
 
     format: ClassVar[str]  # name of the kind of head, for messages
-    file: ClassVar[str] = "config.json"  # file that every directory of a head has
+    file: ClassVar[str] = CONFIG  # file that every directory of a head has
     remedy: ClassVar[str] = ""  # end of the error message if the directory has no head
 
     heads: str
 
     @classmethod
     def read(cls, folder: Path, target: Path) -> object:
-        """Check a head, and return its sizes. Raises UserError: the folder has no such head for this target."""
+        """Check a head, and return its sizes, as read_head does. No weights are read.
+
+        Raises:
+            UserError: The folder has no such head for this target. Any other error of a parser becomes a UserError of
+                one line, see check().
+        """
         raise NotImplementedError
 
     def load_drafter(self, target_path: Path, target: Llama | HFDecoder, device: torch.device) -> Drafter:
@@ -269,7 +342,8 @@ class HeadSpec(DrafterSpec):
 
     def check(self, run: RunFacts) -> None:
         super().check(run)
-        self.read(Path(self.heads), run.target)
+        with reading(f"--drafter {self.text}: the head in {self.heads} cannot be read"):
+            self.read(Path(self.heads), run.target)
 
     def inputs(self) -> list[Input]:
         return [Input(self.heads, self._check_heads), *super().inputs()]

@@ -74,6 +74,16 @@ class HeadStudent(StudentSpec):
         }
     )
 
+    def layers_of(self, job: Distillation) -> Sequence[int]:
+        """Return the ids of the target's layers whose states the head reads, ascending.
+
+        A student that does not define this is checked only by open_teacher.
+
+        Raises:
+            UserError: The head does not fit the target.
+        """
+        return ()
+
     def check(self, job: Distillation) -> None:
         if "draft" in job.text.shares:
             raise UserError(
@@ -85,6 +95,22 @@ class HeadStudent(StudentSpec):
                 f"--draft {job.draft} already decides the shape of the head; leave these options of --student out: "
                 f"{', '.join(fixed)}"
             )
+        check_layers(job, self.layers_of(job))
+
+
+def check_layers(job: Distillation, layer_ids: Sequence[int]) -> None:
+    """Check the ids of the layers that a head reads. No weights are read.
+
+    Raises:
+        UserError: The target lacks a layer, or the ids do not ascend. HeadTeacher joins states in ascending order.
+    """
+    assert job.target is not None  # a head reads the target's states
+    name = f"--student {job.student.text}"
+    TargetSizes.of(job.target).check_layers(name, layer_ids)
+    if list(layer_ids) != sorted(set(layer_ids)):
+        raise UserError(
+            f"{name} reads the target's layers {', '.join(map(str, layer_ids))}; list each id once, in ascending order"
+        )
 
 
 class StatesStudent(nn.Module):
@@ -349,7 +375,12 @@ def within_chains(batch: Batch, steps: int) -> Batch:
 
 
 def open_teacher(job: Distillation, layer_ids: tuple[int, ...], ids: Tensor | None) -> HeadTeacher:
-    """Load the target, frozen, in the dtype to train in. For layer_ids and ids, see HeadTeacher."""
+    """Load the target, frozen, in the dtype to train in. For layer_ids and ids, see HeadTeacher.
+
+    Raises:
+        UserError: See check_layers.
+    """
+    check_layers(job, layer_ids)
     assert job.target is not None  # a head reads the target's states
     device = select_device(job.hardware.device)
     dtype = training_dtype(job.loop.dtype)

@@ -275,7 +275,7 @@ class QuickTiming:
     def _predictions(self) -> dict[str, Prediction]:
         """Return a prediction for each drafter whose acceptance and passes are known."""
         found: dict[str, Prediction] = {}
-        known: dict[tuple[Path, bool], list[TokenLogprobs]] = {}
+        known: dict[tuple[Path, bool, int], list[TokenLogprobs]] = {}
         own = self._target_logprobs()
         specs = {spec.name: spec for spec in self.comparison.drafters}
         for name, run in self.runs.items():
@@ -285,7 +285,7 @@ class QuickTiming:
             clock = steady_clock(self.comparison.engine.device)
             start = clock()
             with progress(f"replaying {name}", len(self.written.texts)) as advance:
-                context = self._context(spec, known, lambda done: advance(done, "texts"))
+                context = self._context(spec, max(run.ks), known, lambda done: advance(done, "texts"))
                 scored = spec.acceptance(context)
             calls = sum(len(text) for _, text in self.written.texts)
             found[name] = predicted(
@@ -307,10 +307,11 @@ class QuickTiming:
     def _context(
         self,
         spec: DrafterSpec,
-        known: dict[tuple[Path, bool], list[TokenLogprobs]],
+        most: int,
+        known: dict[tuple[Path, bool, int], list[TokenLogprobs]],
         advance: Callable[[int], None],
     ) -> ReplayContext:
-        """Return the context in which a drafter is replayed. known, advance: See ReplayContext."""
+        """Return the context in which a drafter is replayed. most, known, advance: See ReplayContext."""
         comparison = self.comparison
         drafts = spec.paths(comparison.default_draft, models_only=True)
         vocab = checkpoint.vocab_size(comparison.target)
@@ -320,7 +321,7 @@ class QuickTiming:
             target_path=comparison.target,
             sampling=comparison.rule.draft_sampling(comparison.requests.sampling),
             vocab=Checkpoint(drafts[0]).common_vocabulary(Checkpoint(comparison.target)) if drafts else vocab,
-            most=max(comparison.ks),
+            most=most,
             load=self.models.draft,
             load_target=lambda: self.models.eager(comparison.target),
             advance=advance,

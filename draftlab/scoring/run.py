@@ -14,6 +14,7 @@ from draftlab.drafters.context import DrafterContext, DrafterRun
 from draftlab.drafters.parallel import drafts_in_parallel, model_drafter
 from draftlab.engine.batch_generate import answer_turns
 from draftlab.engine.verify import rule_named
+from draftlab.errors import about
 from draftlab.exporting.hf import parse_quantized_name
 from draftlab.heads.base import HeadSpec
 from draftlab.intervals import ALPHA
@@ -534,4 +535,7 @@ def _runs(comparison: Comparison, models: Models) -> dict[str, DrafterRun]:
         drafter = model_drafter(model, models.target.vocab)
         facts = {"parallel": drafts_in_parallel(model)}
         runs[name] = context.run(drafter, model=model, facts=facts)
-    return runs | {spec.name: spec.build(context) for spec in comparison.drafters}
+    for spec in comparison.drafters:
+        with about(f"--drafter {spec.text}"):
+            runs[spec.name] = spec.build(context)
+    return runs

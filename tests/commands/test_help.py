@@ -98,6 +98,9 @@ def test_what_a_page_types_is_in_the_help():
 def test_kinds_of_a_plug_in_are_marked(monkeypatch):
     registry: Registry[object] = Registry("no.such.group", "loss", LOSSES.builtin)
     assert registry.listed("ce") == f"ce, {', '.join(LOSSES.builtin)}"
-    entry = EntryPoint(name="mine", value="my_package.losses", group="no.such.group")
-    monkeypatch.setitem(registry.__dict__, "plugins", {"mine": [entry]})
-    assert registry.listed("ce").endswith(" (and mine from my_package.losses)")
+    modules = {"mine": "my_package.losses", "other": "my_package.losses", "theirs": "their_package"}
+    entries = {name: [EntryPoint(name, module, registry.group)] for name, module in modules.items()}
+    monkeypatch.setitem(registry.__dict__, "plugins", {"mine": entries["mine"]})
+    assert registry.listed("ce") == f"ce, {', '.join(LOSSES.builtin)} (and mine from my_package.losses)"
+    monkeypatch.setitem(registry.__dict__, "plugins", entries)
+    assert registry.listed().endswith(" (and mine, other from my_package.losses; theirs from their_package)")

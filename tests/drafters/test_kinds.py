@@ -2,22 +2,26 @@
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.built import PROMPTS, built, check_devices, check_output
+from helpers.errors import raises_option
 from transformers import OPTConfig, OPTForCausalLM
 
 import draftlab
+from draftlab.commands import COMMANDS
 from draftlab.drafters.base import DRAFTERS, parse_drafter
 from draftlab.drafters.context import DrafterContext
-from draftlab.engine.generate import Drafter, decode, output_tokens, speculative_decode
+from draftlab.engine.generate import Drafter, ModelDrafter, decode, output_tokens, speculative_decode
 from draftlab.engine.verify import match
 from draftlab.errors import UserError
 from draftlab.model.decoder import CPU, Decoder
 from draftlab.model.hf_decoder import HFDecoder
+from draftlab.results.score import read_score
 from draftlab.sampling import SamplingParams
 from draftlab.scoring.throughput import measure_throughput
 from draftlab.training.students.base import STUDENTS
@@ -43,6 +47,29 @@ def test_every_drafter_decodes_what_the_target_would(context, eagle_head, dflash
     asked += ["suffix", f"suffix:outputs={stored},max_spec_factor=2"]
     assert {parse_drafter(text).kind for text in asked} == set(DRAFTERS.builtin)
     check_output(context, {text: built(context, text) for text in asked})
+
+
+def test_a_drafter_that_limits_k_leaves_larger_values_out(context, dflash_head):
+    text = f"dflash:heads={dflash_head}"
+    assert built(replace(context, ks=[1, 4, 9]), text).ks == [1, 4]
+    with raises_option("--k 8,9", text, 4):
+        built(replace(context, ks=[8, 9]), text)
+
+
+def test_a_drafter_of_no_k_is_refused(context):
+    """A plug-in may choose the values of K itself."""
+    with raises_option("--k"):
+        context.run(ModelDrafter(context.target), ks=[])
+
+
+def test_a_score_predicts_only_the_values_of_k_that_a_head_drafts(family_dirs, dflash_head, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def parse(line):"}\n{"prompt": "return [int(part)"}\n')
+    asked: dict[str, Any] = {"k": "1,9", "prompt_file": prompts, "max_new_tokens": 12, "dtype": "float32"}
+    asked |= {"mode": "eager", "device": "cpu", "out": tmp_path / "out"}
+    COMMANDS["score"](target=str(family_dirs["llama"]), drafter=[f"dflash:heads={dflash_head}"], **asked)
+    (file,) = (tmp_path / "out").glob("*/score.json")
+    assert set(read_score(file).speculative) == {1}
 
 
 @pytest.mark.parametrize(("decorator", "registry"), [("drafter", DRAFTERS), ("student", STUDENTS)])

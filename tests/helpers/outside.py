@@ -11,8 +11,13 @@ GUIDE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 def example(kind: str) -> str:
     """Return the guide's code that registers a kind by this name."""
-    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
-    (found,) = (block for block in blocks if f'("{kind}")' in block)
+    return block_of("python", f'("{kind}")')
+
+
+def block_of(language: str, words: str) -> str:
+    """Return the guide's block in a language that has the words."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (found,) = (block for block in blocks if words in block)
     return found
 
 
@@ -30,10 +35,15 @@ def install(site: Path, package: str, modules: dict[str, str], *groups: str) -> 
 
 def draftlab(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command line beside the folder of packages."""
+    return python(site, "draftlab", *arguments)
+
+
+def python(site: Path, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a module beside the folder of packages."""
     path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", ""), *sys.path])
     environ = os.environ | {"PYTHONPATH": path, "COLUMNS": "400"}
     return subprocess.run(
-        [sys.executable, "-m", "draftlab", *arguments],
+        [sys.executable, "-m", module, *arguments],
         cwd=site.parent,
         env=environ,
         capture_output=True,

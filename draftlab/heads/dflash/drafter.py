@@ -26,7 +26,6 @@ from draftlab.acceptance.token_logprobs import (
     token_logprobs,
     whole_text,
 )
-from draftlab.console import note
 from draftlab.drafters.base import drafter
 from draftlab.drafters.context import DrafterContext, DrafterRun, ReplayContext
 from draftlab.drafters.passes import HeadPasses, Passes
@@ -214,13 +213,7 @@ class BlockSpec(HeadSpec):
     def build(self, context: DrafterContext) -> DrafterRun:
         target = self.readable(context.target)
         head = self.load(Path(self.heads), context.target_path, target, context.device)
-        self._check_block(min(context.ks), head.config.most)
-        ks = [k for k in context.ks if k <= head.config.most]
-        if len(ks) < len(context.ks):
-            note(
-                f"{self.heads} drafts at most {head.config.most} tokens in one pass, so larger values of --k are left "
-                "out"
-            )
+        ks = context.ks_up_to(self, head.config.most)
         return context.run(self.drafter(target, head), ks=ks, facts=self.facts())
 
     @classmethod
@@ -237,14 +230,14 @@ class BlockSpec(HeadSpec):
 
     def acceptance(self, replay: ReplayContext) -> list[TokenLogprobs]:
         folder = Path(self.heads)
-        self._check_block(replay.most, self.read(folder, replay.target_path).most)
+        most = self.read(folder, replay.target_path).most
+        if replay.most > most:
+            raise UserError(
+                f"--k {replay.most}: {self.heads} drafts at most {most} tokens in one pass; use --k {most} or less"
+            )
         target = self.readable(replay.load_target())
         head = self.load(folder, replay.target_path, target, target.device)
         return score_blocks(target, head, replay.texts, replay.vocab, replay.sampling, replay.most, replay.advance)
-
-    def _check_block(self, k: int, most: int) -> None:
-        if k > most:
-            raise UserError(f"--k {k}: {self.heads} drafts at most {most} tokens in one pass; use --k {most} or less")
 
 
 @drafter("dflash", served_by=("vllm", "sglang"))

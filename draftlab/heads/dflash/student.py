@@ -1,7 +1,7 @@
 """The student dflash: layers that draft a block of tokens in one pass, trained on the states of the frozen target."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -48,9 +48,9 @@ class DFlashStudent(HeadStudent):
     anchors: float = Field(0.125, gt=0, le=1)
     gamma: float | None = Field(None, gt=0)
 
-    def check(self, job: Distillation) -> None:
-        super().check(job)
-        head_of(self, job)
+    def layers_of(self, job: Distillation) -> Sequence[int]:
+        _, config, _ = head_of(self, job)
+        return config.layer_ids
 
     def facts(self, job: Distillation) -> Mapping[str, object]:
         _, config, _ = head_of(self, job)

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from pydantic import Field, model_validator
-from safetensors import safe_open
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -32,6 +31,7 @@ from draftlab.heads.base import (
     layer_sizes,
     read_tensors,
     sizes_of,
+    tensor_sizes,
 )
 from draftlab.model import checkpoint, devices, hub
 from draftlab.model.hf_files import FULL, SLIDING
@@ -290,7 +290,7 @@ def check_as(shape: type[Shaped], folder: Path, target: Path, weights: bool = Tr
     if not weights and not any(folder.glob("*.safetensors")):
         _check_fits(config, sizes, str(folder), own_embedding=True)
         return config
-    tensors = _tensor_sizes(folder)
+    tensors = tensor_sizes(folder, _plain)
     _check_fits(config, sizes, str(folder), own_embedding="embed_tokens.weight" in tensors)
     config.check_tensors(tensors, folder)
     return config
@@ -496,14 +496,6 @@ def _check_fits(config: HeadShape, target: TargetSizes, name: str, *, own_embedd
             f"{name} has no embed_tokens, and cannot use the embedding of {target.name}, because the hidden size is "
             f"{config.hidden} in the head, but {target.hidden} in the target; use another head"
         )
-
-
-def _tensor_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of a head's tensors by their names in speculators. Raises UserError: there are no weights."""
-    if not (folder / WEIGHTS).exists():
-        raise UserError(f"{folder} has no {WEIGHTS}; use a head with safetensors")
-    with reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, framework="pt") as file:
-        return {_plain(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def _plain(name: str) -> str:

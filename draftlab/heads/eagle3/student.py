@@ -3,7 +3,7 @@
 W draft vocab.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,9 @@ class EagleStudent(HeadStudent):
     norm_output: bool = False
     sliding_window: int | None = Field(None, ge=1)
 
+    def layers_of(self, job: Distillation) -> Sequence[int]:
+        return head_of(self, job).layer_ids
+
     def check(self, job: Distillation) -> None:
         super().check(job)
         if job.text.seq_len <= self.ttt_steps + 1:
@@ -72,7 +75,6 @@ class EagleStudent(HeadStudent):
             )
         if job.draft is not None and job.vocab:
             raise UserError(f"--draft {job.draft} already decides the ids of the head; leave --vocab out")
-        head_of(self, job)
 
     def facts(self, job: Distillation) -> Mapping[str, object]:
         head = head_of(self, job)

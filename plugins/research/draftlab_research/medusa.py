@@ -54,11 +54,11 @@ class MedusaSpec(HeadSpec, WidthsSpec):
 
         target = context.own_engine(self, context.target)
         heads, parents = self.read(Path(self.heads), context.target_path), full_tree(self.widths)
-        ks = [len(parents)] if parents else [k for k in context.ks if k <= len(heads)]
-        if not ks or len(self.widths) > len(heads):
+        if len(self.widths) > len(heads):
             raise UserError(
-                f"--drafter {self.text}: {len(heads)} heads draft at most {len(heads)} tokens on a path; lower --k, or "
-                "give fewer widths"
+                f"--drafter {self.text}: {len(heads)} heads draft at most {len(heads)} tokens on a path; give fewer "
+                "widths"
             )
+        ks = [len(parents)] if parents else context.ks_up_to(self, len(heads))
         drafter = MedusaDrafter(target, heads, parents or None, self.siblings)
         return context.run(drafter, ks=ks, facts=self.facts())

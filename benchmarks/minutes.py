@@ -264,7 +264,7 @@ def prune_row(bench: Bench) -> dict[str, Any]:
     return {source.name: ratio, "acceptance": {label: acceptance(bench, source, out) for label, out in outs.items()}}
 
 
-def acceptance(bench: Bench, target: Path, draft: Path) -> tuple[float, float, float]:
+def acceptance(bench: Bench, target: Path, draft: Path) -> list[float]:
     """Return the acceptance rate of a draft's first token along the target's answers: value, low, high."""
     words = ["--use", "replay", "--target", target, "--prompt-file", PROMPTS, "--max-new-tokens", 64]
     store = bench.made("outputs", "build", *words, out=bench.folder / "answers" / target.name)

@@ -21,7 +21,7 @@ from typer import Argument, BadParameter, Option
 from typer.core import TyperCommand, TyperGroup
 
 from draftlab import __version__
-from draftlab.commands import PANELS
+from draftlab.commands import COMMANDS, PANELS
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import Config, bound, extra
 from draftlab.console import is_main_process, never_silent, note, print_words, processes
@@ -139,7 +139,8 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
     try:
         config = command.config.build(settings, f"--config {file}: " if file else "")
     except UsageError as error:
-        raise UsageError(f"{error}; see draftlab {command.name} --help") from None
+        named = f"draftlab {command.name} " if command.name in COMMANDS else ""  # plug-ins have programs of their own
+        raise UsageError(f"{error}; see {named}--help") from None
     if processes() > 1 and command.name not in LAUNCHED:
         raise UserError(
             f"draftlab {command.name} runs in one process only, but WORLD_SIZE is {processes()}: start it without "

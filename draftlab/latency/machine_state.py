@@ -35,12 +35,11 @@ def read_environment() -> Environment:
     )
 
 
-def warn_if_busy(environment: Environment) -> None:
+def warn_if_busy(environment: Environment, more: str = "") -> None:
+    """Print a note if other programs keep the machine busy. more: Text that follows the consequence for times."""
     if environment.busy:
-        note(
-            f"other programs keep {environment.busy_cores:.1f} of {environment.cores} cores busy, so times are "
-            "unreliable; speed-ups are less affected, because runs are interleaved"
-        )
+        busy = f"{environment.busy_cores:.1f} of {environment.cores} cores"
+        note(f"other programs keep {busy} busy, so times are unreliable{more}")
 
 
 @dataclass(frozen=True, slots=True)

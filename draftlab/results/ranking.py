@@ -500,10 +500,10 @@ def _later_line(ranked: Ranked, fastest: Ranked) -> str:
     if ratio.below(1):
         return f"{name} is slower: {ratio} of the speed-up of {best}."
     if ratio.low > intervals.SHOWN:
-        return f"{name} is less than 10 % slower than {best}, or faster: {ratio} of its speed-up."
+        return f"{name} is at most 10 % slower than {best}, or faster: {ratio} of its speed-up."
     text = f"Cannot tell whether {name} is slower than {best}: {ratio} of its speed-up"
     if ranked.needed is not None and ranked.needed > ratio.n:
-        text += f"; about {ranked.needed:,} conversations show a difference of 10 %"
+        text += f"; about {ranked.needed:,} conversations would show a difference of 10 %"
     return f"{text}."
 
 

@@ -594,7 +594,9 @@ def _conditions_table(scores: Sequence[Score]) -> Table:
     by_fact: dict[str, dict[str, list[str]]] = {}
     for score in scores:
         facts = {"target": score.target.name}
-        facts |= {name.replace("_", " "): str(value) for name, value in score.conditions.model_dump().items()}
+        for name, value in score.conditions.model_dump(exclude_none=True).items():
+            if value is not False:
+                facts[name.replace("_", " ")] = "yes" if value is True else str(value)
         facts["output equals the target's own"] = identical[score.identical]
         facts["weights of the baseline (no draft)"] = score.baseline_weights
         facts["distinct 4-grams"] = f"{score.distinct_4grams:.2f}"

@@ -126,7 +126,7 @@ def measure(comparison: Comparison, command: str, state: Path) -> list[Score]:
         state=state,
         started=started,
     )
-    warn_if_busy(measurement.environment)
+    warn_if_busy(measurement.environment, "; speed-ups are less affected, because runs are interleaved")
     return [score for batch in comparison.batches for score in measurement.scores(batch)]
 
 

@@ -155,9 +155,11 @@ class Tasks:
             )
 
     def _results(self, lm: "LM") -> list[TaskResult]:
-        from lm_eval.evaluator import simple_evaluate
+        from lm_eval import evaluator
 
-        found: Any = simple_evaluate(
+        # lm-eval records the commit of the current folder, and git complains on stderr outside of a clone
+        evaluator.get_git_commit_hash = lambda: None
+        found: Any = evaluator.simple_evaluate(
             lm,
             tasks=list(self.names),
             num_fewshot=self.num_fewshot,

@@ -29,6 +29,7 @@ from draftlab.importing.run import smollm2_file
 from draftlab.intervals import ALPHA, speedup
 from draftlab.results.ranking import rank
 from draftlab.results.score import Score, read_score
+from draftlab.runs.provenance import commit_of
 from draftlab.scoring.replay import read_replay, rows_of
 
 ROOT = Path(__file__).parents[1]
@@ -383,7 +384,7 @@ def main(
                 continue
             measured = row(bench)
             runs = [asdict(run) for run in bench.runs if run.row == name]
-            rows[name] = measured | {"runs": runs} | environment(threads)
+            rows[name] = measured | {"runs": runs, "before": commit_of(before)} | environment(threads)
     result = {"benchmark": "minutes", "quick": quick} | rows | environment(threads)
     if not quick:
         known = json.loads(RESULT.read_text()) if RESULT.exists() else {}

@@ -272,11 +272,11 @@ def versions() -> dict[str, str]:
     for package in ("draftlab", "torch", "transformers", "accelerate", "peft", "lm_eval"):
         with contextlib.suppress(PackageNotFoundError):
             names[package] = version(package)
-    commit = _commit(Path(__file__).parents[2])
+    commit = commit_of(Path(__file__).parents[2])
     return names | ({"git": commit} if commit else {})
 
 
-def _commit(folder: Path) -> str | None:
+def commit_of(folder: Path) -> str | None:
     """Return the git commit of draftlab's clone. For an installed package, or without git, return None."""
     git = shutil.which("git")
     if git is None or not (folder / ".git").exists():

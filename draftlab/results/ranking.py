@@ -423,12 +423,16 @@ def alone(score: Score) -> Ranked:
 
 
 def _timed_alike(scores: Sequence[Score]) -> list[Timings]:
-    """Return the timings of scores of the same requests, each at all its K, by conversation.
+    """Return the timings of the requests that all scores timed, each at all its K, by conversation.
 
-    If one of the scores does not say which requests are of one conversation, another one may.
+    The scores have the same prompts, but the timing of one may have ended before that of another. If one of the scores
+    does not say which requests are of one conversation, another one may.
     """
     numbers = next((known for known in map(_conversations, scores) if None not in known), None)
-    return [score.timings(score.speculative, numbers) for score in scores]
+    timed = [{generation.prompt for generation in score.plain} for score in scores]
+    common = set.intersection(*timed)
+    parts = [score if own == common else score.subset(common) for score, own in zip(scores, timed, strict=True)]
+    return [part.timings(part.speculative, numbers) for part in parts]
 
 
 def _conversations(score: Score) -> list[int | None]:
@@ -453,7 +457,7 @@ def category_rows(score: Score) -> list[dict[str, Any]]:
         if part.generations(k) or part.prediction is not None:
             length = part.acceptance(k).mean_acceptance_length
             per_pass = part.tokens_per_pass(k)
-        timed = part.output_tps(0) > 0 and part.output_tps(k) > 0
+        timed = score.is_timed(k) and part.output_tps(0) > 0 and part.output_tps(k) > 0
         rows.append(
             {
                 "category": name,

@@ -187,7 +187,7 @@ def predicted_caption(scores: Sequence[Score]) -> str:
     """Return text about rows that were not timed, and about the error of their predicted speed-ups."""
     errors = [s.prediction.error for s in scores if s.prediction and s.prediction.error is not None]
     text = "≈: not timed, but predicted from a replay and the time of single passes"
-    return f"{text} (off by up to {max(errors):.0%} where drafts were timed)." if errors else f"{text}."
+    return f"{text} (off by up to {max(errors):.1%} where drafts were timed)." if errors else f"{text}."
 
 
 def _titled(title: str, group: Group) -> str:

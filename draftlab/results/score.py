@@ -885,7 +885,7 @@ class Score(FileModel):
         text = f"{self.predicted_speedup(self.best_k).value:.2f}x"
         if self.prediction.error is None:
             return text
-        return f"{text} (predictions of the timed drafts were off by up to {self.prediction.error:.0%})"
+        return f"{text} (predictions of the timed drafts were off by up to {self.prediction.error:.1%})"
 
     def precision_first(self, gain: Interval) -> str | None:
         """Return advice on the target's precision if another one, without a draft, is faster than this draft.

@@ -207,3 +207,16 @@ def test_a_doubtful_score_is_not_called_the_fastest_and_reaches_no_bar(tmp_path)
     assert {row["doubt"] for row in json_rows([sound])} == {None}
     alone = call(f"report {tmp_path}/loud --min-speedup 1.01", code=3)
     assert "--min-speedup" in alone.stderr
+
+
+def test_a_timing_that_ended_early_is_compared_on_the_requests_that_both_timed():
+    whole, other = score("wide"), score("deep", speed=0.9)
+    prompts = {generation.prompt for generation in other.plain}
+    early = other.subset(sorted(prompts)[: len(prompts) - 4])
+    assert early.conversations < whole.conversations
+    first, second = rank([whole, early])
+    part = whole.subset({generation.prompt for generation in early.plain})
+    assert first.name == "wide"
+    assert second.ratio_to_fastest == rank([part, early])[1].ratio_to_fastest
+    assert second.ratio_to_fastest is not None
+    assert second.ratio_to_fastest.n == early.conversations

@@ -74,11 +74,14 @@ def show(exported: Exported, config: ExportConfig, out: Path) -> Outcome:
     script = next(out.glob("serve.*"), None)
     show = [*exported.lines, str(out), exported.advice]
     starts = "sh" if script and script.suffix == ".sh" else "python"
+    following = typed(starts, script) if script else None
+    if script and config.server is not None and config.server.operands:  # the script needs the target in GGUF
+        following = typed("draftlab", "export", config.target, "--target", config.target, "--to", "gguf")
     return Outcome(
         path=out,
         show=[text for text in show if text],
         data={"path": str(out), **exported.notes},
-        next=typed(starts, script) if script else None,
+        next=following,
     )
 
 

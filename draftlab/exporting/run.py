@@ -141,7 +141,7 @@ class Export:
                         "makes one pass for each drafted token"
                     )
                 shell = "sh" if script[0].endswith(".sh") else "python"
-                lines.append(f"serve with: {typed(shell, output.out / script[0])}")
+                lines.append(f"serve with: {typed(shell, output.out / script[0], *form.server.operands)}")
                 if options := form.server.options(launch, output.out.absolute()):
                     notes["options"] = typed(*options)
                     lines.append(f"or add to your own command: {notes['options']}")

@@ -358,6 +358,7 @@ class ServerKind:
     program = ""  # program that export --verify-with starts; empty: none
     # starts of names of environment variables that would change a server which draftlab starts, such as its API key
     environment: ClassVar[tuple[str, ...]] = ()
+    operands: ClassVar[tuple[str, ...]] = ()  # words that the start script needs after its name
     # True: the server never drafts beyond max_tokens; False: it may, and then counts all tokens of the last step
     cuts_last_step = False
     counts_end = True  # whether the server counts a drafted end-of-text token

@@ -58,6 +58,7 @@ class LlamaCpp(ServerKind):
     head_parts = frozenset({"norm_before_residual", "norm_before_fc"})
     program = "llama-server"
     environment = ("LLAMA_API_KEY", "LLAMA_ARG_")
+    operands = ("TARGET.gguf",)
     cuts_last_step = True
     counts_end = False
     owned_by = "llamacpp"
@@ -110,7 +111,7 @@ class LlamaCpp(ServerKind):
                 f"{launch.target} --to gguf writes TARGET.gguf"
             )
         ]
-        target_file = "target=${1:?GGUF file of the target}; shift"
+        target_file = "target=${1:?is missing: sh serve.sh TARGET.gguf}; shift"
         # llama.cpp never drafts fewer tokens than its n-gram has
         if launch.kind == "prompt lookup":
             sizes = f"--spec-ngram-simple-size-n {min(PROMPT_LOOKUP_MAX, launch.k)}"

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 from rich.console import Console
 
-from draftlab.commands.checks import check_data, check_listens
+from draftlab.commands.checks import check_data, check_file, check_listens
 from draftlab.config.base import Config, OutputConfig
 from draftlab.config.shared import CheckpointSettings
 from draftlab.console import note_if_slow
@@ -158,12 +158,15 @@ class Command:
             return cast(CommandModule, import_module(self.module))
 
     def job(self, config: Config, weights: bool) -> Job:
-        """Check text and servers, which takes no time, then all other settings. weights: Same as in `prepare`."""
+        """Check text, prompts and servers, which is quick, then all other settings. weights: Same as in `prepare`."""
         if config.text_source is not None:
             check_data(config.text_source, weights)
         for option, url in config.addresses.items():
             if weights and url is not None:
                 check_listens(option, url)
+        prompts = getattr(config, "prompt_file", None)
+        if weights and prompts is not None:
+            check_file(config.flag("prompt_file"), prompts)
         return self.loaded().prepare(config, weights)
 
     def planned(self, config: OutputConfig, weights: bool) -> PlannedJob:

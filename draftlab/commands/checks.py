@@ -50,6 +50,12 @@ def check_listens(option: str, url: str) -> None:
             ) from None
 
 
+def check_file(option: str, path: Path) -> None:
+    """Check that the file of an option exists. Raises UserError: it is missing."""
+    if not path.exists():
+        raise UserError(f"{option}: {path}: No such file or directory")
+
+
 def check_plots() -> None:
     """Check that matplotlib is installed, before work that ends in a picture. Raises ModuleNotFoundError: it is not."""
     import_module("draftlab.results.plots")

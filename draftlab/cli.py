@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -21,7 +22,7 @@ from typer import Argument, BadParameter, Option
 from typer.core import TyperCommand, TyperGroup
 
 from draftlab import __version__
-from draftlab.commands import COMMANDS, PANELS
+from draftlab.commands import PANELS
 from draftlab.commands.base import Command, Outcome
 from draftlab.config.base import Config, bound, extra
 from draftlab.console import is_main_process, never_silent, note, print_words, processes
@@ -139,8 +140,8 @@ def _run(command: Command, typed: dict[str, Any], wiring: dict[str, Any]) -> Out
     try:
         config = command.config.build(settings, f"--config {file}: " if file else "")
     except UsageError as error:
-        named = f"draftlab {command.name} " if command.name in COMMANDS else ""  # plug-ins have programs of their own
-        raise UsageError(f"{error}; see {named}--help") from None
+        own = command in chain.from_iterable(ALL.values())  # a plug-in has programs of its own
+        raise UsageError(f"{error}; see {f'draftlab {command.name} ' if own else ''}--help") from None
     if processes() > 1 and command.name not in LAUNCHED:
         raise UserError(
             f"draftlab {command.name} runs in one process only, but WORLD_SIZE is {processes()}: start it without "

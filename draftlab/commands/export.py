@@ -4,7 +4,7 @@ from pathlib import Path
 
 from draftlab.commands.base import Outcome
 from draftlab.commands.checks import check_program
-from draftlab.commands.models import located, located_target
+from draftlab.commands.models import located, opened_target
 from draftlab.commands.settings.export import ExportConfig
 from draftlab.data.prompts import load_prompts
 from draftlab.engine.batch_generate import check_context
@@ -12,7 +12,6 @@ from draftlab.errors import UserError
 from draftlab.exporting.artifact import Form, open_artifact
 from draftlab.exporting.run import NEW_TOKENS, Export, Exported, Verifier, choose_k
 from draftlab.model import devices, hub
-from draftlab.model.checkpoint import Checkpoint
 from draftlab.results.score import Score, found_scores, read_score, score_files
 from draftlab.runs import workspace
 from draftlab.runs.provenance import fingerprint
@@ -30,7 +29,7 @@ def prepare(config: ExportConfig, weights: bool) -> Export:
     """
     check_program(config.verify_with)
     draft = located(config.draft, "draftlab export")
-    target = Checkpoint(located_target(config.target, weights=config.verify_with is not None))
+    target = opened_target(config.target, weights=config.verify_with is not None)
     artifact = open_artifact(draft, target)
     form = Form(
         to=config.to,

@@ -48,19 +48,29 @@ def _own_head(directory: Path) -> str | None:
     return None
 
 
-def located_target(name: str, *, weights: bool, tokenizer_only: bool = False) -> Path:
-    """Return the directory of the target.
-
-    weights: Whether the target needs weight files. tokenizer_only: Whether a directory that has only a tokenizer is
-    accepted, which is enough for the target of a server.
+def opened_target(name: str, *, weights: bool) -> Checkpoint:
+    """Return the target. weights: Whether it needs weight files, which are checked then.
 
     Raises:
         UserError: The target is missing, or its weights are damaged.
     """
     with about("--target"):
-        if tokenizer_only:
-            return hub.locate_tokenizer(name)
-        directory = hub.locate_model(name, weights)
+        target = Checkpoint(hub.locate_model(name, weights))
         if weights:
-            Checkpoint(directory).check()
-        return directory
+            target.check()
+        return target
+
+
+def located_target(name: str, *, weights: bool, tokenizer_only: bool = False) -> Path:
+    """Return the directory of the target.
+
+    weights: See opened_target. tokenizer_only: Whether a directory that has only a tokenizer is accepted, which is
+    enough for the target of a server.
+
+    Raises:
+        UserError: As in opened_target.
+    """
+    if tokenizer_only:
+        with about("--target"):
+            return hub.locate_tokenizer(name)
+    return opened_target(name, weights=weights).directory

@@ -94,11 +94,6 @@ def show(replays: Mapping[str, ReplayedDraft], config: ReplayConfig, out: Path) 
         for name, each in replays.items()
         if DRAFTERS.get(each.replay.kind, "").is_priced() and each.replay.padded().modelled is None
     ]
-    target = _target_named(config)
-    drafts = [Path(name) for name in config.draft]
-    profiled = [] if target is None else [target, *drafts]
-    if len({path.name for path in profiled}) < len(profiled):
-        profiled = []  # profile names models by their directories
     for name, each in replays.items():
         show += _table(each.replay, each.rows)
         data.append({"draft": name, "rows": [row.as_dict() for row in each.rows]})
@@ -106,8 +101,19 @@ def show(replays: Mapping[str, ReplayedDraft], config: ReplayConfig, out: Path) 
         path=out,
         show=[*show, str(out)],
         data={"out": str(out), "replays": data},
-        next=typed("draftlab", "profile", *profiled) if priced and drafts and profiled else None,
+        next=_profiling(config) if priced else None,
     )
+
+
+def _profiling(config: ReplayConfig) -> str | None:
+    """Return the command that profiles the target and the drafts, or None if they are not there or cannot be named."""
+    target = _target_named(config)
+    if target is None or not config.draft:
+        return None
+    models = [target, *map(Path, config.draft)]
+    if len({path.name for path in models}) < len(models):
+        return None  # profile names models by their directories
+    return typed("draftlab", "profile", *models)
 
 
 def _target_named(config: ReplayConfig) -> Path | None:

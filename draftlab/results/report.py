@@ -135,27 +135,25 @@ def ranking_table(group: Group) -> Table:
     rows.sort(key=lambda row: row[:3])
     first = group.ranking[0]
     praised = first.doubt is None or first.score.output_differs
-    records = [row for *_, row in rows]
-    return Table.of(
-        records,
+    table = Table.of(
+        [row for *_, row in rows],
         title=_titled("Ranking", group),
-        caption=" ".join(_explained(group, records, shown, praised=praised)),
         best=0 if praised else None,
         wide=WIDE,
     )
+    return replace(table, caption=" ".join(_explained(group, table, shown)))
 
 
-def _explained(
-    group: Group, rows: Sequence[Mapping[str, str]], shown: tuple[str, str] | None, *, praised: bool
-) -> Iterator[str]:
+def _explained(group: Group, table: Table, shown: tuple[str, str] | None) -> Iterator[str]:
     """Yield sentences about the marks and columns that a ranking has, and about how it was measured.
 
-    shown: Task and metric of the column with accuracy. praised: Whether a row is marked as the fastest.
+    shown: Task and metric of the column with accuracy.
     """
     scores = group.scores
-    if praised:
+    cells = list(chain.from_iterable(table.rows))
+    if table.best is not None:
         yield "* Fastest."
-    if any(row["draft"].startswith(TIED) for row in rows):
+    if any(cell.startswith(TIED) for cell in cells):
         yield "~ Not shown to be slower than the fastest draft."
     if len(scores) > 1:
         yield (
@@ -164,13 +162,13 @@ def _explained(
         )
     yield "speed-up: speed of whole requests (prefill and decoding), divided by that of the baseline."
     yield f"Baseline: {NO_DRAFT}, {group.baseline}."
-    if any(row.get(RELATIVE) for row in rows):
+    if RELATIVE in table.heads:
         yield "relative to best: speed-up divided by the fastest draft's speed-up."
-    if any(row.get(TPOT) for row in rows):
+    if TPOT in table.heads:
         yield "TPOT: speed-up of the tokens after the first."
     yield "Intervals: 95% over conversations."
     yield f"{RATE_HEADS[group.seconds]}: {RATES[group.seconds]} of whole requests.".replace("\n", " ")
-    if any(row[SPEEDUP].startswith("≈") for row in rows):
+    if any(cell.startswith("≈") for cell in cells):
         yield predicted_caption(scores)
     if shown:
         yield f"accuracy: {shown[1]} of {shown[0]}."

@@ -277,7 +277,7 @@ def versions() -> dict[str, str]:
 
 
 def commit_of(folder: Path) -> str | None:
-    """Return the git commit of draftlab's clone. For an installed package, or without git, return None."""
+    """Return the git commit of a clone. For the folder of an installed package, or without git, return None."""
     git = shutil.which("git")
     if git is None or not (folder / ".git").exists():
         return None

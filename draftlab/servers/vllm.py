@@ -153,7 +153,7 @@ class VLLM(ServerKind):
                 f'exec vllm serve "$here" --speculative-config {shlex.quote(config)} "$@"',
             ]
             return shell_script(launch, serve)
-        config = speculative_config("@", launch.k, launch.kind, sampling.method, heterogeneous=launch.heterogeneous)
+        config = _launched(launch, "@")
         about = ABOVE_ZERO if launch.kind == "prompt lookup" else method
         quoted = json.dumps(config).replace('"', '\\"').replace("@", "$here")
         lines = [
@@ -167,9 +167,7 @@ class VLLM(ServerKind):
     def options(self, launch: Launch, draft: Path) -> list[object]:
         if launch.own_target:
             return []
-        method = launch.sampling.method
-        config = speculative_config(str(draft), launch.k, launch.kind, method, heterogeneous=launch.heterogeneous)
-        return ["--speculative-config", json.dumps(config)]
+        return ["--speculative-config", json.dumps(_launched(launch, str(draft)))]
 
     def command(self, program: Path, trial: ServerTrial) -> list[object]:
         options = ["--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching"]
@@ -212,6 +210,12 @@ class VLLM(ServerKind):
         rows = [{int(i): entry["logprob"] for i, entry in row.items()} for row in entries]
         actual = [row[i] for row, i in zip(rows, ids[1:], strict=True)]
         return kinds.prompt_logprobs([kinds.top_k([*row.items()], k) for row in rows], actual)
+
+
+def _launched(launch: Launch, draft: str) -> dict[str, object]:
+    """Return the speculative_config of a launch. draft: Directory of the draft."""
+    method = launch.sampling.method
+    return speculative_config(draft, launch.k, launch.kind, method, heterogeneous=launch.heterogeneous)
 
 
 def speculative_config(

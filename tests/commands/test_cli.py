@@ -208,3 +208,12 @@ def test_an_interrupt_before_the_command_begins_is_no_traceback():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert (ended.returncode, ended.stderr) == (130, b"interrupted\n")
+
+
+def test_a_wrong_command_line_names_its_own_help():
+    """A command of a plug-in has a program of its own, which draftlab does not have."""
+    assert "see draftlab run --help" in call("run", code=2).stderr
+    program = [sys.executable, "-m", "draftlab_research.import_paper_trace"]
+    said = subprocess.run(program, capture_output=True, text=True)
+    assert said.returncode == 2
+    assert "draftlab import-paper-trace" not in said.stderr
